@@ -1,4 +1,4 @@
-"""Settings that every test shares: one thread, fixed examples in CI, GPU tests only where there is one."""
+"""Settings that every test shares: one thread, fixed examples in CI, GPU tests only where there is a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the processes started
 # torch's store looks up the name of each address it connects to, "::ffff:127.0.0.1" among them, which no hosts file
-# has. A name server that leaves one question in fifty without an answer would cost those ranks five seconds. So no
+# has. A name server that leaves a question in fifty unanswered would cost those ranks five seconds. So no
 # name server is asked, and torch does not say that it cannot tell the names.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 if hasattr(os, "SCHED_BATCH"):
-    # Inherited by all processes started. A thread of gloo that wakes up while another one holds its lock polls until
-    # it has it. Where ranks share processors, it would keep the other one from going on: woken up, it comes first.
+    # Inherited by all processes started. A thread of gloo that wakes up while another holds its lock polls until
+    # it has it. Where ranks share processors, it would keep the other from going on: woken up, it comes first.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +38,7 @@ BESIDE = frozenset(
     for name in (
         *("asplos23", "bench_gpu", "bench_memory", "bench_network", "bench_train", "evaluate_lm", "faults"),
         *(
+            "damaged_files",
             "finetune_example",
             "generation_server",
             "gradient_records",
@@ -66,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[None]:
-    """What the tests of a module, their scripts and launchers start with ``sys.executable`` are forks of a process that
+    """Programs that a module's tests, scripts and launchers start with ``sys.executable`` are forks of a process that
     has torch imported (``tests.support.warm``)."""
     from tests.support.warm import warm_python
 
@@ -76,10 +77,18 @@ def warm() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny data set."""
+    from tests.support.corpus import write_documents
+
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist one worker runs the tests that keep several processes busy, one those that wait for processes
-    (``BESIDE``), and whoever is free the rest, by files; those on a GPU one by one."""
+    """With pytest-xdist a worker runs the tests that keep several processes busy, another those that wait for processes
+    (``BESIDE``), and free workers the rest, by files; tests on a GPU are single units."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
@@ -95,16 +104,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--unit`` what starts ranks is not even imported."""
+    """With ``--unit`` tests of ranks are not even imported."""
     return True if config.getoption("--unit") and "multiprocess" in collection_path.parent.parts else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what this machine or this call cannot run, with the reason. What takes longest comes first."""
+    """Skips tests that this machine or this call cannot run, with the reason. The longest tests come first."""
     if config.getoption("--unit"):
         quick = [item for item in items if not item.get_closest_marker("slow")]
-        kept = set(quick)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        quick_items = set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick_items])
         items[:] = quick
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(

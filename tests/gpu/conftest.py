@@ -13,8 +13,8 @@ ORDER = (
     *("kernels", "experts_cuda", "fp8_cuda", "training_cuda", "determinism_cuda", "generation_cuda"),
     *("ranks_layouts", "ranks_compressors", "ranks_runs", "ranks_islands", "meters_cuda"),
 )
-"""Files by what they are worth when time runs out; what must not run beside others comes last."""
-PLACES = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
+"""Files in order of importance, for when time runs out; files that must not run beside others come last."""
+PLACES = {f"test_{name}.py": position for position, name in enumerate(ORDER)}
 
 
 @pytest.hookimpl(trylast=True)

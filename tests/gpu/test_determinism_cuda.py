@@ -1,4 +1,4 @@
-"""--deterministic-mode on a CUDA device: a run, and one that is stopped and resumed, are equal to the last bit."""
+"""--deterministic-mode on a CUDA device: an uninterrupted and a resumed run are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_and_one_that_is_resumed_give_the_same_bits(case: str, tmp_path: Path) -> None:
-    """Up to where it is stopped, the other one is a second run like the first."""
+def test_an_uninterrupted_and_a_resumed_run_give_the_same_bits(case: str, tmp_path: Path) -> None:
+    """Up to the interruption, the other run is a second run like the first."""
     world_size, changes = CASES[case]
     if "fp8" in changes and not has_8_bit_units():
         pytest.skip("no 8-bit units")
@@ -84,6 +84,6 @@ def test_a_run_and_one_that_is_resumed_give_the_same_bits(case: str, tmp_path: P
     saved = tmp_path / "saved"
     _train(world_size, tmp_path, "parts", **changes, **length, save=saved, exit_interval=6)
     _train(world_size, tmp_path, "parts", **changes, **length, load=saved)
-    whole = _figures(tmp_path, "whole")
-    assert len(whole) == 12
-    assert _figures(tmp_path, "parts") == whole
+    figures = _figures(tmp_path, "whole")
+    assert len(figures) == 12
+    assert _figures(tmp_path, "parts") == figures

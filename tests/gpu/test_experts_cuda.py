@@ -1,4 +1,4 @@
-"""Layers with experts on a CUDA device: layouts over NCCL, and products of all experts in one call."""
+"""Layers with experts on a CUDA device: layouts over NCCL, and products of all experts in a single call."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _layer(dtype: torch.dtype, **form: Any) -> Experts:
 
 
 def _loop(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
-    parts = rows.split(counts.tolist())
-    return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
+    chunks = rows.split(counts.tolist())
+    return torch.cat([chunk @ weight.t() for chunk, weight in zip(chunks, weights, strict=True)])
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -52,26 +52,26 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
     form = {"hidden_size": 256, "seq_length": 1024, "num_experts": [16]}
     layer = _layer(dtype, **form, swiglu=not biases, add_bias_linear=biases)
     x_sbh = torch.randn(1024, 4, 256, device="cuda", dtype=dtype)
-    found = []
+    results = []
     for loop in (False, True):
-        given = x_sbh.clone().requires_grad_()
+        x = x_sbh.clone().requires_grad_()
         layer.zero_grad()
         with (
             mock.patch("megatron.models.experts.groups_products", lambda rows, weights, off=loop: not off),
             mock.patch("megatron.models.experts.batched_linear", _loop),
         ):
-            out_sbh, _ = layer(given, ForwardContext())
+            out_sbh, _ = layer(x, ForwardContext())
         out_sbh.float().square().sum().backward()
-        found.append([out_sbh.detach(), given.grad, *(param.grad for param in layer.parameters())])
-    for own, wanted in zip(*found, strict=True):
-        assert own is not None
-        assert wanted is not None
-        error = (own.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6)
+        results.append([out_sbh.detach(), x.grad, *(param.grad for param in layer.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        assert actual is not None
+        assert expected is not None
+        error = (actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
         assert float(error) < (1e-4 if dtype is torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.bfloat16, 1364)])
-def test_types_and_widths_that_torch_does_not_group(dtype: torch.dtype, width: int) -> None:
+def test_types_and_widths_that_torch_cannot_group(dtype: torch.dtype, width: int) -> None:
     form = {"hidden_size": 64, "seq_length": 32, "num_experts": [8], "moe_ffn_hidden_size": width}
     layer = _layer(dtype, **form, swiglu=True, add_bias_linear=False)
     x_sbh = torch.randn(32, 2, 64, device="cuda", dtype=dtype)

@@ -37,16 +37,16 @@ def test_codes_and_products_are_the_cpus(dtype: torch.dtype, by_rows: bool) -> N
         a, b, bias = _noise(m, k, 1), _noise(n, k, 2), _noise(1, n, 3)[0]
         if by_rows and dtype == fp8.E5M2:
             continue  # no recipe has it
-        found = []
+        results = []
         for device in ("cpu", "cuda"):
-            own, other = a.to(device), b.to(device)
-            qa = fp8.quantize(own, fp8.scale_of(fp8.largest(own, by_rows), dtype), dtype)
+            left, other = a.to(device), b.to(device)
+            qa = fp8.quantize(left, fp8.scale_of(fp8.largest(left, by_rows), dtype), dtype)
             qb = fp8.quantize(other, fp8.scale_of(fp8.largest(other, by_rows), fp8.E4M3), fp8.E4M3)
-            outs = [fp8.scaled_product(qa, qb, given) for given in (None, bias.to(device))]
-            found.append([x.cpu() for x in (qa.codes.view(torch.uint8), qa.scale, qb.scale, *outs)])
-        for cpu, cuda in zip(found[0][:3], found[1][:3], strict=True):
+            outs = [fp8.scaled_product(qa, qb, bias_or_none) for bias_or_none in (None, bias.to(device))]
+            results.append([x.cpu() for x in (qa.codes.view(torch.uint8), qa.scale, qb.scale, *outs)])
+        for cpu, cuda in zip(results[0][:3], results[1][:3], strict=True):
             assert torch.equal(cpu, cuda)
-        for cpu, cuda in zip(found[0][3:], found[1][3:], strict=True):
+        for cpu, cuda in zip(results[0][3:], results[1][3:], strict=True):
             # The units add the products of a step with fewer bits than fp32's.
             most = float(cpu.abs().amax())
             torch.testing.assert_close(cuda.float(), cpu.float(), rtol=2.0**-6, atol=most * 2.0**-10)
@@ -54,7 +54,7 @@ def test_codes_and_products_are_the_cpus(dtype: torch.dtype, by_rows: bool) -> N
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_and_its_gradients_are_the_cpus(recipe: Any) -> None:
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
         layer = ColumnParallelLinear((256, 128), True, comm, torch.device(device), torch.bfloat16)
@@ -66,8 +66,8 @@ def test_a_layer_and_its_gradients_are_the_cpus(recipe: Any) -> None:
         out.backward(_noise(512, 256, 6).view(128, 4, 256).to(device))
         assert x.grad is not None
         assert layer.weight.grad is not None
-        found.append([t.detach().float().cpu() for t in (out, x.grad, layer.weight.grad)])
-    for cpu, cuda in zip(*found, strict=True):
+        results.append([t.detach().float().cpu() for t in (out, x.grad, layer.weight.grad)])
+    for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cuda, cpu, rtol=2.0**-6, atol=float(cpu.abs().amax()) * 2.0**-8)
 
 

@@ -1,4 +1,4 @@
-"""Generation on a CUDA device: steps as CUDA graphs give the tokens of steps that are launched one by one."""
+"""Generation on a CUDA device: steps as CUDA graphs give the tokens of steps launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_tokens_are_those_of_single_launches(
     assert loaded.workspaces.record is record_on_cuda
     counting = Counting()
     alone = load_model(saved, device=torch.device("cpu"))
-    sides = [_with(loaded, Workspaces()), _with(loaded, Workspaces(counting)), alone]
+    models = [_with(loaded, Workspaces()), _with(loaded, Workspaces(counting)), alone]
     for prompts in (PROMPTS, [[2, 2], [9, 8, 7], [6]]):
-        wanted, *others = (generate(side, prompts, 14, GREEDY) for side in sides)
-        for found in others:
-            assert [sample.tokens for sample in found] == [sample.tokens for sample in wanted]
+        expected, *results = (generate(side, prompts, 14, GREEDY) for side in models)
+        for tokens in results:
+            assert [sample.tokens for sample in tokens] == [sample.tokens for sample in expected]
     assert counting.recorded > 0
-    assert sides[1].workspaces.record is counting  # and never failed
+    assert models[1].workspaces.record is counting  # and never failed
 
 
 def test_the_next_text_uses_the_same_recording(tmp_path: Path) -> None:

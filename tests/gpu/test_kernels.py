@@ -44,18 +44,18 @@ def test_codes_equal_the_cpus() -> None:
     for grid in checks.grids():
         if grid.method is ScaleMethod.L2 or grid.is_sign or grid.layout is ScaleLayout.CHANNEL:
             continue
-        found = []
+        encoded = []
         for device in ("cpu", DEVICE):
             codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8, device=device)
             scales = torch.empty(grid.scale_count(x.numel()), device=device)
             ops.quantize_pack(x.to(device), codes, scales, grid, seed=11)
-            found.append((codes.cpu(), scales.cpu()))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
+            encoded.append((codes.cpu(), scales.cpu()))
+        assert torch.equal(encoded[0][0], encoded[1][0])
+        assert torch.equal(encoded[0][1], encoded[1][1])
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-def test_messages_that_decide_by_tiles(role: Role) -> None:
+def test_messages_by_tiles(role: Role) -> None:
     tile_checks.check_tilings(DEVICE, (0, 5, 70_001), role)
 
 
@@ -93,8 +93,10 @@ def test_norms_and_histograms() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 5, 128])
 def test_bases(rank: int) -> None:
     for n, r, power in ((1, 1, 0), (37, 37, -60), (1000, 40, 60), (4096, 128, 0)):
-        own = min(rank, n, r)
-        checks.check_bases(checks.noise((2, n, own), 0, DEVICE) @ checks.noise((2, own, r), 1, DEVICE) * 2.0**power)
+        columns = min(rank, n, r)
+        checks.check_bases(
+            checks.noise((2, n, columns), 0, DEVICE) @ checks.noise((2, columns, r), 1, DEVICE) * 2.0**power
+        )
 
 
 def test_places_outside_are_left_out() -> None:
@@ -109,7 +111,7 @@ def test_a_label_outside_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("rank", [8, 33, 96, 128, 129])
-def test_bases_of_stacks_whose_matrices_go_three_ways(rank: int) -> None:
+def test_bases_of_stacks_with_three_kinds_of_matrices(rank: int) -> None:
     """Up to 32, 64, 96 and 128 columns, and more, have a kernel each."""
     checks.check_mixed_bases(DEVICE, rank)
 
@@ -118,18 +120,18 @@ def test_bases_begin_with_those_of_fewer_columns() -> None:
     checks.check_leading_bases(DEVICE, (6, 8, 31, 32, 33, 64, 65, 96, 97, 128))
 
 
-def test_bases_of_zeros_and_of_what_is_not_finite() -> None:
+def test_bases_of_zeros_and_non_finite_values() -> None:
     checks.check_extraordinary_bases(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", checks.HALVES)
 def test_a_product_adds_in_a_wider_total(dtype: torch.dtype) -> None:
-    """In one launch, without rounding the product."""
+    """In a single launch, without rounding the product."""
     a, b = (checks.noise((512, 256), seed, DEVICE, dtype) for seed in (1, 2))
     total = checks.noise((256, 256), 3, DEVICE)
-    wanted = total.double() + a.double().t() @ b.double()
+    expected = total.double() + a.double().t() @ b.double()
     products.add_product_(total, a, b)
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-3)
     products.add_product_(total.fill_(torch.nan), a, b, fresh=True)
     torch.testing.assert_close(total.double(), a.double().t() @ b.double(), rtol=1e-5, atol=1e-3)
 
@@ -160,10 +162,10 @@ def test_8_bit_floats_give_the_reference_bits() -> None:
 def test_8_bit_floats_equal_the_cpus() -> None:
     x = checks.noise((123_457,), 0, "cpu")
     for _, form, scale in float8_checks.formats():
-        found = []
+        encoded = []
         for device in ("cpu", DEVICE):
             codes, scales = float8_checks.message(x.numel(), form, scale, device)
             ops.float8_encode(x.to(device), codes, scales, form, 11)
-            found.append((codes.cpu(), scales.cpu()))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
+            encoded.append((codes.cpu(), scales.cpu()))
+        assert torch.equal(encoded[0][0], encoded[1][0])
+        assert torch.equal(encoded[0][1], encoded[1][1])

@@ -21,7 +21,7 @@ from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_config
 from tools.merge_traces import read_trace, summary
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(900)]  # which waiting to be alone counts in
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(900)]  # includes the wait to be alone
 
 ENTRIES = 64_000
 """Of the vocabulary: its gradient alone is hundreds of MB, beside which computing takes no time."""
@@ -33,19 +33,19 @@ def _config(changes: dict[str, dict[str, Any]], world_size: int) -> RunConfig:
 
 
 def _steps(config: RunConfig, topology: Topology, warm: int, count: int, vocab: int) -> dict[str, float]:
-    """Trains; what the ledger says of the last ``count`` steps, and how long they took by the host's clock."""
+    """Trains; returns the ledger's figures of the last ``count`` steps, and their duration by the host's clock."""
     engines = build_engines(config, topology, vocab)
     micro_batches = config.training.global_batch_size // config.training.micro_batch_size // topology.dp.size
     batches = tiny_batches(config, topology, masked=False)
     ledger, began = engines.ledger, 0.0
     for iteration in range(warm + count):
-        taken = take_batches(batches, micro_batches, topology.device)
+        step_batches = take_batches(batches, micro_batches, topology.device)
         if iteration == warm:
             topology.control.barrier()
             ledger.clock.synchronize()
             ledger.clear()
             began = time.perf_counter()
-        train_step(engines, taken, iteration, 1e-3, 0.0)
+        train_step(engines, step_batches, iteration, 1e-3, 0.0)
     ledger.clock.synchronize()
     seconds = time.perf_counter() - began
     accounts = ledger.take_totals().values()
@@ -90,12 +90,12 @@ SATURATED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
 @pytest.mark.parametrize("case", SATURATED)
 def test_computing_coding_and_waiting_explain_a_step_on_saturated_links(case: str) -> None:
     changes, vocab = SATURATED[case]
-    for found in run_ranks(2, _saturated, changes, 2, vocab, timeout=280, init=False, env=ONE_CHANNEL):
-        told = found["computed"] + found["coded"] + found["waited"]
-        assert 0.9 * found["seconds"] <= told <= 1.1 * found["seconds"], found
-        assert found["waited"] > 0.5 * found["seconds"], found
+    for figures in run_ranks(2, _saturated, changes, 2, vocab, timeout=280, init=False, env=ONE_CHANNEL):
+        seconds = figures["computed"] + figures["coded"] + figures["waited"]
+        assert 0.9 * figures["seconds"] <= seconds <= 1.1 * figures["seconds"], figures
+        assert figures["waited"] > 0.5 * figures["seconds"], figures
         if "bits" in case:
-            assert found["coded"] > 0
+            assert figures["coded"] > 0
 
 
 def test_without_peers_computing_is_the_whole_step() -> None:
@@ -103,27 +103,27 @@ def test_without_peers_computing_is_the_whole_step() -> None:
         "model": {**LONG, "num_layers": 8},
         "training": {"micro_batch_size": 4, "global_batch_size": 4},
     }
-    found = _steps(_config(changes, 1), single_process("cuda"), 2, 3, 50_304)
-    assert (found["coded"], found["waited"]) == (0.0, 0.0)
-    assert 0.9 * found["seconds"] <= found["computed"] <= 1.01 * found["seconds"], found
+    figures = _steps(_config(changes, 1), single_process("cuda"), 2, 3, 50_304)
+    assert (figures["coded"], figures["waited"]) == (0.0, 0.0)
+    assert 0.9 * figures["seconds"] <= figures["computed"] <= 1.01 * figures["seconds"], figures
 
 
 CYCLES = 400_000_000
 """That a device spins: more than 0.1 s on any."""
 
 
-def test_an_interval_is_what_the_device_did_and_nobody_waits_for_it() -> None:
+def test_an_interval_is_the_devices_time_and_nobody_waits_for_it() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock, told = clock_of(device), list[float]()
+    clock, seconds = clock_of(device), list[float]()
     torch.cuda.synchronize()
     start = clock.mark()
     torch.cuda._sleep(CYCLES)
     stop = clock.mark()
-    clock.between(start, stop, told.append)
+    clock.between(start, stop, seconds.append)
     clock.report_known()
-    assert told == []  # the host got here long before
+    assert seconds == []  # the host got here long before
     clock.synchronize()
-    assert 0.1 < told[0] < 10
+    assert 0.1 < seconds[0] < 10
 
 
 def test_marks_are_placed_on_the_hosts_clock() -> None:
@@ -150,11 +150,11 @@ def test_the_trace_holds_the_devices_kernels_inside_its_iterations(tmp_path: Pat
     assert {"forward", "backward", "optimizer", "iteration"} <= {event["name"] for event in spans}
     assert any(word in event["name"].lower() for event in kernels for word in ("gemm", "cutlass", "nvjet"))
     slack = 5_000.0  # microseconds between the profiler's clock and ours
-    for whole in (event for event in spans if event["name"] == "iteration"):
-        own = [e for e in kernels if e["args"]["iteration"] == whole["args"]["iteration"]]
-        assert len(own) > 50
-        for event in own:
-            assert whole["ts"] - slack <= event["ts"]
-            assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + slack
+    for iteration in (event for event in spans if event["name"] == "iteration"):
+        kernels_inside = [e for e in kernels if e["args"]["iteration"] == iteration["args"]["iteration"]]
+        assert len(kernels_inside) > 50
+        for event in kernels_inside:
+            assert iteration["ts"] - slack <= event["ts"]
+            assert event["ts"] + event["dur"] <= iteration["ts"] + iteration["dur"] + slack
     assert "| 0 (tp 0 pp 0 dp 0) |" in summary([trace])
     assert json.loads(path.read_text())["displayTimeUnit"] == "ms"

@@ -1,4 +1,4 @@
-"""Compressors over NCCL, all ranks on one GPU: replicas agree, and the loss falls."""
+"""Compressors over NCCL, all ranks on a GPU: replicas agree, and the loss falls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = (
     "lowrank epilogue virtual fp16",
     "all three",
 )
-"""Every compressor, and every kind of overlap, once; each takes 20 steps."""
+"""Every compressor, and every kind of overlap, once."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Islands whose ranks share a GPU: NCCL connects those of an island, and gloo islands.
+"""Islands with ranks that share a GPU: NCCL connects the ranks of an island, gloo the islands.
 
 The bodies are those of tests/multiprocess, with all that they assert. Here each run must have been on the device, too.
 """
@@ -10,21 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.multiprocess import test_island_ends as island_ends
 from tests.multiprocess import test_islands as islands
-from tests.support.corpus import write_documents
 from tests.support.device import backend_of_tests
 from tests.support.islands import events
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
 def _backends(folder: Path) -> set[str]:
-    """What connected the ranks of all runs that have left logs or checkpoints in a folder."""
+    """Backends of all runs that have left logs or checkpoints in a folder."""
     configs = [event["config"] for log in folder.rglob("*.jsonl") for event in events(log, "config")]
     configs += [yaml.safe_load(path.read_text()) for path in folder.rglob("config.yaml")]
     return {config["parallel"]["distributed_backend"] for config in configs}
@@ -42,11 +37,11 @@ def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, 
     assert _backends(tmp_path) == {backend_of_tests()}
 
 
-def test_an_island_that_is_lost_in_step_ends_the_others_in_one_line(prefix: Path, tmp_path: Path) -> None:
-    islands.test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(prefix, tmp_path, "in step")
+def test_an_island_lost_in_step_ends_the_others_in_one_line(prefix: Path, tmp_path: Path) -> None:
+    island_ends.test_a_lost_island_ends_the_others_in_one_line_where_they_need_it(prefix, tmp_path, "in step")
     assert _backends(tmp_path) == {backend_of_tests()}
 
 
-def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
-    islands.test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix, tmp_path)
+def test_the_launcher_starts_islands_and_restarts_a_killed_island(prefix: Path, tmp_path: Path) -> None:
+    islands.test_the_launcher_starts_islands_and_restarts_a_killed_island(prefix, tmp_path)
     assert _backends(tmp_path) == {backend_of_tests()}

@@ -1,4 +1,4 @@
-"""Layouts over NCCL, all ranks on one GPU: they start from cold processes, and give one process's numbers."""
+"""Layouts over NCCL, all ranks on a GPU: they start from cold processes, and give the numbers of a single process."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def _cold(changes: Changes) -> list[float]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
     losses = []
     for iteration in range(STEPS):
-        taken = take_batches(batches, count, engines.topology.device)
-        losses.append(train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss)
+        step_batches = take_batches(batches, count, engines.topology.device)
+        losses.append(
+            train_step(engines, step_batches, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss
+        )
         if iteration + 1 == WARM_UP:
             evaluation_step(engines, take_batches(held_out, 2, engines.topology.device))
     assert bool(counters["inductor"]) == (config.training.compile == "on")
@@ -85,12 +87,12 @@ def test_pipelines_run_from_cold_processes(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_pipelines_without_codecs_run_from_cold_processes(name: str) -> None:
-    """Their steps are of one kind from the first to the last, and exact to the last."""
+    """Their steps are of the same kind from the first to the last, and exact to the last."""
     _check_cold(name, codecs=False)
 
 
 def test_compiled_layers_run_from_cold_processes() -> None:
-    """What the compiler makes is loaded at its first launch, too."""
+    """Compiled kernels are loaded at their first launch, too."""
     _check_cold("pp2", codecs=True, compiled=True)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that were started differently end at once, all with one error that names the first difference."""
+"""Ranks that were started differently end at once, all with an error that names the first difference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from tests.support.spawn import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
 def _run(flags_of: list[list[str]], variables: list[dict[str, str]] | None = None) -> tuple[int, str, str, float]:
-    """Status, output, errors and seconds of ``pretrain_gpt.py`` on this rank, which has flags of its own."""
+    """Status, output, errors and seconds of ``pretrain_gpt.py`` on this rank, with its own flags."""
     import os
 
     rank = int(os.environ["RANK"])
@@ -35,16 +30,16 @@ def _run(flags_of: list[list[str]], variables: list[dict[str, str]] | None = Non
 
 
 def _refused(flags_of: list[list[str]], variables: list[dict[str, str]] | None = None) -> str:
-    """What rank 0 says when every rank refuses."""
+    """Error message of rank 0 when every rank refuses."""
     results = run_ranks(len(flags_of), _run, flags_of, variables, init=False)
     assert [status for status, *_ in results] == [2] * len(flags_of)
     assert all("iteration" not in out for _, out, _, _ in results)
     assert max(seconds for *_, seconds in results) < 20
-    said, *silent = [err for _, _, err, _ in results]
+    errors, *silent = [err for _, _, err, _ in results]
     assert silent == [""] * len(silent)
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    return errors
 
 
 DIFFERENT: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
@@ -74,11 +69,11 @@ def test_another_flag_on_one_rank_is_named(prefix: Path, tmp_path: Path, name: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_data_at_the_same_place_is_named(prefix: Path, tmp_path: Path) -> None:
+def test_other_data_at_the_same_path_are_named(prefix: Path, tmp_path: Path) -> None:
     """Paths may differ, as copies on the disks of machines do; contents may not."""
     other = write_documents(tmp_path / "other", seed=1)
-    said = _refused([tiny_flags(prefix), tiny_flags(other)])
-    assert "the .bin file of dataset 1 of --data-path is " in said
+    errors = _refused([tiny_flags(prefix), tiny_flags(other)])
+    assert "the .bin file of dataset 1 of --data-path is " in errors
     missing = _refused([tiny_flags(prefix), tiny_flags(tmp_path / "none")])
     assert "and unreadable (No such file or directory) on rank 1" in missing
 
@@ -94,10 +89,10 @@ def test_copies_of_the_data_and_other_logs_are_alike(prefix: Path, tmp_path: Pat
 
 
 def test_worlds_of_two_sizes_are_named(prefix: Path) -> None:
-    said = _refused([tiny_flags(prefix)] * 2, [{"WORLD_SIZE": size} for size in ("2", "4")])
-    assert "WORLD_SIZE is 2 on rank 0 and 4 on rank 1" in said
+    errors = _refused([tiny_flags(prefix)] * 2, [{"WORLD_SIZE": size} for size in ("2", "4")])
+    assert "WORLD_SIZE is 2 on rank 0 and 4 on rank 1" in errors
 
 
 def test_two_processes_of_one_rank_are_named(prefix: Path) -> None:
-    said = _refused([tiny_flags(prefix, global_batch_size=3)] * 3, [{}, {"RANK": "1"}, {"RANK": "1"}])
-    assert "two processes were started as rank 1" in said
+    errors = _refused([tiny_flags(prefix, global_batch_size=3)] * 3, [{}, {"RANK": "1"}, {"RANK": "1"}])
+    assert "two processes were started as rank 1" in errors

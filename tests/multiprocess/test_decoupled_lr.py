@@ -1,4 +1,4 @@
-"""Runs whose embeddings and output layer have a learning rate of their own, against a plain loop with two groups."""
+"""Runs with a separate learning rate for embeddings and output layer, against a plain loop with two groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from megatron.optimizer.optimizer import Optimizer, StepTotals
 from megatron.optimizer.step_summary import StopVotes
 from megatron.training.step import take_batches, train_step
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 from tests.support.spawn import RankFailure, run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_engines
 from tests.support.train import train
@@ -67,8 +67,8 @@ def _losses(changes: Sections, plain: bool = False) -> list[float]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
     losses = []
     for iteration in range(6):
-        taken = take_batches(batches, count, engines.topology.device)
-        losses.append(train_step(engines, taken, iteration, LR, DECAY, DECOUPLED).loss)
+        step_batches = take_batches(batches, count, engines.topology.device)
+        losses.append(train_step(engines, step_batches, iteration, LR, DECAY, DECOUPLED).loss)
     return losses
 
 
@@ -86,16 +86,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 def test_losses_are_those_of_a_plain_loop_on_any_layout(untied: bool) -> None:
     model = {"model": {"untie_embeddings_and_output_weights": untied}}
-    wanted = _losses(model, plain=True)
+    expected = _losses(model, plain=True)
     layouts = LAYOUTS if not untied else {name: LAYOUTS[name] for name in list(LAYOUTS)[1:3]}
     for ranks, parallel in layouts.values():
         for losses in run_ranks(ranks, _losses, {**model, "parallel": parallel}):
-            assert losses == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+            assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def _trained(path: Path) -> dict[int, dict[str, Any]]:
@@ -117,14 +112,14 @@ RATES = [0.0, 5e-3, 1e-2, 8e-3, 6e-3, 4e-3, 2e-3, 2e-3]
 """Of the embeddings: by hand, from the two ends and the two lengths."""
 
 
-def test_a_run_logs_its_rate_and_goes_on_to_the_last_digit(prefix: Path, tmp_path: Path) -> None:
-    whole, parts, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
+def test_a_run_logs_its_rate_and_resumes_exactly(prefix: Path, tmp_path: Path) -> None:
+    uninterrupted, resumed_log, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
     text, curves = tmp_path / "log.txt", tmp_path / "curves"
     common = {**SCHEDULE, "use_distributed_optimizer": True, "bf16": True}
-    train(2, tiny_flags(prefix, **common, log_json_file=whole, log_txt_file=text, tensorboard_dir=curves))
+    train(2, tiny_flags(prefix, **common, log_json_file=uninterrupted, log_txt_file=text, tensorboard_dir=curves))
     for stop in (4, None):
-        train(2, tiny_flags(prefix, **common, save=saved, load=saved, exit_interval=stop, log_json_file=parts))
-    events, resumed = _trained(whole), _trained(parts)
+        train(2, tiny_flags(prefix, **common, save=saved, load=saved, exit_interval=stop, log_json_file=resumed_log))
+    events, resumed = _trained(uninterrupted), _trained(resumed_log)
     assert [events[n]["decoupled_learning_rate"] for n in range(1, 9)] == pytest.approx(RATES, rel=1e-12)
     for name in ("lm_loss", "grad_norm", "learning_rate", "decoupled_learning_rate"):
         assert [event[name] for event in resumed.values()] == [event[name] for event in events.values()]

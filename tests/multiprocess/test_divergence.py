@@ -1,4 +1,4 @@
-"""Runs that diverge: how they end, and what they leave of their checkpoints."""
+"""Runs that diverge: how they end, and which checkpoints they leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 
 SCRIPT = "pretrain_gpt.py"
 DIVERGING: dict[str, object] = {
@@ -19,11 +19,6 @@ DIVERGING: dict[str, object] = {
     "train_iters": 24,
 }
 """Four steps are taken; the gradients of the fifth, and of all after it, are not finite."""
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
 
 
 def _run(ranks: int, prefix: Path, **changes: object) -> list[CliResult]:
@@ -67,7 +62,7 @@ def test_skipped_steps_are_counted_over_restarts(prefix: Path, tmp_path: Path) -
 
 
 @pytest.mark.multiprocess
-def test_the_first_number_that_is_not_finite_ends_a_run_that_checks_for_it(prefix: Path, tmp_path: Path) -> None:
+def test_the_first_non_finite_number_ends_a_run_that_checks(prefix: Path, tmp_path: Path) -> None:
     flags: dict[str, object] = {"save": tmp_path, "save_interval": 1, "keep_last": 1}
     results = _run(2, prefix, **flags, check_for_nan_in_loss_and_grad=True, pipeline_model_parallel_size=2)
     assert [result.returncode for result in results] == [5, 5], results[0].text()
@@ -77,7 +72,7 @@ def test_the_first_number_that_is_not_finite_ends_a_run_that_checks_for_it(prefi
 
 
 @pytest.mark.multiprocess
-def test_a_loss_scale_that_can_still_fall_is_no_divergence(prefix: Path) -> None:
+def test_a_falling_loss_scale_is_no_divergence(prefix: Path) -> None:
     """Overflows at 1e30 (twice), 5e29, 2.5e29 and 1.25e29 are a search; those at 1e29, the least, are counted."""
     flags: dict[str, object] = {"fp16": True, "initial_loss_scale": 1e30, "min_loss_scale": 1e29, "lr": 1e-3}
     for count, flag in ((8, {"max_skipped_steps": 3}), (6, {"check_for_nan_in_loss_and_grad": True})):
@@ -88,7 +83,7 @@ def test_a_loss_scale_that_can_still_fall_is_no_divergence(prefix: Path) -> None
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_ends_before_that_many_skipped_steps_says_so(prefix: Path) -> None:
+def test_a_run_that_ends_before_the_limit_of_skipped_steps_says_so(prefix: Path) -> None:
     (result,) = _run(1, prefix, train_iters=7, lr_decay_iters=24)
     assert result.returncode == 0, result.text()
     assert "warning: the last 3 steps were skipped" in result.stdout

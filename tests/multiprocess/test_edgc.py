@@ -1,4 +1,4 @@
-"""EDGC in training runs: what its probe decides, and what of it survives a restart."""
+"""EDGC in training runs: decisions of its probe, and its state after a restart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.compression.edgc import RankController
 from megatron.compression.points import Point
 from megatron.distributed.clock import HostClock
 from megatron.training.assembly import Engines
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
 from tests.support.train import train
@@ -21,7 +21,7 @@ from tests.support.train import train
 pytestmark = pytest.mark.multiprocess
 
 FALLING = "dp-grad=edgc,rank=16,min-rank=2,window=4,sample-every=1,max-step=16,min-ratio=0.5"
-"""Whose rank falls at the end of the third window."""
+"""A run with a rank that falls at the end of the third window."""
 
 
 def _controller(engines: Engines) -> RankController:
@@ -45,7 +45,7 @@ def _bytes_of_steps(
 
     def after_step(engines: Engines) -> None:
         totals.append(gradients.wire_bytes)
-        # One of the three meetings is out of the ordinary.
+        # The second of three meetings is unusual.
         late[0] = head_start * engines.plan.stage / 6 * (100.0 if len(totals) == 9 else 1.0)
 
     tiny_train(engines, steps, after_step=after_step)
@@ -72,8 +72,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_later_stages_send_what_fits_into_their_head_start(layout: str) -> None:
-    """Nothing of it without one; more with one; everything with a long one. The probe is in the tenth step."""
+def test_later_stages_send_as_much_as_their_head_start_allows(layout: str) -> None:
+    """A longer warm-up saves more of the probe's cost, up to all of it. The probe is in the tenth step."""
     changes = LAYOUTS[layout]
     runs = [run_ranks(4, _bytes_of_steps, FALLING, head_start, changes) for head_start in (0.0, 1e4, 1e6)]
     dense = run_ranks(4, _bytes_of_steps, f"{FALLING},warmup=16,stage-slack=0", 0.0, changes)
@@ -94,7 +94,7 @@ def test_later_stages_send_what_fits_into_their_head_start(layout: str) -> None:
     assert long[1][:9] == last[:9]
 
 
-def test_what_is_compressed_is_sent_exactly_where_that_is_faster() -> None:
+def test_gradients_are_sent_exactly_where_that_is_faster() -> None:
     """Factors of 32 columns are larger than the matrices."""
     spec = "dp-grad=edgc,rank=32,min-rank=32,min-ratio=0,warmup=12"
     for _, sent, state in run_ranks(2, _bytes_of_steps, spec, 0.0, {}):
@@ -130,11 +130,6 @@ def test_a_warm_up_goes_on_while_the_least_rank_loses_more() -> None:
             assert min(sent) == sent[0]
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
 def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
     events = [json.loads(line) for line in path.read_text().splitlines()]
     return {e["iteration"]: (e["lm_loss"], e["grad_norm"]) for e in events if e["kind"] == "train"}
@@ -155,14 +150,14 @@ def _state(folder: Path) -> dict[str, Any]:
 def _stop_at_12(prefix: Path, folder: Path, **flags: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The controller's states of a run after 12 and 24 iterations; the rest of it, done again, is the same."""
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 24, **flags}
-    whole, rest, saved, then = (folder / name for name in ("whole.jsonl", "rest.jsonl", "saved", "then"))
-    train(4, tiny_flags(prefix, **flags, save=saved, save_interval=12, log_json_file=whole))
+    whole_log, rest_log, saved, resumed_log = (folder / name for name in ("whole.jsonl", "rest.jsonl", "saved", "then"))
+    train(4, tiny_flags(prefix, **flags, save=saved, save_interval=12, log_json_file=whole_log))
     (saved / "latest_checkpointed_iteration.txt").write_text("12")
-    train(4, tiny_flags(prefix, **flags, load=saved, save=then, log_json_file=rest))
-    assert _losses(rest) == {at: values for at, values in _losses(whole).items() if at > 12}
-    assert _state(then / "iter_0000024") == _state(saved / "iter_0000024")
-    assert _figures(rest) == _figures(whole)
-    assert {"entropy", "rank", "rank_of_stage_0", "rank_of_stage_1"} <= _figures(whole).keys()
+    train(4, tiny_flags(prefix, **flags, load=saved, save=resumed_log, log_json_file=rest_log))
+    assert _losses(rest_log) == {at: values for at, values in _losses(whole_log).items() if at > 12}
+    assert _state(resumed_log / "iter_0000024") == _state(saved / "iter_0000024")
+    assert _figures(rest_log) == _figures(whole_log)
+    assert {"entropy", "rank", "rank_of_stage_0", "rank_of_stage_1"} <= _figures(whole_log).keys()
     return _state(saved / "iter_0000012"), _state(saved / "iter_0000024")
 
 
@@ -184,9 +179,9 @@ def test_a_run_goes_on_in_a_warm_up_that_ends_by_its_error(prefix: Path, tmp_pat
 
 def test_another_layout_measures_again(prefix: Path, tmp_path: Path) -> None:
     flags = {"compress": [FALLING], "train_iters": 22}
-    saved, then = tmp_path / "saved", tmp_path / "then"
+    saved, resumed = tmp_path / "saved", tmp_path / "then"
     train(2, tiny_flags(prefix, **flags, save=saved, exit_interval=12))
-    train(4, tiny_flags(prefix, **flags, pipeline_model_parallel_size=2, load=saved, save=then, save_interval=14))
+    train(4, tiny_flags(prefix, **flags, pipeline_model_parallel_size=2, load=saved, save=resumed, save_interval=14))
     assert len(_state(saved / "iter_0000012")["times"]["ahead_s"]) == 1
-    assert _state(then / "iter_0000014")["times"] is None
-    assert len(_state(then / "iter_0000022")["times"]["ahead_s"]) == 2
+    assert _state(resumed / "iter_0000014")["times"] is None
+    assert len(_state(resumed / "iter_0000022")["times"]["ahead_s"]) == 2

@@ -1,4 +1,4 @@
-"""Islands that are killed in any phase of a round: the others go on, and what is averaged is what should be."""
+"""Islands that are killed in any phase of a round: the others go on, and the averages are right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     """Arranges that this process is killed in a phase of the round after ``DEATH`` iterations."""
     rounds = island.rounds
     assert rounds is not None
-    due = f"{DEATH}/0/0"
+    ready = f"{DEATH}/0/0"
     arrive, settle, exchange, put, apply = (
         islands.report_to_round,
         islands.decide_outcome,
@@ -49,33 +49,33 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     )
     at: dict[str, str] = {"key": ""}
 
-    def arriving(key: str, *rest: Any) -> Any:
+    def arriving(key: str, *args: Any) -> Any:
         at["key"] = key
-        decision = arrive(key, *rest)
-        if (phase, key) == ("arrived", due):
+        decision = arrive(key, *args)
+        if (phase, key) == ("arrived", ready):
             _kill()
         return decision
 
     def exchanging(number: int) -> None:
-        if (phase, at["key"]) == ("exchange", due):
+        if (phase, at["key"]) == ("exchange", ready):
             time.sleep(0.3)  # the others wait for it
             _kill()
         exchange(number)
 
     def putting(key: str, value: Any) -> None:
         put(key, value)
-        if phase == "voted" and key == f"{due}/ok/1":
+        if phase == "voted" and key == f"{ready}/ok/1":
             _kill()
 
-    def settling(key: str, *rest: Any) -> RoundOutcome:
-        outcome = settle(key, *rest)
-        if (phase, key) == ("settled", due):
+    def settling(key: str, *args: Any) -> RoundOutcome:
+        outcome = settle(key, *args)
+        if (phase, key) == ("settled", ready):
             _kill()
         return outcome
 
     def applying(number: int, alpha: float) -> None:
         apply(number, alpha)
-        if (phase, at["key"]) == ("applied", due):
+        if (phase, at["key"]) == ("applied", ready):
             _kill()
 
     islands.report_to_round, islands.decide_outcome, islands.store.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
@@ -83,7 +83,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
 
 
 def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None:
-    """The process of an island; the first one waits in the round after the death for the other to come back."""
+    """The process of an island; the first waits in the round after the death for the other to come back."""
     die_with_parent()
     torch.set_num_threads(1)
     islands = meet(port, number, 2, quorum=1, seconds=SECONDS)
@@ -111,7 +111,7 @@ def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None
 
 
 def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.Tensor, list[float]]:
-    """What island 0 comes to when each round averages exactly its members once: a loop without any communication.
+    """Island 0 as it should be when each round averages its members exactly once: a loop without communication.
 
     Island 1 goes on from the round before its next one, with the anchor and the inner optimizer of island 0.
     """
@@ -123,8 +123,8 @@ def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.T
     for done in range(EVERY, ITERATIONS + 1, EVERY):
         for number in members[done]:
             batches = batches_of(pair[number].engines, done - EVERY)
-            found = [step(pair[number].engines, batches, iteration) for iteration in range(done - EVERY, done)]
-            losses += found if number == 0 else []
+            step_losses = [step(pair[number].engines, batches, iteration) for iteration in range(done - EVERY, done)]
+            losses += step_losses if number == 0 else []
         mean = sum(anchor - flats[number] for number in members[done]) / len(members[done])
         momentum = 0.5 * momentum + mean
         anchor = anchor - 0.9 * (mean + 0.5 * momentum)
@@ -144,7 +144,7 @@ PHASES = ("step", "arrived", "exchange", "voted", "settled", "applied")
     [*((phase, {}) for phase in PHASES), ("step", MUON)],
     ids=[*PHASES, "step of Muon"],
 )
-def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path, phase: str, changes: Changes) -> None:
+def test_a_killed_island_leaves_the_other_and_comes_back(tmp_path: Path, phase: str, changes: Changes) -> None:
     store, context = serve("127.0.0.1", 0), context_of_tests()
 
     def start(number: int, phase: str) -> Any:
@@ -165,20 +165,22 @@ def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path
     finally:
         for process in processes:
             process.kill()
-    (told, losses, flat), (back, _, other) = (pickle.loads((tmp_path / str(n)).read_bytes()) for n in (0, 1))
-    records = [values for _, values in told if values]
+    (records_of_first, losses, flat), (back, _, other) = (
+        pickle.loads((tmp_path / str(n)).read_bytes()) for n in (0, 1)
+    )
+    records = [values for _, values in records_of_first if values]
     members = [record["members"] for record in records]
-    # Once it has said that all of its part is done, the round counts; the next one is without it.
+    # Once it has reported its part as done, the round counts; the next round is without it.
     counted = phase in ("settled", "applied")
     if phase != "voted":
         assert members[1] == ([0, 1] if counted else [0])
     assert members[0] == members[3] == [0, 1]
     assert [record["iteration"] for record in records] == [4, 8, 12, 16]
-    assert any("has joined" in line for line, _ in told)
+    assert any("has joined" in line for line, _ in records_of_first)
     assert any("joined the other islands" in line for line, _ in back)
     assert torch.equal(flat, other)
-    wanted, wanted_losses = _reference(records, changes)
-    torch.testing.assert_close(flat, wanted, rtol=1e-10, atol=1e-10)
+    expected, wanted_losses = _reference(records, changes)
+    torch.testing.assert_close(flat, expected, rtol=1e-10, atol=1e-10)
     assert losses == pytest.approx(wanted_losses, rel=1e-10)
     all_of_them = [{"iteration": n, "members": [0, 1]} for n in range(EVERY, ITERATIONS + 1, EVERY)]
     undisturbed, usual = _reference(all_of_them, changes)

@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` as a user runs it: what it prints, writes and refuses."""
+"""``pretrain_gpt.py`` as a user runs it: its output, files and refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config.run import RunConfig
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -24,17 +24,12 @@ TRAIN_LINE = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
 def _losses(result: CliResult) -> list[str]:
     return [match[3] for match in TRAIN_LINE.findall(result.check().stdout)]
 
 
 @pytest.mark.multiprocess
-def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) -> None:
+def test_four_ranks_write_the_same_as_one_process(prefix: Path, tmp_path: Path) -> None:
     def flags(name: str) -> list[str]:
         return tiny_flags(
             prefix,
@@ -46,18 +41,18 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
             tensorboard_dir=tmp_path / f"{name}-tb",
         )
 
-    one = run_cli(1, [SCRIPT, *flags("one"), "--deterministic-mode", "--peak-tflops", "0.5"])
+    single = run_cli(1, [SCRIPT, *flags("one"), "--deterministic-mode", "--peak-tflops", "0.5"])
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--timing-log-level", "2"]
     four = run_cli(4, [SCRIPT, *flags("four"), *layout])
-    assert len(_losses(one)) == 6
-    assert one.stdout.count(" MFU: ") == 6
+    assert len(_losses(single)) == 6
+    assert single.stdout.count(" MFU: ") == 6
     assert "MFU" not in four.stdout
-    assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(one)], rel=1e-5)
+    assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(single)], rel=1e-5)
 
-    # 65 entries, 16 positions, 2 layers, the last norm; of a rank 33 rows (one of them padding) and half of a layer.
+    # 65 entries, 16 positions, 2 layers, the last norm; of a rank 33 rows (1 of them padding) and half of a layer.
     total = 65 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
     largest = {"one": total, "four": 33 * 16 + 16 * 16 + 6 * 16 * 16 + 7 * 16 // 2 + 6 * 16}
-    for name, result in (("one", one), ("four", four)):
+    for name, result in (("one", single), ("four", four)):
         size = json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[0])["size"]
         assert size == {"parameters": total, "largest_rank": largest[name], "tokens": 6 * 4 * 16}
         assert re.search(rf"^  parameters \.+ {total:,}$", result.stdout, re.MULTILINE)
@@ -70,7 +65,7 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
     trained = [event for event in events if event["kind"] == "train"]
     assert [event["iteration"] for event in trained] == [1, 2, 3, 4, 5, 6]
     assert {"pp-forward", "pp-backward", "tp-forward", "tp-backward", "embedding"} <= set(trained[-1]["comm"])
-    # Activations of 4 micro-batches of (16, 1, 16) fp32 cross the one boundary, on both tensor-parallel ranks.
+    # Activations of 4 micro-batches of (16, 1, 16) fp32 cross the only boundary, on both tensor-parallel ranks.
     assert trained[-1]["comm"]["pp-forward"]["wire_bytes"] == 2 * 4 * 16 * 16 * 4
     assert list((tmp_path / "four-tb").rglob("events.out.tfevents.*"))
     saved = tmp_path / "four"
@@ -92,7 +87,7 @@ def test_impossible_settings_are_refused_on_every_rank_in_one_line(prefix: Path)
 
 
 @pytest.mark.multiprocess
-def test_missing_data_is_one_line_naming_the_file(tmp_path: Path) -> None:
+def test_missing_data_are_named_in_one_line(tmp_path: Path) -> None:
     result = run_cli(1, [SCRIPT, *tiny_flags(tmp_path / "nothing")])
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
@@ -108,7 +103,7 @@ def test_skip_train_evaluates_only(prefix: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_learns_nothing_says_so_with_a_status_of_its_own(prefix: Path, tmp_path: Path) -> None:
+def test_a_run_that_learns_nothing_ends_with_its_own_status(prefix: Path, tmp_path: Path) -> None:
     """And resumed at its end it says so again, as under ``torchrun --max-restarts``."""
     changes: dict[str, object] = {"fp16": True, "initial_loss_scale": 1e30, "save": tmp_path, "train_iters": 3}
     for load in (None, tmp_path):
@@ -136,7 +131,7 @@ def test_half_precisions_train(prefix: Path, precision: str) -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_line_of_a_step_names_the_rate_that_it_used(prefix: Path, tmp_path: Path) -> None:
+def test_the_line_of_a_step_names_its_learning_rate(prefix: Path, tmp_path: Path) -> None:
     """The line, the record and the curve; Megatron's warm-up begins at a rate of 0, and the log says so."""
     log, curves = tmp_path / "log.jsonl", tmp_path / "curves"
     schedule = {"lr": 0.04, "lr_warmup_iters": 4, "lr_decay_style": "linear", "train_iters": 6}

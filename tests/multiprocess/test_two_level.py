@@ -1,4 +1,4 @@
-"""Sums in two levels in training runs, on ranks of this machine whose LOCAL_WORLD_SIZE makes nodes of them."""
+"""Sums in two levels in training runs, on ranks of this machine that LOCAL_WORLD_SIZE groups into nodes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
 from megatron.distributed.topology import build_topology
 from megatron.training.compression_notes import node_notes
-from tests.multiprocess.test_compression import Changes, _run, _train_and_compare
+from tests.multiprocess.test_compression import STEPS, Changes, _run, check_fall, train_and_compare
 from tests.multiprocess.test_compressor_state import _changes, _load, _save, _sums
 from tests.support.cli import run_cli
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
 from tests.support.train import train
@@ -45,7 +45,7 @@ class TwoLevelSum(RoundCompressor):
     traits = SumTraits(levels=True)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        given = x.clone()
+        x_sent = x.clone()
         inside = yield Request(x, Op.REDUCE, level=Level.NODE)
         total = yield Request(inside, Op.REDUCE, level=Level.ACROSS)
         ranks = yield Request(torch.tensor([peers.rank]), Op.GATHER, level=Level.NODE)
@@ -55,7 +55,7 @@ class TwoLevelSum(RoundCompressor):
         assert tuple(ranks.view(-1).tolist()) == peers.members(Level.ACROSS)
         first = yield Request(torch.tensor([peers.rank]), Op.BROADCAST, level=Level.NODE)
         assert int(first) == peers.members(Level.NODE)[0]
-        return Aggregate(total, given)
+        return Aggregate(total, x_sent)
 
 
 class Undeclared(TwoLevelSum):
@@ -71,8 +71,8 @@ def _plug_in(dp: int) -> list[str]:
     kinds = [TwoLevelSum(), IdentityRounds(), TwoLevelSum()]
     jobs = [TensorReduction(kind, x, CompressorState()) for kind, x in zip(kinds, xs, strict=True)]
     PackedReduction(jobs, group, ledger, Point.DP_GRAD).finish()
-    wanted = [dp * torch.arange(size, dtype=torch.float64) + 10 * sum(range(dp)) for size in (5, 3, 4)]
-    wrong = [str(x) for x, total in zip(xs, wanted, strict=True) if not torch.equal(x, total)]
+    expected = [dp * torch.arange(size, dtype=torch.float64) + 10 * sum(range(dp)) for size in (5, 3, 4)]
+    wrong = [str(x) for x, total in zip(xs, expected, strict=True) if not torch.equal(x, total)]
     account = ledger.take_totals()["dp-grad"]
     assert group.split is not None
     g = group.split.node.size
@@ -135,27 +135,27 @@ RUNS: dict[str, tuple[int, str, Changes, str]] = {
     "quantized adam, sharded": (
         4,
         "2",
-        _run("dp-grad=quantized-adam,levels=8/6,warmup=8", **SHARDED),
+        _run("dp-grad=quantized-adam,levels=8/6,warmup=4", **SHARDED),
         "2 ranks of a node, then 2 nodes",
     ),
 }
 
 
 def _noted(changes: Changes) -> tuple[list[float], list[str], list[str]]:
-    trace, found = _train_and_compare(changes, 20, 4)
+    trace, differences = train_and_compare(changes, STEPS)
     engines = tiny_engines(changes)
-    return trace.losses, found, node_notes(engines.plan, engines.topology)
+    return trace.losses, differences, node_notes(engines.plan, engines.topology)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
-    ranks, node_size, changes, said = RUNS[name]
+    ranks, node_size, changes, note = RUNS[name]
     results = run_ranks(ranks, _noted, changes, env={"LOCAL_WORLD_SIZE": node_size})
-    assert [found for _, found, _ in results] == [[]] * ranks
+    assert [differences for _, differences, _ in results] == [[]] * ranks
     losses = results[-1][0]
     assert all(rank_losses == losses for rank_losses, _, _ in results)
-    assert losses[-1] < losses[0] - 0.1
-    assert said in results[-1][2][0]
+    check_fall(losses)
+    assert note in results[-1][2][0]
 
 
 def _sent(changes: Changes) -> tuple[dict[str, float], list[int]]:
@@ -164,10 +164,10 @@ def _sent(changes: Changes) -> tuple[dict[str, float], list[int]]:
     tiny_train(engines, 1)
     engines.ledger.take_totals()
     lengths = [bucket.stop - bucket.start for buffer in engines.buffers for bucket in buffer.buckets]
-    seen: list[dict[str, float]] = []
-    tiny_train(engines, 3, after_step=lambda e: seen.append(e.ledger.take_totals()["dp-grad"]))
-    assert all(account["wire_bytes"] == seen[0]["wire_bytes"] for account in seen)
-    return seen[0], lengths
+    accounts: list[dict[str, float]] = []
+    tiny_train(engines, 3, after_step=lambda e: accounts.append(e.ledger.take_totals()["dp-grad"]))
+    assert all(account["wire_bytes"] == accounts[0]["wire_bytes"] for account in accounts)
+    return accounts[0], lengths
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -176,9 +176,9 @@ def test_the_ledger_says_what_stays_inside_nodes(sharded: bool) -> None:
     results = run_ranks(4, _sent, _run(SPEC, **(SHARDED if sharded else {})), env=PAIRS)
     eight, four = (Quantizer(FixpointConfig(bits=bits)) for bits in (8, 4))
     for account, lengths in results:
-        parts = [torch.Size((-(-length // 4),)) for length in lengths]
-        inside = sum(2 * eight.nbytes(part) + (0 if sharded else 2 * four.nbytes(part)) for part in parts)
-        across = sum((1 if sharded else 2) * four.nbytes(part) for part in parts)
+        shapes = [torch.Size((-(-length // 4),)) for length in lengths]
+        inside = sum(2 * eight.nbytes(shape) + (0 if sharded else 2 * four.nbytes(shape)) for shape in shapes)
+        across = sum((1 if sharded else 2) * four.nbytes(shape) for shape in shapes)
         assert account["inside_bytes"] == inside
         assert account["wire_bytes"] - account["inside_bytes"] == across
         n, scales = sum(lengths), 4 / 64
@@ -187,7 +187,7 @@ def test_the_ledger_says_what_stays_inside_nodes(sharded: bool) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "back"), [({}, 2), (SHARDED, 1)], ids=["whole", "sharded"])
-def test_a_flat_sum_sends_shares_alone_where_only_shares_are_read(parallel: dict[str, Any], back: int) -> None:
+def test_a_flat_sum_sends_only_shares_where_only_shares_are_read(parallel: dict[str, Any], back: int) -> None:
     quantizer = Quantizer(FixpointConfig(bits=4))
     for account, lengths in run_ranks(2, _sent, _run("dp-grad=fixpoint,bits=4", **parallel)):
         assert account["wire_bytes"] == back * sum(quantizer.nbytes(torch.Size((-(-n // 2),))) for n in lengths)
@@ -200,7 +200,7 @@ def _ratio(changes: Changes) -> float:
     return trace.raw_by_point["tp-forward"] / trace.bytes_by_point["tp-forward"]
 
 
-def test_sequence_parallel_sums_send_shares_alone() -> None:
+def test_sequence_parallel_sums_send_only_shares() -> None:
     """8 bits and a scale to 64 of them in place of fp32: 3.76 times fewer bytes, in reduce-scatters too."""
     for ratio in run_ranks(2, _ratio, _run("tp-forward=fixpoint", tp=2, sequence_parallel=True)):
         assert ratio == pytest.approx(3.76, rel=0.02)
@@ -208,20 +208,15 @@ def test_sequence_parallel_sums_send_shares_alone() -> None:
 
 def test_residuals_are_resharded(tmp_path: Path) -> None:
     """Saved by two nodes of two ranks; on two ranks, and with the sharded optimizer: their sum is kept."""
-    wanted = _sums(run_ranks(4, _save, _changes(SPEC), tmp_path, env=PAIRS))
-    assert all(float(total.norm()) > 0 for total in wanted.values())
+    expected = _sums(run_ranks(4, _save, _changes(SPEC), tmp_path, env=PAIRS))
+    assert all(float(total.norm()) > 0 for total in expected.values())
     for ranks, parallel in ((2, {}), (4, SHARDED)):
         loaded = run_ranks(ranks, _load, _changes(SPEC, **parallel), tmp_path, env=PAIRS)
-        found = _sums([boxes for boxes, _ in loaded])
-        assert found.keys() == wanted.keys()
-        for name, total in found.items():
-            torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+        residuals = _sums([boxes for boxes, _ in loaded])
+        assert residuals.keys() == expected.keys()
+        for name, total in residuals.items():
+            torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
         assert all(lines == [] for _, lines in loaded)
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -234,24 +229,24 @@ def test_resume_is_exact(prefix: Path, tmp_path: Path, sharded: bool) -> None:
         "compress": [SPEC + ",rounding=stochastic,rotation=32"],
         **(SHARDED if sharded else {}),
     }
-    whole, parts, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
-    train(4, tiny_flags(prefix, **flags, log_json_file=whole), env=PAIRS)
-    train(4, tiny_flags(prefix, **flags, log_json_file=parts, save=saved, exit_interval=5), env=PAIRS)
-    train(4, tiny_flags(prefix, **flags, log_json_file=parts, load=saved), env=PAIRS)
-    found = [
+    whole_log, resumed_log, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
+    train(4, tiny_flags(prefix, **flags, log_json_file=whole_log), env=PAIRS)
+    train(4, tiny_flags(prefix, **flags, log_json_file=resumed_log, save=saved, exit_interval=5), env=PAIRS)
+    train(4, tiny_flags(prefix, **flags, log_json_file=resumed_log, load=saved), env=PAIRS)
+    losses = [
         {
             e["iteration"]: (e.get("lm_loss"), e.get("grad_norm"))
             for e in map(json.loads, path.read_text().splitlines())
             if e["kind"] == "train"
         }
-        for path in (whole, parts)
+        for path in (whole_log, resumed_log)
     ]
-    assert len(found[0]) == 12
-    assert found[1] == found[0]
-    assert any(norm is None for _, norm in found[0].values()), "no step was skipped: the case tests nothing"
+    assert len(losses[0]) == 12
+    assert losses[1] == losses[0]
+    assert any(norm is None for _, norm in losses[0].values()), "no step was skipped: the case tests nothing"
 
 
-def test_the_start_says_in_one_line_what_the_nodes_make_of_it(prefix: Path) -> None:
+def test_the_start_reports_two_level_sums_in_one_line(prefix: Path) -> None:
     flags = tiny_flags(prefix, compress=[SPEC], train_iters=2, log_comm=True, log_interval=1)
     out = run_cli(4, ["pretrain_gpt.py", *flags], env=PAIRS).check().stdout
     assert "inside nodes, coded" in next(line for line in out.splitlines() if "dp-grad: " in line)
@@ -260,7 +255,7 @@ def test_the_start_says_in_one_line_what_the_nodes_make_of_it(prefix: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("dp-grad=fixpoint,levels=8/9", "write the bits inside a node"),
         ("dp-grad=fixpoint,levels=8/4,bits=4", "leave bits out"),
@@ -268,11 +263,11 @@ def test_the_start_says_in_one_line_what_the_nodes_make_of_it(prefix: Path) -> N
         ("pp-forward=delta,levels=8/4", "delta has no option 'levels'"),
     ],
 )
-def test_bad_options_end_the_run_with_one_line(prefix: Path, spec: str, said: str) -> None:
+def test_bad_options_end_the_run_with_one_line(prefix: Path, spec: str, message: str) -> None:
     flags = tiny_flags(prefix, compress=[spec], tensor_model_parallel_size=2)
     result = run_cli(2, ["pretrain_gpt.py", *flags])
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert result.returncode == 2
     assert len(errors) == 1
-    assert said in errors[0]
+    assert message in errors[0]
     assert "Traceback" not in result.stderr
