@@ -1,4 +1,4 @@
-"""Every experiment of ASPLOS23/ at toy size, and what the runner prints and submits."""
+"""Every experiment of ASPLOS23/ at toy size, and the runner's output and submissions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def _run_forked(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, name: str) -> int:
-    """What the launcher does, without it."""
+    """Calls the program as the launcher does, without it."""
     del env, cwd, name
     ranks, program = int(words[words.index("--nproc-per-node") + 1]), words.index("pretrain_gpt.py")
     done = run_cli(ranks, words[program:])
@@ -49,7 +49,7 @@ def test_locally(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if experiment != "functionality":  # which shows that the launcher is called as it should be
+    if experiment != "functionality":  # shows that the launcher is called correctly
         monkeypatch.setattr("ASPLOS23.run.run_shown", _run_forked)
     rounds = ["--rounds", "2"] if experiment == "fig10" else []
     status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path), *rounds])
@@ -63,14 +63,14 @@ def test_locally(
         events = read_records(folder / scheme / ("round2" if rounds else "") / "log.jsonl")
         train = [event for event in events if event["kind"] == "train"]
         assert train[-1]["lm_loss"] < train[0]["lm_loss"] - 0.2
-        parts = breakdown(events)
-        assert 0 < parts["compute"] <= parts["all"]
+        shares = breakdown(events)
+        assert 0 < shares["compute"] <= shares["all"]
         comm = train[-1]["comm"]
         assert comm.keys() >= {"embedding", "pp-backward", "pp-forward", "dp-grad"}
-        # In the epilogue one of four messages is compressed at the first boundary, without epilogue all of them.
+        # In the epilogue a quarter of the messages is compressed at the first boundary, without epilogue all of them.
         ratios = {point: figures["raw_bytes"] / figures["wire_bytes"] for point, figures in comm.items()}
         assert (ratios["pp-backward"] > 1.2) == (scheme != "Baseline")
-        # A sum of V bytes over four ranks, in place of one over each two replicas and one over the two stages.
+        # A sum of V bytes over four ranks, in place of sums over each two replicas and over the two stages.
         assert ratios["embedding"] == pytest.approx(4 / 3 if "FE" in scheme else 1.0)
         assert (ratios["dp-grad"] > 1.7) == ("SC" in scheme)
     assert main([experiment, "--model", "toy", "--report", "--out", str(tmp_path)]) == 0
@@ -86,11 +86,11 @@ def test_commands_are_runs_that_resolve(model: str, tmp_path: Path, capsys: pyte
         assert commands
         for command in commands:
             words = shlex.split(command)
-            given = words[words.index("pretrain_gpt.py") + 1 :]
+            flags = words[words.index("pretrain_gpt.py") + 1 :]
             nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
             ranks = nodes * int(words[words.index("--nproc-per-node") + 1])
             assert ranks == read_model(model, read_experiment(experiment).layouts.get(model)).ranks
-            config = parse_args(given).config.resolve(ranks)
+            config = parse_args(flags).config.resolve(ranks)
             assert config.training.seed == 5
 
 
@@ -128,7 +128,7 @@ def test_jobs_are_submitted(how: str, command: str, tmp_path: Path, monkeypatch:
         (["fig10", "--model", "335M", "--report"], "no logs in"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_line(
+def test_impossible_experiments_are_refused_in_a_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "--out", str(tmp_path)]) == 1
@@ -154,7 +154,7 @@ def test_commands_can_be_seen_before_there_is_data(capsys: pytest.CaptureFixture
     assert "_FILE" not in capsys.readouterr().out
 
 
-def test_a_report_tells_what_has_no_log_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_names_runs_without_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "fig12" / "335M" / "CB"
     folder.mkdir(parents=True)
     event = {"kind": "train", "iteration": 1, "lm_loss": 1.0, "memory_bytes": 5e6}

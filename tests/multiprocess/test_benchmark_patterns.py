@@ -1,4 +1,4 @@
-"""A run's log is read by the JUPITER benchmark's patterns: one match a log line, and none elsewhere."""
+"""A run's log is read by the JUPITER benchmark's patterns: a match for each log line, and none elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.training.metrics import Evaluation, StepMetrics
 from megatron.training.sinks import ConsoleSink
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
-from tests.support.jubench import found
+from tests.support.jubench import matches
 
 pytestmark = pytest.mark.multiprocess
 
 
-def test_numbers_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_read_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the benchmark's own run on 384 GPUs; an evaluation in between."""
     sink = ConsoleSink()
     step = StepMetrics(
@@ -40,9 +40,9 @@ def test_numbers_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> Non
     sink.window(replace(step, iteration=440, seconds_per_iteration=12345.6, benchmark_tflops=0.001))
     log = capsys.readouterr().out
     assert len(log.splitlines()) == 5
-    assert found("iter_pat", log) == [430, 440]
-    assert found("elp_pat", log) == [5.3247, 12345.6]
-    assert found("tflops_pat", log) == [137.89, 0.0]
+    assert matches("iter_pat", log) == [430, 440]
+    assert matches("elp_pat", log) == [5.3247, 12345.6]
+    assert matches("tflops_pat", log) == [137.89, 0.0]
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_only_log_lines_match(tmp_path: Path) -> None:
     assert len(windows) == 6
     assert len(log.splitlines()) > 40
     for text in (log, re.sub("^", "[default3]:", log, flags=re.MULTILINE)):
-        assert found("iter_pat", text) == [window["iteration"] for window in windows]
-        assert found("elp_pat", text) == [round(window["seconds_per_iteration"], 4) for window in windows]
-        assert found("tflops_pat", text) == [round(window["benchmark_tflops"], 2) for window in windows]
-        assert found("jobid", text) == []
+        assert matches("iter_pat", text) == [window["iteration"] for window in windows]
+        assert matches("elp_pat", text) == [round(window["seconds_per_iteration"], 4) for window in windows]
+        assert matches("tflops_pat", text) == [round(window["benchmark_tflops"], 2) for window in windows]
+        assert matches("jobid", text) == []

@@ -36,14 +36,14 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 
 def _compressed() -> tuple[Trace, list[str]]:
     engines = tiny_engines(COMPRESSED)
-    found: list[str] = []
-    trace = tiny_train(engines, 6, after_step=lambda after: found.extend(disagreements(after)))
-    return trace, found
+    differences: list[str] = []
+    trace = tiny_train(engines, 6, after_step=lambda after: differences.extend(disagreements(after)))
+    return trace, differences
 
 
 def test_compressors_at_every_point() -> None:
-    for trace, found in run_ranks(4, _compressed):
-        assert found == []
+    for trace, differences in run_ranks(4, _compressed):
+        assert differences == []
         assert all(math.isfinite(value) for step in trace.named for value in step.values())
         assert trace.losses[-1] < trace.losses[0]
         for point in ("pp-forward", "pp-backward", "dp-grad"):
@@ -80,16 +80,16 @@ def test_a_run_resumes_exactly_and_on_another_layout(data: tuple[Path, Path], tm
     for world_size, changes in stages:
         flags = tiny_bert_flags(data, **common, **changes)
         run_ranks(world_size, _train, flags, timeout=240, init=False)
-    whole = _losses(logs["whole"])
-    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
-    assert _losses(logs["parts"]) == whole
+    losses = _losses(logs["whole"])
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert _losses(logs["parts"]) == losses
     other = _losses(logs["other"])
     assert sorted(other) == [4, 5, 6]
-    for iteration, found in other.items():
-        assert found == pytest.approx(whole[iteration], rel=1e-4)
+    for iteration, step in other.items():
+        assert step == pytest.approx(losses[iteration], rel=1e-4)
 
 
-def test_what_it_prints_and_what_it_refuses(data: tuple[Path, Path], tmp_path: Path) -> None:
+def test_output_and_refusals(data: tuple[Path, Path], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     flags = tiny_bert_flags(data, train_iters=2, save=saved, eval_interval=2)
     done = run_cli(1, [SCRIPT, *flags]).check()
@@ -98,22 +98,22 @@ def test_what_it_prints_and_what_it_refuses(data: tuple[Path, Path], tmp_path: P
     line = r"^ validation loss at iteration 2 \| lm loss value: \S+ \| lm loss PPL: \S+ \| sop loss value: \S+ \|"
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     prefix = write_documents(tmp_path / "texts", documents=10)
-    for more in ([], ["--finetune", "--use-checkpoint-args"]):
-        refused = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, load=saved), *more])
+    for extra_flags in ([], ["--finetune", "--use-checkpoint-args"]):
+        refused = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, load=saved), *extra_flags])
         assert refused.returncode == 2
-        (said,) = refused.stderr.splitlines()[-1:]
-        assert said.endswith(f"--load {saved} holds a model of kind bert, not gpt; go on with it by pretrain_bert.py")
-    one = run_cli(1, [SCRIPT, *tiny_bert_flags(data, train_iters=1, bert_no_binary_head=True)]).check()
-    assert "lm loss: " in one.stdout
-    assert "sop loss" not in one.stdout
+        (error,) = refused.stderr.splitlines()[-1:]
+        assert error.endswith(f"--load {saved} holds a model of kind bert, not gpt; go on with it by pretrain_bert.py")
+    headless = run_cli(1, [SCRIPT, *tiny_bert_flags(data, train_iters=1, bert_no_binary_head=True)]).check()
+    assert "lm loss: " in headless.stdout
+    assert "sop loss" not in headless.stdout
 
 
-def test_a_run_with_other_heads_is_refused_by_the_flags_that_say_so(
+def test_a_run_with_other_heads_is_refused_by_flag(
     data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved"
     assert main(tiny_bert_flags(data, train_iters=1, save=saved)) == 0
-    for changes, said in (
+    for changes, flag in (
         ({"load": saved, "bert_no_binary_head": True}, "; compare --bert-no-binary-head and --num-tokentypes with its"),
         ({"load": saved, "num_tokentypes": 3}, "; compare --num-tokentypes with its config.yaml, or pass --use-ch"),
         (
@@ -125,4 +125,4 @@ def test_a_run_with_other_heads_is_refused_by_the_flags_that_say_so(
         capsys.readouterr()
         assert main(tiny_bert_flags(data, **changes)) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert said in line
+        assert flag in line

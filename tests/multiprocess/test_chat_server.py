@@ -72,8 +72,8 @@ def test_a_chat_goes_on_as_transformers_does(folder: Path, client: openai.OpenAI
             assert token.logprob == max(other.logprob for other in token.top_logprobs)
 
 
-def test_a_streamed_chat_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+def test_a_streamed_chat_adds_up_to_the_answer(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = {
         "model": "any",
         "messages": MESSAGES,
         "max_tokens": 9,
@@ -81,22 +81,22 @@ def test_a_streamed_chat_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
         "n": 2,
         "temperature": 0.7,
     }
-    whole = client.chat.completions.create(**asked)
-    events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    answer = client.chat.completions.create(**request)
+    events = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     assert {event.object for event in events} == {"chat.completion.chunk"}
     assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
-    for number, choice in enumerate(whole.choices):
-        own = [event.choices[0] for event in events[:-1] if event.choices[0].index == number]
-        assert own[0].delta.role == "assistant"
-        assert "".join(piece.delta.content or "" for piece in own) == choice.message.content
-        assert [piece.finish_reason for piece in own] == [*[None] * (len(own) - 1), choice.finish_reason]
+    assert events[-1].usage == answer.usage
+    for number, choice in enumerate(answer.choices):
+        chunks = [event.choices[0] for event in events[:-1] if event.choices[0].index == number]
+        assert chunks[0].delta.role == "assistant"
+        assert "".join(piece.delta.content or "" for piece in chunks) == choice.message.content
+        assert [piece.finish_reason for piece in chunks] == [*[None] * (len(chunks) - 1), choice.finish_reason]
 
 
-def test_stop_tokens_and_biases_decide_what_comes(client: openai.OpenAI) -> None:
-    def complete(**more: Any) -> Any:
-        more = {"temperature": 0, "max_tokens": 4, "logprobs": 1, **more}
-        return client.completions.create(model="any", prompt=[72, 73], **more)
+def test_stop_tokens_and_biases_are_applied(client: openai.OpenAI) -> None:
+    def complete(**changes: Any) -> Any:
+        changes = {"temperature": 0, "max_tokens": 4, "logprobs": 1, **changes}
+        return client.completions.create(model="any", prompt=[72, 73], **changes)
 
     always = complete(logit_bias={"70": 100})
     assert always.choices[0].text == always.choices[0].logprobs.tokens[0] * 4

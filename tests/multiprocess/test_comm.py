@@ -75,10 +75,10 @@ def _mixed_rounds() -> list[str]:
     totals = xs
     wrong = []
     for i, shape in enumerate(shapes):
-        wanted = torch.stack([_values(rank, shape) for rank in range(group.size)]).sum(dim=0)
+        expected = torch.stack([_values(rank, shape) for rank in range(group.size)]).sum(dim=0)
         if i == 2:
-            wanted.zero_()
-        if totals[i].shape != wanted.shape or not torch.allclose(totals[i], wanted, atol=1e-12):
+            expected.zero_()
+        if totals[i].shape != expected.shape or not torch.allclose(totals[i], expected, atol=1e-12):
             wrong.append(f"tensor {i}")
     n = group.size
     if n == 1:
@@ -100,13 +100,13 @@ class CountingGroup(Group):
     """A group that notes its operations."""
 
     def __init__(self) -> None:
-        whole = _group()
-        super().__init__(whole.pg, whole.ranks, whole.rank, whole.name, whole.backend)
+        group = _group()
+        super().__init__(group.pg, group.ranks, group.rank, group.name, group.backend)
         self.operations: list[str] = []
 
-    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        self.operations.append(what)
-        return super().start(what, sent, call)
+    def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        self.operations.append(operation)
+        return super().start(operation, sent, call)
 
 
 def _quantized_factors() -> tuple[list[str], list[float]]:
@@ -126,7 +126,7 @@ def _quantized_factors() -> tuple[list[str], list[float]]:
     return group.operations, [float((a - b).abs().max()) for a, b in zip(together, alone, strict=True)]
 
 
-def test_messages_of_one_round_share_collectives() -> None:
+def test_messages_of_the_same_round_share_collectives() -> None:
     """However many shapes there are, the factors of all take two exchanges and two gathers."""
     for operations, differences in run_ranks(3, _quantized_factors):
         assert sorted(operations) == ["all-gather", "all-gather", "all-reduce", "all-to-all", "all-to-all"]
@@ -150,12 +150,12 @@ def _reduce_in_odd_orders(sharded: bool) -> list[str]:
             reducer.mark_ready(i)
         reducer.finish_reduction()
         for i, flat in enumerate(flats):
-            wanted = torch.stack([_values(100 * step + 10 * rank + i, (sizes[i],)) for rank in range(group.size)]).sum(
-                dim=0
-            )
+            expected = torch.stack(
+                [_values(100 * step + 10 * rank + i, (sizes[i],)) for rank in range(group.size)]
+            ).sum(dim=0)
             share = sizes[i] // group.size
-            own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(None)
-            if not torch.allclose(flat[own], wanted[own], atol=1e-12):
+            shard = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(None)
+            if not torch.allclose(flat[shard], expected[shard], atol=1e-12):
                 wrong.append(f"step {step} bucket {i}")
     sent = ledger.take_totals()["dp-grad"]
     formula = 2 * sum((1 if sharded else 2) * (group.size - 1) * 8 * size // group.size for size in sizes)
@@ -166,7 +166,7 @@ def _reduce_in_odd_orders(sharded: bool) -> list[str]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_buckets_are_summed_whatever_the_order_they_are_ready_in(ranks: int, sharded: bool) -> None:
+def test_buckets_are_summed_in_any_order_of_readiness(ranks: int, sharded: bool) -> None:
     assert run_ranks(ranks, _reduce_in_odd_orders, sharded) == [[]] * ranks
 
 
@@ -196,16 +196,16 @@ def _gather_lossy() -> list[str]:
     x = _values(group.rank, (2, 3)).float()
     out = torch.empty(2 * group.size, 3)
     result = PendingGather(HalfCodec(), x, CompressorState(), None, group, ledger, Point.PARAM_GATHER, out=out).wait()
-    wanted = torch.cat([_values(rank, (2, 3)).float().half().float() for rank in range(group.size)])
+    expected = torch.cat([_values(rank, (2, 3)).float().half().float() for rank in range(group.size)])
     account = ledger.take_totals()["param-gather"]
-    wrong = [] if torch.equal(result, wanted) and result is out else ["values"]
+    wrong = [] if torch.equal(result, expected) and result is out else ["values"]
     if (account["wire_bytes"], account["raw_bytes"]) != ((group.size - 1) * 12, (group.size - 1) * 24):
         wrong.append(str(account))
     return wrong
 
 
 def test_a_lossy_gather_is_the_same_everywhere() -> None:
-    """This rank's own part, too, is what the others decoded: replicas must not differ."""
+    """This rank's own part, too, equals the part that others decoded: replicas must not differ."""
     assert run_ranks(3, _gather_lossy) == [[]] * 3
 
 
@@ -235,8 +235,8 @@ def _channel(scale: float) -> list[str]:
             got = channel.recv(Message(receiving, position, position.micro_batch))
             sent = _values(position.micro_batch + 10 * (1 - group.rank), SHAPE).float() * 1e-4 * scale
             unscaled = sent / scale if receiving.point is Point.PP_BWD else sent
-            wanted = unscaled.half().float() * (scale if receiving.point is Point.PP_BWD else 1.0)
-            if not torch.equal(got, wanted):
+            expected = unscaled.half().float() * (scale if receiving.point is Point.PP_BWD else 1.0)
+            if not torch.equal(got, expected):
                 wrong.append(f"step {step} micro-batch {position.micro_batch}")
         channel.flush()
         for state in channel.states():
@@ -251,7 +251,7 @@ def _channel(scale: float) -> list[str]:
 
 
 def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """What the second stage gets of an activation that it has never met, and the bytes on the wire."""
+    """An unseen activation as the second stage receives it, and the bytes on the wire."""
     group, ledger = _group(), Ledger()
     spec = Spec(Point.PP_FWD, "delta", BUILTIN["delta"], DeltaConfig(first_bits=first_bits))
     plan = CompressionPlan({Point.PP_FWD: spec}, group.rank, 2)
@@ -270,7 +270,7 @@ def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     [(16, torch.float16, 2), (16, torch.bfloat16, 2), (32, torch.float16, 2), (32, torch.float32, 4)],
     ids=str,
 )
-def test_a_first_visit_sends_the_activation_as_it_is(first_bits: int, dtype: torch.dtype, width: int) -> None:
+def test_a_first_visit_sends_the_activation_unchanged(first_bits: int, dtype: torch.dtype, width: int) -> None:
     (sent, nbytes), (got, _) = run_ranks(2, _first_visits, first_bits, dtype)
     assert got.dtype == dtype
     assert torch.equal(sent, got)

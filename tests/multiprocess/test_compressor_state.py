@@ -1,4 +1,4 @@
-"""What compressors remember, on another layout: sums of residuals are kept, and what is lost is named."""
+"""Compressors' state on another layout: sums of residuals are kept, and lost state is named."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def _load(changes: dict[str, dict[str, Any]], root: Path) -> tuple[Boxes, list[s
 
 def _sums(ranks: list[Boxes]) -> dict[str, Tensor]:
     """Every residual, summed over its holders."""
-    whole: dict[str, Tensor] = {}
-    for name, shape, offsets, part in (box for boxes in ranks for box in boxes if box[0].endswith("|residual")):
-        tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-        tensor[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part.double()
-    assert all(torch.isfinite(tensor).all() for tensor in whole.values())
-    return {name: tensor.sum(dim=0) for name, tensor in whole.items()}
+    totals: dict[str, Tensor] = {}
+    for name, shape, offsets, piece in (box for boxes in ranks for box in boxes if box[0].endswith("|residual")):
+        tensor = totals.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+        tensor[tuple(slice(o, o + s) for o, s in zip(offsets, piece.shape, strict=True))] = piece.double()
+    assert all(torch.isfinite(tensor).all() for tensor in totals.values())
+    return {name: tensor.sum(dim=0) for name, tensor in totals.items()}
 
 
-def test_the_same_layout_gets_everything_back(tmp_path: Path) -> None:
+def test_the_same_layout_restores_everything(tmp_path: Path) -> None:
     specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", "embedding=powersgd,rank=2")
     changes = _changes(*specs, pipeline_model_parallel_size=2)
     saved = run_ranks(4, _save, changes, tmp_path)
@@ -86,29 +86,29 @@ def test_the_same_layout_gets_everything_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factors", ["fp32", "fixpoint4"])
-def test_other_replicas_share_the_residuals_and_other_stages_take_theirs(factors: str, tmp_path: Path) -> None:
+def test_residuals_move_to_other_replicas_and_stages(factors: str, tmp_path: Path) -> None:
     spec = f"dp-grad=powersgd,rank=2,factors={factors}"
     saved = run_ranks(4, _save, _changes(spec), tmp_path)
-    wanted = _sums(saved)
-    assert len(wanted) > 8
+    expected = _sums(saved)
+    assert len(expected) > 8
     for layout in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
         loaded = run_ranks(4, _load, _changes(spec, **layout), tmp_path)
-        found = _sums([boxes for boxes, _ in loaded])
-        assert found.keys() <= wanted.keys()
-        missing = {name for name in wanted if name not in found}
-        assert len(missing) < len(wanted)
-        for name, total in found.items():
-            torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+        residuals = _sums([boxes for boxes, _ in loaded])
+        assert residuals.keys() <= expected.keys()
+        missing = {name for name in expected if name not in residuals}
+        assert len(missing) < len(expected)
+        for name, total in residuals.items():
+            torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
         assert all(bool(lines) == bool(missing or layout.get("tensor_model_parallel_size")) for _, lines in loaded)
 
 
-def test_one_of_the_stages_that_hold_the_embedding_may_compress_it(tmp_path: Path) -> None:
-    """Its residual is saved with the other's, which is nothing, and its factors by the name of the stage."""
+def test_one_stage_with_the_embedding_may_compress_it(tmp_path: Path) -> None:
+    """Its residual is saved with the other stage's empty one, and its factors by the name of the stage."""
     changes = _changes("dp-grad=powersgd,rank=2,stages=first:1", pipeline_model_parallel_size=2)
     saved = run_ranks(4, _save, changes, tmp_path)
-    wanted = _sums(saved)
+    expected = _sums(saved)
     embedding = "compressor.dp-grad.embedding.word_embeddings.weight"
-    assert wanted[f"{embedding}|residual"].abs().max() > 0
+    assert expected[f"{embedding}|residual"].abs().max() > 0
     same = run_ranks(4, _load, changes, tmp_path)
     for before, (after, lines) in zip(saved, same, strict=True):
         assert lines == []
@@ -117,9 +117,9 @@ def test_one_of_the_stages_that_hold_the_embedding_may_compress_it(tmp_path: Pat
     names = {name for boxes in saved for name, *_ in boxes}
     assert {name for name in names if "of2" in name} == {f"{embedding}.0of2|q", f"{embedding}.0of2|#draws"}
     other = run_ranks(2, _load, _changes("dp-grad=powersgd,rank=2"), tmp_path)
-    found = _sums([boxes for boxes, _ in other])
-    for name, total in wanted.items():
-        torch.testing.assert_close(found[name], total, rtol=1e-12, atol=1e-12)
+    residuals = _sums([boxes for boxes, _ in other])
+    for name, total in expected.items():
+        torch.testing.assert_close(residuals[name], total, rtol=1e-12, atol=1e-12)
     assert all("embedding.word_embeddings.weight.0of2 q" in lines[0] for _, lines in other)
 
 
@@ -135,47 +135,47 @@ def test_residuals_of_experts_belong_to_their_replicas(spec: str, tmp_path: Path
     holders = {name: shape[0] for boxes in saved for name, shape, *_ in boxes if name.endswith("|residual")}
     assert {2 if ".experts." in name else 4 for name in holders} == {2, 4}
     assert all(count == (2 if ".experts." in name else 4) for name, count in holders.items())
-    wanted = _sums(saved)
+    expected = _sums(saved)
     folded = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    for ranks, ep, more in ((4, 2, {}), (4, 4, {}), (4, 1, {}), (2, 1, {}), (4, 2, folded)):
-        loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep, **more), tmp_path)
-        found = _sums([boxes for boxes, _ in loaded])
-        assert found.keys() == wanted.keys()
-        for name, total in found.items():
-            torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+    for ranks, ep, options in ((4, 2, {}), (4, 4, {}), (4, 1, {}), (2, 1, {}), (4, 2, folded)):
+        loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep, **options), tmp_path)
+        residuals = _sums([boxes for boxes, _ in loaded])
+        assert residuals.keys() == expected.keys()
+        for name, total in residuals.items():
+            torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", ["fixpoint,bits=3,error-feedback=on", "chunked-topk,chunk=64,k=8"])
 def test_residuals_follow_their_parameters(spec: str, tmp_path: Path) -> None:
     """Buckets of another size, on another number of replicas."""
     spec = f"dp-grad={spec}"
-    wanted = _sums(run_ranks(4, _save, _changes(spec), tmp_path))
+    expected = _sums(run_ranks(4, _save, _changes(spec), tmp_path))
     small = _changes(spec, overlap_grad_reduce=True, ddp_bucket_size=2000)
-    found = _sums([boxes for boxes, _ in run_ranks(2, _load, small, tmp_path)])
-    assert found.keys() == wanted.keys()
-    for name, total in found.items():
-        torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+    residuals = _sums([boxes for boxes, _ in run_ranks(2, _load, small, tmp_path)])
+    assert residuals.keys() == expected.keys()
+    for name, total in residuals.items():
+        torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_choices_of_coordinates_are_cut_with_their_parameters(tmp_path: Path) -> None:
+def test_chosen_coordinates_are_split_with_their_parameters(tmp_path: Path) -> None:
     spec = "dp-grad=stable-topk,density=0.2,interval=3"
     saved = run_ranks(4, _save, _changes(spec), tmp_path)
-    wanted = _masks(saved)
-    assert all(0 < int(mask.sum()) < mask.numel() for mask in wanted.values())
+    expected = _masks(saved)
+    assert all(0 < int(mask.sum()) < mask.numel() for mask in expected.values())
     for layout in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
         loaded = run_ranks(4, _load, _changes(spec, **layout), tmp_path)
-        found = _masks([boxes for boxes, _ in loaded])
-        assert found
-        for name, mask in found.items():
-            assert torch.equal(mask, wanted[name]), name
+        masks = _masks([boxes for boxes, _ in loaded])
+        assert masks
+        for name, mask in masks.items():
+            assert torch.equal(mask, expected[name]), name
 
 
 def _masks(ranks: list[Boxes]) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    for name, shape, offsets, part in (box for boxes in ranks for box in boxes if box[0].endswith("|indices")):
-        mask = whole.setdefault(name, torch.full(shape, 9, dtype=torch.uint8))
-        mask[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
-    return whole
+    masks: dict[str, Tensor] = {}
+    for name, shape, offsets, piece in (box for boxes in ranks for box in boxes if box[0].endswith("|indices")):
+        mask = masks.setdefault(name, torch.full(shape, 9, dtype=torch.uint8))
+        mask[tuple(slice(o, o + s) for o, s in zip(offsets, piece.shape, strict=True))] = piece
+    return masks
 
 
 Tables = dict[tuple[str, str], list[Tensor]]
@@ -183,11 +183,11 @@ Tables = dict[tuple[str, str], list[Tensor]]
 
 
 def _tables(ranks: list[Boxes]) -> Tables:
-    found: Tables = {}
-    for name, _, _, part in (box for boxes in ranks for box in boxes if "|token-" in box[0]):
+    tables: Tables = {}
+    for name, _, _, table in (box for boxes in ranks for box in boxes if "|token-" in box[0]):
         end, _, kind = name.rpartition(".")[2].partition("|")
-        found.setdefault((end, kind), []).append(part[0, 0])
-    return found
+        tables.setdefault((end, kind), []).append(table[0, 0])
+    return tables
 
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -196,39 +196,41 @@ CUT: dict[str, Any] = {**SPLIT, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "ranks"),
+    ("first", "resumed", "ranks"),
     [(PIPELINE, PIPELINE, 2), (CUT, PIPELINE, 4), (CUT, SPLIT, 4), (PIPELINE, CUT, 4), (SPLIT, PIPELINE, 2)],
     ids=["fewer replicas", "replicas for a split sequence", "a whole sequence", "a split sequence", "fewer ranks"],
 )
 def test_means_of_tokens_are_averaged_on_another_layout(
-    first: dict[str, Any], then: dict[str, Any], ranks: int, tmp_path: Path
+    first: dict[str, Any], resumed: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
-    """By what each rank has seen, equally at both ends and on all ranks."""
+    """Weighted by the visits of each rank, equally at both ends and on all ranks."""
     spec = "pp-forward=delta,bits=4,predict=token"
     saved = _tables(run_ranks(4, _save, _changes(spec, **first), tmp_path))
-    loaded = run_ranks(ranks, _load, _changes(spec, **then), tmp_path)
+    loaded = run_ranks(ranks, _load, _changes(spec, **resumed), tmp_path)
     assert [lines for _, lines in loaded] == [[]] * ranks
-    found = _tables([boxes for boxes, _ in loaded])
+    tables = _tables([boxes for boxes, _ in loaded])
     assert (
-        found.keys() == saved.keys() == {(e, f"token-{k}") for e in ("sender", "receiver") for k in ("means", "counts")}
+        tables.keys()
+        == saved.keys()
+        == {(e, f"token-{k}") for e in ("sender", "receiver") for k in ("means", "counts")}
     )
     means_vh, counts_v = saved["sender", "token-means"], saved["sender", "token-counts"]
     assert first == SPLIT or not torch.equal(means_vh[0], means_vh[1]), "the ranks hold equal means: nothing is tested"
     weight_v = torch.stack(counts_v).sum(dim=0)
     total_vh = torch.stack([n.unsqueeze(1) * m for m, n in zip(means_vh, counts_v, strict=True)]).sum(dim=0)
-    wanted = {
+    expected = {
         "token-means": total_vh / weight_v.clamp(min=1).unsqueeze(1),
         "token-counts": torch.stack(counts_v).amax(0),
     }
-    for kind, table in wanted.items():
-        held = found["sender", kind] + found["receiver", kind]
-        assert len(held) == ranks
-        assert all(torch.equal(other, held[0]) for other in held)
-        torch.testing.assert_close(held[0], table, rtol=1e-5, atol=1e-6)
+    for kind, table in expected.items():
+        rows = tables["sender", kind] + tables["receiver", kind]
+        assert len(rows) == ranks
+        assert all(torch.equal(other, rows[0]) for other in rows)
+        torch.testing.assert_close(rows[0], table, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, SPLIT, CUT], ids=["dp2", "tp2", "split sequence"])
-def test_means_of_tokens_stay_what_they_are_on_the_same_layout(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_means_of_tokens_are_unchanged_on_the_same_layout(layout: dict[str, Any], tmp_path: Path) -> None:
     changes = _changes("pp-forward=delta,bits=4,predict=token", **layout)
     saved = run_ranks(4, _save, changes, tmp_path)
     for before, (after, lines) in zip(saved, run_ranks(4, _load, changes, tmp_path), strict=True):
@@ -237,7 +239,7 @@ def test_means_of_tokens_stay_what_they_are_on_the_same_layout(layout: dict[str,
         assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
 
 
-def test_what_has_no_place_is_named(tmp_path: Path) -> None:
+def test_state_without_a_place_is_named(tmp_path: Path) -> None:
     changes = _changes(
         "dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", pipeline_model_parallel_size=2
     )

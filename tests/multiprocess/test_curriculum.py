@@ -1,4 +1,4 @@
-"""Sequences that grow: the same numbers on any layout, and compressors whose messages change their shape."""
+"""Sequences that grow: the same numbers on any layout, and compressors for messages that change their shape."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[s
     """Losses of a run, those of an evaluation of whole sequences after every third step, and where ranks disagree."""
     engines = tiny_engines(merge(GROWING, changes, {"data": {"eod_mask_loss": options.get("masked", False)}}))
     held_out: list[float] = []
-    found: list[str] = []
+    differences: list[str] = []
     steps = itertools.count(1)
 
     def after(engines: Engines) -> None:
@@ -49,9 +49,9 @@ def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[s
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         micro_batches = 4 // (engines.config.training.micro_batch_size * layout.dp)
         held_out.append(evaluation_step(engines, list(itertools.islice(batches, micro_batches)))["lm loss"][0])
-        found.extend(disagreements(engines))
+        differences.extend(disagreements(engines))
 
-    return tiny_train(engines, STEPS, after_step=after, sizes=_sizes(engines), **options), held_out, found
+    return tiny_train(engines, STEPS, after_step=after, sizes=_sizes(engines), **options), held_out, differences
 
 
 def _grown_all(runs: dict[str, Changes], masked: bool) -> dict[str, tuple[Trace, list[float], list[str]]]:
@@ -73,7 +73,7 @@ MODELS: dict[str, Changes] = {"learned positions, dropout": DROPOUT, "rotary pos
 @pytest.mark.parametrize("world_size", NAMES)
 def test_the_same_numbers_on_any_layout(world_size: int, model: str) -> None:
     masked = True
-    whole, held_out, _ = _grown(MODELS[model], masked=masked)
+    reference, held_out, _ = _grown(MODELS[model], masked=masked)
     runs = {name: merge(LAYOUTS[world_size][name], MODELS[model]) for name in NAMES[world_size]}
     ranks = (
         [_grown_all(runs, masked)]
@@ -84,11 +84,11 @@ def test_the_same_numbers_on_any_layout(world_size: int, model: str) -> None:
         sums = [sum(values) for values in zip(*(rank[name][1] for rank in ranks), strict=True)]
         assert sums == pytest.approx(held_out, rel=1e-10, abs=0), name
         for rank in ranks:
-            trace, _, found = rank[name]
-            assert found == [], name
-            for step, own in zip(trace.named, whole.named, strict=True):
-                assert step == pytest.approx(own, rel=1e-10, abs=0), name
-            assert trace.grad_norms == pytest.approx(whole.grad_norms, rel=1e-10, abs=0), name
+            trace, _, differences = rank[name]
+            assert differences == [], name
+            for step, expected in zip(trace.named, reference.named, strict=True):
+                assert step == pytest.approx(expected, rel=1e-10, abs=0), name
+            assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), name
 
 
 @pytest.mark.parametrize("model", [{}, RICH["model"]], ids=["learned", "rotary"])
@@ -99,12 +99,12 @@ def test_a_short_step_is_that_of_a_run_of_short_sequences(model: dict[str, Any])
     short = tiny_engines(merge(changes, {"model": {"seq_length": 8}}))
     for iteration in range(3):
         batches = [itertools.islice(tiny_batches(grown.config, grown.topology, True), 4) for _ in range(2)]
-        taken = take_batches(batches[0], 4, grown.topology.device, 8)
-        plain = [replace(one, **{name: x[:, :8].clone() for name, x in _of_tokens(one)}) for one in batches[1]]
-        found = train_step(grown, taken, iteration, 1e-2, 0.1, seq_length=8)
-        wanted = train_step(short, plain, iteration, 1e-2, 0.1)
-        assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
-        assert found.seq_length == wanted.seq_length == 8
+        cut_batches = take_batches(batches[0], 4, grown.topology.device, 8)
+        plain = [replace(batch, **{name: x[:, :8].clone() for name, x in _of_tokens(batch)}) for batch in batches[1]]
+        outcome = train_step(grown, cut_batches, iteration, 1e-2, 0.1, seq_length=8)
+        expected = train_step(short, plain, iteration, 1e-2, 0.1)
+        assert (outcome.loss, outcome.grad_norm) == (expected.loss, expected.grad_norm)
+        assert outcome.seq_length == expected.seq_length == 8
 
 
 def _of_tokens(batch: Any) -> list[tuple[str, Any]]:
@@ -168,8 +168,8 @@ def test_compressors_go_on_when_messages_change_their_shape() -> None:
     ranks = run_ranks(4, _compressed_all, COMPRESSED, timeout=300.0)
     for name in COMPRESSED:
         for rank in ranks:
-            trace, _, found = rank[name]
-            assert found == [], name
+            trace, _, differences = rank[name]
+            assert differences == [], name
             assert trace.losses == ranks[0][name][0].losses, name
             assert all(map(math.isfinite, trace.losses)), name
             assert trace.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1), name
@@ -178,12 +178,12 @@ def test_compressors_go_on_when_messages_change_their_shape() -> None:
 @pytest.mark.multiprocess
 def test_a_run_counts_its_tokens_and_names_its_lengths(tmp_path: Path) -> None:
     """From DeepSpeed's file to the log: 500 tokens hold ten steps of four samples."""
-    given, log, text = tmp_path / "ds.json", tmp_path / "log.jsonl", tmp_path / "log.txt"
+    config, log, text = tmp_path / "ds.json", tmp_path / "log.jsonl", tmp_path / "log.txt"
     schedule = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 4}}
     ends = {"min_difficulty": 4, "max_difficulty": 16}
     curriculum = {"enabled": True, "curriculum_type": "seqlen", **ends, **schedule}
-    given.write_text(json.dumps({"curriculum_learning": curriculum}))
-    flags = {"train_iters": None, "train_tokens": 500, "deepspeed_config": given, "eval_interval": 4}
+    config.write_text(json.dumps({"curriculum_learning": curriculum}))
+    flags = {"train_iters": None, "train_tokens": 500, "deepspeed_config": config, "eval_interval": 4}
     train(1, tiny_flags(write_documents(tmp_path / "tiny"), **flags, log_json_file=log, log_txt_file=text))
     events = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [event for event in events if event["kind"] == "train"]

@@ -51,15 +51,15 @@ def test_it_learns_with_compressed_activations(
     assert len(scores) == epochs, text
     assert float(scores[-1][1]) > 0.5, text
     # Said before the first iteration.
-    said = f"each end of a boundary will remember {remembered}"
-    assert said in text
-    assert text.index(said) < text.index(" iteration ")
+    note = f"each end of a boundary will remember {remembered}"
+    assert note in text
+    assert text.index(note) < text.index(" iteration ")
     # The second visit of the samples sends changes of three bits.
     ratios = re.findall(r"pp-forward: \S+ kB of \S+ kB \((\S+)x\)", text)
     assert float(ratios[-1]) > 8 > 3 > float(ratios[0])
 
 
-def test_each_kind_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+def test_each_kind_has_its_own_learning_rate(tmp_path: Path) -> None:
     for kind, rate in (("deberta", "2.5e-6"), ("gpt", "5e-5")):
         assert f" --lr {rate} " in _run(tmp_path, KIND=kind, PYTHON="echo")
     assert " --lr 1e-3 " in _run(tmp_path, KIND="gpt", PYTHON="echo", LR="1e-3")

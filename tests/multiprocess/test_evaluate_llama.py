@@ -69,7 +69,7 @@ TASKS = {
 
 
 class ServedLM(ContinuationRules, LocalCompletionsAPI):
-    """The harness's client of a server, which joins tokens as the checkpoint does."""
+    """The harness's client of a server, with the checkpoint's rules for joining tokens."""
 
     @property
     def longest_continuation(self) -> int:
@@ -88,7 +88,7 @@ def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint, its Hugging Face form, and tasks."""
     folder = tmp_path_factory.mktemp("llama")
     hf = write_llama(folder / "hf", WINDOW)
@@ -108,8 +108,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     (folder / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     (folder / "tasks").mkdir()
-    for name, more in TASKS.items():
-        (folder / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "rows.json", more=more))
+    for name, body in TASKS.items():
+        (folder / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "rows.json", more=body))
     return folder
 
 
@@ -122,70 +122,73 @@ def _figures(results: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _flags(place: Path, *tasks: str) -> EvaluationFlags:
-    return EvaluationFlags(tasks=list(tasks), include_path=str(place / "tasks"), bootstrap_iters=0, micro_batch_size=3)
+def _flags(prepared: Path, *tasks: str) -> EvaluationFlags:
+    return EvaluationFlags(
+        tasks=list(tasks), include_path=str(prepared / "tasks"), bootstrap_iters=0, micro_batch_size=3
+    )
 
 
-def _results(place: Path, *tasks: str) -> dict[str, Any]:
-    with Leader(load_model(place / "saved"), 60.0) as leader:
-        return run(CheckpointLM(leader, 3), _flags(place, *tasks))
+def _results(prepared: Path, *tasks: str) -> dict[str, Any]:
+    with Leader(load_model(prepared / "saved"), 60.0) as leader:
+        return run(CheckpointLM(leader, 3), _flags(prepared, *tasks))
 
 
-def _by_checkpoint(place: Path, *tasks: str) -> dict[str, float]:
-    return _figures(_results(place, *tasks))
+def _by_checkpoint(prepared: Path, *tasks: str) -> dict[str, float]:
+    return _figures(_results(prepared, *tasks))
 
 
-def test_the_checkpoint_its_export_and_the_server_give_the_same_figures(place: Path) -> None:
+def test_the_checkpoint_its_export_and_the_server_give_the_same_figures(prepared: Path) -> None:
     tasks = ("words", "joined", "unprompted", "page", "book", "writing")
-    ours = _by_checkpoint(place, *tasks)
+    ours = _by_checkpoint(prepared, *tasks)
     assert len(ours) == 3 * 3 + 2 * 2 + 2
-    assert _figures(via_hf(str(place / "saved"), None, _flags(place, *tasks))) == pytest.approx(ours, rel=1e-4)
-    with serving(place / "saved") as server:
+    assert _figures(via_hf(str(prepared / "saved"), None, _flags(prepared, *tasks))) == pytest.approx(ours, rel=1e-4)
+    with serving(prepared / "saved") as server:
         options = {
             "base_url": f"http://{server.host}:{server.port}/v1/completions", "model": "any",
-            "tokenizer": str(place / "hf"), "tokenizer_backend": "huggingface", "max_length": WINDOW, "batch_size": 3,
+            "tokenizer": str(prepared / "hf"), "tokenizer_backend": "huggingface", "max_length": WINDOW,
+            "batch_size": 3,
         }  # fmt: skip
         served = [name for name in tasks if name not in ("joined", "book")]  # windows are the client's
-        found = _figures(run(LocalCompletionsAPI(**options), _flags(place, *served)))
-        found |= _figures(run(ServedLM(**options), _flags(place, "joined")))
-    assert found == pytest.approx({name: ours[name] for name in found}, rel=1e-4)
-    assert len(found) == len(ours) - 2
+        figures = _figures(run(LocalCompletionsAPI(**options), _flags(prepared, *served)))
+        figures |= _figures(run(ServedLM(**options), _flags(prepared, "joined")))
+    assert figures == pytest.approx({name: ours[name] for name in figures}, rel=1e-4)
+    assert len(figures) == len(ours) - 2
 
 
-def test_a_continuation_that_is_longer_than_the_window_is_refused(place: Path) -> None:
-    of_export = partial(via_hf, str(place / "saved"), None, _flags(place, "too_long"))
-    for evaluate in (partial(_by_checkpoint, place, "too_long"), of_export):
+def test_a_continuation_that_is_longer_than_the_window_is_refused(prepared: Path) -> None:
+    of_export = partial(via_hf, str(prepared / "saved"), None, _flags(prepared, "too_long"))
+    for evaluate in (partial(_by_checkpoint, prepared, "too_long"), of_export):
         with pytest.raises(UserError, match="cannot be scored") as refusal:
             evaluate()
         assert "\n" not in str(refusal.value)
 
 
-def test_contexts_that_lose_their_beginning_are_counted(place: Path) -> None:
-    """By the checkpoint and by its export, whose figures agree."""
-    tasks = _flags(place, "long_context", "long_writing", "words")
-    with Leader(load_model(place / "saved"), 60.0) as leader:
+def test_contexts_that_lose_their_beginning_are_counted(prepared: Path) -> None:
+    """By the checkpoint and by its export; their figures agree."""
+    tasks = _flags(prepared, "long_context", "long_writing", "words")
+    with Leader(load_model(prepared / "saved"), 60.0) as leader:
         tokens = leader.model.tokenizer.tokenize
         ours = run(CheckpointLM(leader, 3), tasks)
-    rows = [json.loads(line) for line in (place / "rows.json").read_text().splitlines()]
+    rows = [json.loads(line) for line in (prepared / "rows.json").read_text().splitlines()]
     lost = [len(tokens(row["long"] + word)) - WINDOW - 1 for row in rows for word in row["words"]]
     lost += [len(tokens(row["long"])) - (WINDOW - 5) for row in rows]
     assert all(count > 0 for count in lost)
     expected = {"requests": len(lost) + 16, "cut": len(lost), "tokens_cut": sum(lost), "most_tokens_cut": max(lost)}
     assert ours["contexts"] == {**expected, "window": WINDOW}
-    exported = via_hf(str(place / "saved"), None, tasks)
+    exported = via_hf(str(prepared / "saved"), None, tasks)
     assert exported["contexts"] == ours["contexts"]
     assert _figures(exported) == pytest.approx(_figures(ours), rel=1e-4)
-    assert _results(place, "words")["contexts"]["cut"] == 0
+    assert _results(prepared, "words")["contexts"]["cut"] == 0
 
 
-def test_an_answer_as_long_as_the_window_is_refused_by_the_export_alone(place: Path) -> None:
-    _by_checkpoint(place, "endless")
+def test_only_the_export_refuses_an_answer_as_long_as_the_window(prepared: Path) -> None:
+    _by_checkpoint(prepared, "endless")
     with pytest.raises(UserError, match=r"^--tasks endless: asks for answers of 64 tokens, and --via hf reads 64 with"):
-        via_hf(str(place / "saved"), None, _flags(place, "endless"))
+        via_hf(str(prepared / "saved"), None, _flags(prepared, "endless"))
 
 
-def test_a_continuation_that_joins_its_context_is_tokenized_alone(place: Path) -> None:
-    with Leader(load_model(place / "saved"), 60.0) as leader:
+def test_a_continuation_that_joins_its_context_is_tokenized_alone(prepared: Path) -> None:
+    with Leader(load_model(prepared / "saved"), 60.0) as leader:
         model = CheckpointLM(leader, 3)
         tokens = leader.model.tokenizer.tokenize
         assert model._encode_pair("the cl", "ass") == (tokens("the cl"), tokens("ass"))

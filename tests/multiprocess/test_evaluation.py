@@ -1,4 +1,4 @@
-"""Tasks and sweeps of checkpoints on several ranks: the figures of one process."""
+"""Tasks and sweeps of checkpoints on several ranks: the figures of a single process."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def test_tasks_do_not_depend_on_the_layout(layout: Layout, tmp_path: Path) -> No
     assert run_ranks(4, _lines, saved, tmp_path, layout) == [alone] * 4
 
 
-def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_sweep_has_the_losses_of_training_and_resumes(tmp_path: Path) -> None:
     prefix, saved, log = write_documents(tmp_path / "tokens"), tmp_path / "saved", tmp_path / "log.jsonl"
     saving = {"save": saved, "save_interval": 2, "eval_interval": 2, "eval_iters": 3, "log_json_file": log}
     train(1, tiny_flags(prefix, num_layers=4, **saving))
     sweep = ["val_check_gpt.py", "--load", str(saved)]
     done = run_cli(4, [*sweep, "--pipeline-model-parallel-size", "2", "--first", "4"]).check()
     assert "written to" in done.stdout
-    found = json.loads((saved / "val_check.json").read_text())
-    assert found["val_iters"] == [4, 6]
-    # Training draws other samples at every evaluation; its first one's are the sweep's.
+    sweep_losses = json.loads((saved / "val_check.json").read_text())
+    assert sweep_losses["val_iters"] == [4, 6]
+    # Training draws other samples at every evaluation; its first evaluation has the sweep's.
     losses = [row["lm_loss"] for row in map(json.loads, log.read_text().splitlines()) if row["kind"] == "validation"]
     run_cli(1, sweep).check()
     again = json.loads((saved / "val_check.json").read_text())
     assert again["val_iters"] == [2, 4, 6]
-    assert again["val_lmloss"][1:] == found["val_lmloss"]
+    assert again["val_lmloss"][1:] == sweep_losses["val_lmloss"]
     assert again["val_lmloss"][0] == pytest.approx(losses[0], rel=1e-5)
     assert again["val_lmloss_ppl"] == pytest.approx(np.exp(again["val_lmloss"]).tolist())
     assert len(again["val_checkpoints"]) == 3
-    # What is known stays when only a part is asked for, and what it was found for as well.
+    # Known losses stay when a sweep covers only a part, with the settings that they belong to.
     run_cli(1, [*sweep, "--last", "2"]).check()
     assert json.loads((saved / "val_check.json").read_text()) == again
     other = run_cli(1, [*sweep, "--eval-samples", "4"])

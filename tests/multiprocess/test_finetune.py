@@ -1,4 +1,4 @@
-"""Command lines of fine-tuning: each task on one process, and what is refused with one line."""
+"""Command lines of fine-tuning: each task on a single process, and refusals in a single line."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_each_task_is_trained_and_judged_by_its_metrics(
     flags = task_flags(vocabulary, task.lower(), train, valid, epochs=1, log_json_file=log)
     assert main(flags) == 0
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    (found,) = (event for event in events if event["kind"] == "validation")
+    (validation,) = (event for event in events if event["kind"] == "validation")
     loss = "regression_loss" if task == "STS-B" else "classification_loss"
-    assert found[loss] > 0
-    ((name, scores),) = found["scores"].items()
+    assert validation[loss] > 0
+    ((name, scores),) = validation["scores"].items()
     assert name == valid[0].name
     assert tuple(scores) == TASKS[task].metrics
     printed = capsys.readouterr().out
-    assert f" metrics of {name} at iteration {found['iteration']} | {TASKS[task].metrics[0]}: " in printed
+    assert f" metrics of {name} at iteration {validation['iteration']} | {TASKS[task].metrics[0]}: " in printed
     assert "PPL" not in printed
 
 
-def test_a_model_learns_what_its_files_say(vocabulary: Path, tmp_path: Path) -> None:
+def test_a_model_learns_the_labels_of_its_files(vocabulary: Path, tmp_path: Path) -> None:
     train, valid = _files("SST-2", tmp_path, train=256, valid=40)
     log = tmp_path / "log.jsonl"
     sizes = {"epochs": 6, "micro_batch_size": 16, "global_batch_size": 16, "hidden_size": 32, "log_interval": 16}
@@ -61,10 +61,10 @@ def test_a_model_learns_what_its_files_say(vocabulary: Path, tmp_path: Path) -> 
 
 def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(flags) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len([line for line in said if line.startswith("error: ")]) == 1
-    assert not any("Traceback" in line for line in said)
-    return next(line for line in said if line.startswith("error: "))
+    errors = capsys.readouterr().err.splitlines()
+    assert len([line for line in errors if line.startswith("error: ")]) == 1
+    assert not any("Traceback" in line for line in errors)
+    return next(line for line in errors if line.startswith("error: "))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"lr_decay_samples": 4}, "--lr-decay-samples: a task is counted in iterations; give --lr-decay-iters"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_one_line(
+def test_impossible_requests_are_refused_with_one_line(
     changes: dict[str, object], message: str, vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, valid = _files("RTE", tmp_path)
@@ -108,39 +108,41 @@ def test_a_vocabulary_without_separators_is_refused(
     train, valid = _files("RTE", tmp_path)
     bare = tmp_path / "bare.txt"
     bare.write_text(vocabulary.read_text().replace("[CLS]\n", ""))
-    said = _refused(task_flags(bare, "RTE", train, valid), capsys)
-    assert said == f"error: --vocab-file {bare}: has no [CLS], so it is no BERT vocab.txt"
+    error = _refused(task_flags(bare, "RTE", train, valid), capsys)
+    assert error == f"error: --vocab-file {bare}: has no [CLS], so it is no BERT vocab.txt"
 
 
-def test_a_checkpoint_of_another_kind_is_refused_with_what_it_is_for(
+def test_a_checkpoint_of_another_kind_is_refused_with_its_purpose(
     vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt = tmp_path / "gpt"
     train(1, tiny_flags(write_documents(tmp_path / "texts", documents=10), train_iters=1, save=gpt))
     files = _files("RTE", tmp_path)
-    for flag, wanted in (("pretrained_checkpoint", "bert"), ("load", "bert for classification of 2")):
+    for flag, expected in (("pretrained_checkpoint", "bert"), ("load", "bert for classification of 2")):
         changes: dict[str, Any] = {flag: gpt}
-        said = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
-        assert f"{gpt} holds a model of kind gpt, not {wanted}; give --model-type gpt" in said
+        error = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
+        assert f"{gpt} holds a model of kind gpt, not {expected}; give --model-type gpt" in error
     experts, documents = tmp_path / "experts", tmp_path / "texts"
     train(1, tiny_flags(documents, train_iters=1, save=experts, num_experts=2))
-    said = _refused(task_flags(vocabulary, "RTE", *files, model_type="gpt", pretrained_checkpoint=experts), capsys)
-    assert f"--pretrained-checkpoint {experts} holds a model with experts, which models of tasks have not; name" in said
+    error = _refused(task_flags(vocabulary, "RTE", *files, model_type="gpt", pretrained_checkpoint=experts), capsys)
+    assert (
+        f"--pretrained-checkpoint {experts} holds a model with experts, which models of tasks have not; name" in error
+    )
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0
     capsys.readouterr()
     mnli = _files("MNLI", tmp_path)
     kind = "holds a model of kind bert for classification of 2, not"
-    said = _refused(task_flags(vocabulary, "MNLI", *mnli, load=saved), capsys)
-    assert f"--load {saved} {kind} bert for classification of 3; go on with it by its --task" in said
-    said = _refused(task_flags(vocabulary, "MNLI", *mnli, pretrained_checkpoint=saved), capsys)
-    assert f"--pretrained-checkpoint {saved} {kind} bert; go on with it by its --task" in said
+    error = _refused(task_flags(vocabulary, "MNLI", *mnli, load=saved), capsys)
+    assert f"--load {saved} {kind} bert for classification of 3; go on with it by its --task" in error
+    error = _refused(task_flags(vocabulary, "MNLI", *mnli, pretrained_checkpoint=saved), capsys)
+    assert f"--pretrained-checkpoint {saved} {kind} bert; go on with it by its --task" in error
     texts = tmp_path / "lambada.jsonl"
     texts.write_text('{"text": "w1 w2"}\n')
-    said = _refused(["--task", "LAMBADA", "--valid-data", str(texts), "--load", str(saved)], capsys)
-    assert said.endswith("bert for classification of 2, and only gpt generates text")
-    said = _refused(task_flags(vocabulary, "RTE", *files, load=saved, hidden_size=32), capsys)
-    assert "--hidden-size: 32 was given but the checkpoint has 16; leave the flag out" in said
+    error = _refused(["--task", "LAMBADA", "--valid-data", str(texts), "--load", str(saved)], capsys)
+    assert error.endswith("bert for classification of 2, and only gpt generates text")
+    error = _refused(task_flags(vocabulary, "RTE", *files, load=saved, hidden_size=32), capsys)
+    assert "--hidden-size: 32 was given but the checkpoint has 16; leave the flag out" in error
 
 
 def test_epochs_of_recurring_samples_are_as_long_as_their_order(vocabulary: Path, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_epochs_of_recurring_samples_are_as_long_as_their_order(vocabulary: Path
     assert [event["iteration"] for event in events if event["kind"] == "validation"] == [6, 12]
 
 
-def test_a_run_goes_on_with_the_batches_and_epochs_that_it_began_with(
+def test_a_run_resumes_with_its_batches_and_epochs(
     vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, valid = _files("RTE", tmp_path)
@@ -163,11 +165,11 @@ def test_a_run_goes_on_with_the_batches_and_epochs_that_it_began_with(
         return task_flags(vocabulary, "RTE", train, valid, **{"save": saved, "load": saved, **changes})
 
     assert main(flags(epochs=1)) == 0
-    said = _refused(flags(global_batch_size=8), capsys)
-    assert "goes on with global batches of 4 samples, and this run has 8: give --global-batch-size 4, or" in said
+    error = _refused(flags(global_batch_size=8), capsys)
+    assert "goes on with global batches of 4 samples, and this run has 8: give --global-batch-size 4, or" in error
     train = [write_tsv(tmp_path / "more.tsv", "RTE", 12)]
-    said = _refused(flags(), capsys)
-    assert "goes on with epochs of 2 iterations, and this run has 3: give the same --train-data," in said
+    error = _refused(flags(), capsys)
+    assert "goes on with epochs of 2 iterations, and this run has 3: give the same --train-data," in error
     train = [tmp_path / "train.tsv"]
     assert main(flags(epochs=1)) == 0
     assert "the run is at iteration 2 of 2; raise --epochs to go on" in capsys.readouterr().out
@@ -184,22 +186,22 @@ def test_flags_of_the_training_run_may_stay_in_an_evaluation(vocabulary: Path, t
     log = tmp_path / "log.jsonl"
     evaluating: dict[str, Any] = {"epochs": 0, "load": saved, "lr": None, "min_lr": 1e-3, "log_json_file": log}
     assert main(task_flags(vocabulary, "RTE", *files, **evaluating)) == 0
-    (found,) = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "validation"]
-    assert found["samples"] == 6  # two more fill the second batch of four
+    (validation,) = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "validation"]
+    assert validation["samples"] == 6  # two more fill the second batch of four
 
 
 def test_a_bert_without_its_binary_head_has_no_token_types(vocabulary: Path) -> None:
     flags = task_flags(vocabulary, "RTE", [Path("a")], [Path("b")], bert_no_binary_head=True)
-    run, given, _ = parse_task(flags)
-    run.config = sized(run, given, 1, (8, 6))
+    run, flags_of_model, _ = parse_task(flags)
+    run.config = sized(run, flags_of_model, 1, (8, 6))
     assert run.resolve(1).model.num_tokentypes == 0
     assert not [note for note in run.notes if "binary-head" in note]
 
 
-def test_what_pretraining_evaluates_is_noted_and_spellings_do_not_matter(vocabulary: Path) -> None:
+def test_flags_of_pretraining_are_noted_in_any_spelling(vocabulary: Path) -> None:
     flags = task_flags(vocabulary, "sst_2", [Path("a")], [Path("b")], eval_iters=5, eval_interval=7)
-    run, given, task = parse_task(flags)
-    assert (given.task, task) == ("SST-2", TASKS["SST-2"])
+    run, flags_of_model, task = parse_task(flags)
+    assert (flags_of_model.task, task) == ("SST-2", TASKS["SST-2"])
     assert (
         "--eval-interval, --eval-iters: no effect, the whole of --valid-data is evaluated after each epoch" in run.notes
     )
@@ -213,8 +215,8 @@ def test_the_task_may_be_in_a_file(text: str, vocabulary: Path, tmp_path: Path) 
     (tmp_path / "run.yaml").write_text(text)
     words = task_flags(vocabulary, "RTE", *files, log_json_file=log)
     for flag in ("--task", "--epochs") if "epochs" in text else ("--task",):
-        place = words.index(flag)
-        del words[place : place + 2]
+        position = words.index(flag)
+        del words[position : position + 2]
     for config in (["--config", str(tmp_path / "run.yaml")], [f"--CONFIG={tmp_path / 'run.yaml'}"]):
         log.unlink(missing_ok=True)
         assert main([*config, *words]) == 0

@@ -51,7 +51,7 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
     train([tmp_path / "corpus.jsonl"], tmp_path / "hf", 330)
     size = len(json.loads((tmp_path / "hf" / "vocab.json").read_text()))
     torch.manual_seed(1)
-    # As of a model whose vocabulary was padded where it was made.
+    # As of a model with a vocabulary that was padded at its creation.
     shape: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": size + 7}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "hf")
     _refused(tmp_path)
@@ -60,12 +60,12 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
     before, after = (float(x) for x in re.findall(r"ppl: (\S+) \| adjusted", text))
     assert after < before / 3, text
     assert "pp-forward=delta" in text
-    more = _run(tmp_path, EPOCHS="2")
-    assert "loaded the checkpoint of iteration 36" in more
+    resumed = _run(tmp_path, EPOCHS="2")
+    assert "loaded the checkpoint of iteration 36" in resumed
     # The second visit of the samples sends changes of four bits.
-    ratios = re.findall(r"pp-forward: \S+ kB of \S+ kB \((\S+)x\)", more)
+    ratios = re.findall(r"pp-forward: \S+ kB of \S+ kB \((\S+)x\)", resumed)
     assert float(ratios[-1]) > 7
-    assert float(re.findall(r"ppl: (\S+) \| adjusted", more)[1]) < after
+    assert float(re.findall(r"ppl: (\S+) \| adjusted", resumed)[1]) < after
     (tmp_path / "other.txt").write_text("w1 w2 w3\n" * 400)
     other = _start(tmp_path, TEXT="other.txt")
     assert other.returncode
@@ -73,11 +73,11 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
 
 
 def _refused(folder: Path) -> None:
-    """Texts that cannot serve are said in one line, and leave nothing that a good one would meet."""
+    """Unusable texts are refused in a line, and leave nothing behind for a later run."""
     (folder / "empty.txt").write_text("")
     (folder / "line.txt").write_text("w1 w2 w3")
     (folder / "latin.txt").write_bytes(b"w1 \xff")
-    for name, said in (
+    for name, message in (
         ("gone.txt", "No such file"), ("empty.txt", "leaves no text"), ("line.txt", "leaves no text to train on"),
         ("latin.txt", "is no UTF-8"),
     ):  # fmt: skip
@@ -85,5 +85,5 @@ def _refused(folder: Path) -> None:
         assert done.returncode
         (error,) = [line for line in done.stderr.splitlines() if "error" in line]
         assert error.startswith("finetune_gpt2_aqsgd: error: TEXT=")
-        assert said in error
+        assert message in error
         assert not list((folder / "out").iterdir())

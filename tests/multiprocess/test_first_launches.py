@@ -27,13 +27,13 @@ Changes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one process after the other kind of step.
+    """A run of steps of several kinds.
 
     Args:
         ranks: that it runs on.
         changes: of the tiny configuration.
         counts: micro-batches of each step.
-        evaluations: iterations after which there is one.
+        evaluations: iterations that are followed by an evaluation.
         scales: loss scales that are set before an iteration.
         epoch: samples until they come again.
         lengths: tokens of a step's samples; all where there are none.
@@ -145,8 +145,8 @@ def _steps(run: Run, device: PretendedDevice | None) -> tuple[list[float], list[
         if device is not None:
             device.begin(f"iteration {iteration}")
         length = run.lengths[iteration] if run.lengths else None
-        taken = take_batches(batches, count, engines.topology.device, length)
-        losses.append(train_step(engines, taken, iteration, 1e-3, 0.0, seq_length=length).loss)
+        step_batches = take_batches(batches, count, engines.topology.device, length)
+        losses.append(train_step(engines, step_batches, iteration, 1e-3, 0.0, seq_length=length).loss)
         ahead.append(device.ahead if device is not None else 0)
         for observer in engines.ledger.observers:
             list(observer.findings(iteration + 1))
@@ -166,7 +166,7 @@ def _rank(run: Run) -> tuple[list[float], list[float], list[str], list[int]]:
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_nothing_is_loaded_beside_a_pending_receive(name: str) -> None:
-    """And the steady state still has receives pending beside what it launches."""
+    """And the steady state still has receives pending beside its launches."""
     run = RUNS[name]
     for rank, (expected, losses, violations, ahead) in enumerate(run_ranks(run.ranks, _rank, run, timeout=240.0)):
         assert violations == [], f"rank {rank}: {len(violations)}, first {violations[0]}"
@@ -179,9 +179,9 @@ def _generate(root: Path) -> list[str]:
     with pretended_device() as device:
         model = load_model(root, topology=topology)
         device.begin("generation")
-        found = generate(model, [[3, 8, 13], [5]], 6, Sampling(top_p=0.9), [1, 2])
+        texts = generate(model, [[3, 8, 13], [5]], 6, Sampling(top_p=0.9), [1, 2])
         device.begin("scores")
-        score(model, [sample.tokens for sample in found])
+        score(model, [sample.tokens for sample in texts])
     return device.violations
 
 

@@ -1,4 +1,4 @@
-"""8-bit products on several ranks: the codes of one rank, and runs on other layouts."""
+"""8-bit products on several ranks: the codes of a single rank, and runs on other layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _noise(seed: int, *shape: int) -> Tensor:
 
 
 def _second_half_tiny(x: Tensor, dim: int) -> Tensor:
-    """The same with one half, which is another rank's, so small that only its own scale would keep it."""
+    """The same with another rank's half so small that only its own scale would keep it."""
     x = x.clone()
     x.narrow(dim, x.shape[dim] // 2, x.shape[dim] // 2).mul_(TINY)
     return x
@@ -53,26 +53,26 @@ class _Layers:
             layer.compute_in_fp8(recipe)
 
 
-def _column(layers: _Layers, x: Tensor, grad: Tensor, part: slice) -> dict[str, Tensor]:
-    given = x[part].clone().requires_grad_()
-    out = layers.first(given)
+def _column(layers: _Layers, x: Tensor, grad: Tensor, rows: slice) -> dict[str, Tensor]:
+    x_rows = x[rows].clone().requires_grad_()
+    out = layers.first(x_rows)
     out.backward(grad[..., layers.own])
-    assert given.grad is not None
+    assert x_rows.grad is not None
     assert layers.first.weight.grad is not None
-    return {"output": out.detach(), "input": given.grad, "weight": layers.first.weight.grad}
+    return {"output": out.detach(), "input": x_rows.grad, "weight": layers.first.weight.grad}
 
 
-def _row(layers: _Layers, x: Tensor, grad: Tensor, part: slice) -> dict[str, Tensor]:
-    given = x[..., layers.own].clone().requires_grad_()
-    out = layers.second(F.relu(given))[0]
-    out.backward(grad[part])
-    assert given.grad is not None
+def _row(layers: _Layers, x: Tensor, grad: Tensor, rows: slice) -> dict[str, Tensor]:
+    x_columns = x[..., layers.own].clone().requires_grad_()
+    out = layers.second(F.relu(x_columns))[0]
+    out.backward(grad[rows])
+    assert x_columns.grad is not None
     assert layers.second.weight.grad is not None
-    return {"output": out.detach(), "input": given.grad, "weight": layers.second.weight.grad}
+    return {"output": out.detach(), "input": x_columns.grad, "weight": layers.second.weight.grad}
 
 
 def _cases() -> list[tuple[str, Any, Tensor, Tensor, Tensor, Tensor]]:
-    """What is split with one half tiny, and in the products nothing but that half: their factors' others are zero."""
+    """Split tensors with a tiny half, and products of that half alone: the other factors are zero."""
     w1, w2, x, inner, grad = (
         _noise(seed, *shape)
         for seed, shape in enumerate([(OUT, H), (H, OUT), (S, B, H), (S, B, OUT), (S, B, H)], start=1)
@@ -94,22 +94,22 @@ def _against_one_rank(recipe: str, sequence_parallel: bool) -> list[str]:
     group = Group(dist.group.WORLD, tuple(range(size)), rank, "tensor-parallel", "gloo")
     comm = TensorComm(group, Ledger(), CompressionPlan({}), sequence_parallel)
     alone = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
-    own = slice(rank * S // size, (rank + 1) * S // size) if sequence_parallel else slice(None)
+    rows = slice(rank * S // size, (rank + 1) * S // size) if sequence_parallel else slice(None)
     wrong = []
     for name, run, w1, w2, x, grad in _cases():
-        layers, whole = _Layers(comm, recipe, w1, w2), _Layers(alone, recipe, w1, w2)
-        found, wanted = run(layers, x, grad, own), run(whole, x, grad, slice(None))
-        # What of the whole layer's results is this rank's.
+        layers, full = _Layers(comm, recipe, w1, w2), _Layers(alone, recipe, w1, w2)
+        tensors, expected = run(layers, x, grad, rows), run(full, x, grad, slice(None))
+        # This rank's part of the whole layer's results.
         if run is _column:
-            parts = {"output": (..., layers.own), "input": (own,), "weight": (layers.own,)}
+            slices = {"output": (..., layers.own), "input": (rows,), "weight": (layers.own,)}
         else:
-            parts = {"output": (own,), "input": (..., layers.own), "weight": (..., layers.own)}
-        for what, at in parts.items():
-            theirs = wanted[what][at]
-            # Sums of the ranks' rounded sums; what is zero there is zero here.
-            close = torch.allclose(found[what], theirs, rtol=2.0**-6, atol=2.0**-7 * float(theirs.abs().max()))
+            slices = {"output": (rows,), "input": (..., layers.own), "weight": (..., layers.own)}
+        for tensor_name, at in slices.items():
+            theirs = expected[tensor_name][at]
+            # Sums of the ranks' rounded sums; zeros there are zeros here.
+            close = torch.allclose(tensors[tensor_name], theirs, rtol=2.0**-6, atol=2.0**-7 * float(theirs.abs().max()))
             if not close:
-                wrong.append(f"{name}: {what}")
+                wrong.append(f"{name}: {tensor_name}")
     return wrong
 
 
@@ -136,7 +136,7 @@ def _traces(recipe: str | None, names: list[str]) -> list[Trace]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layouts_agree(recipe: str) -> None:
-    """Where sums are in another order, to bf16's rounding, which now and then makes another code."""
+    """Where sums have another order, to bf16's rounding, which sometimes changes a code."""
     (alone,) = _traces(recipe, ["one process"])
     (plain,) = _traces(None, ["one process"])
     assert alone.losses != plain.losses
@@ -151,8 +151,8 @@ def test_layouts_agree(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputation_repeats_the_codes(recipe: str) -> None:
-    kept, again = (
+    saved, again = (
         tiny_run({"precision": {"bf16": True, "fp8": recipe}, "recompute": recompute}, 3)
         for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"})
     )
-    assert (kept.losses, kept.grad_norms) == (again.losses, again.grad_norms)
+    assert (saved.losses, saved.grad_norms) == (again.losses, again.grad_norms)

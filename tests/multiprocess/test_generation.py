@@ -1,4 +1,4 @@
-"""Generation with the model split over ranks: the tokens are those of one process."""
+"""Generation with the model split over ranks: the tokens are those of a single process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SAMPLING = Sampling(top_p=0.9)
 def _rank(root: Path, tp: int, pp: int) -> tuple[list[Generated], list[list[float]], bool]:
     topology = build_topology(Layout(tp=tp, pp=pp), own_device(dist.get_rank()))
     model = load_model(root, topology=topology)
-    found = generate(
+    texts = generate(
         model, PROMPTS, 12, SAMPLING, [1, 2, 3], on_token=lambda row, token: row == 1 and token.id % 7 == 0
     )
-    scored = score(model, [sample.tokens[:17] for sample in found])
-    return found, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
+    scored = score(model, [sample.tokens[:17] for sample in texts])
+    return texts, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window", "gemma2", "qwen3-moe"])
@@ -47,25 +47,25 @@ def test_tokens_do_not_depend_on_the_layout(name: str, tp: int, pp: int, tmp_pat
     logprobs = score(model, [sample.tokens[:17] for sample in expected])
     results = run_ranks(tp * pp, _rank, saved, tp, pp)
     assert sum(speaks for _, _, speaks in results) == 1
-    for found, scored, speaks in results:
-        assert [sample.tokens for sample in found] == [sample.tokens for sample in expected]
-        assert [sample.finished for sample in found] == [sample.finished for sample in expected]
+    for tokens, scored, speaks in results:
+        assert [sample.tokens for sample in tokens] == [sample.tokens for sample in expected]
+        assert [sample.finished for sample in tokens] == [sample.finished for sample in expected]
         if speaks:
-            for row, own in zip(logprobs, scored, strict=True):
-                assert own == pytest.approx([token.logprob for token in row], abs=1e-5)
+            for row, row_scores in zip(logprobs, scored, strict=True):
+                assert row_scores == pytest.approx([token.logprob for token in row], abs=1e-5)
 
 
 def _greedy(root: Path, tp: int, pp: int, cached: bool) -> tuple[list[list[int]], list[list[float]]]:
     """Continuations, and log-probabilities of some texts."""
     model = load_model(root, topology=build_topology(Layout(tp=tp, pp=pp), own_device(dist.get_rank())))
-    found = generate(model, PROMPTS, 12, Sampling(greedy=True), cached=cached)
-    return [one.tokens for one in found], [[token.logprob for token in row] for row in score(model, PROMPTS)]
+    texts = generate(model, PROMPTS, 12, Sampling(greedy=True), cached=cached)
+    return [text.tokens for text in texts], [[token.logprob for token in row] for row in score(model, PROMPTS)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
-def test_experts_continue_a_text_as_a_whole_forward_pass_does(name: str, precision: str, tmp_path: Path) -> None:
-    """Step by step with a cache or all anew, on one process and on two, the same tokens."""
+def test_experts_continue_a_text_like_a_full_forward_pass(name: str, precision: str, tmp_path: Path) -> None:
+    """Step by step with a cache or all anew, on one or two processes, the same tokens."""
     saved = saved_model(tmp_path, WITH_EXPERTS[name], {"fp64": precision == "fp64"}, layers=2)
     model = load_model(saved)
     expected, rows = [], []
@@ -84,15 +84,15 @@ def test_experts_continue_a_text_as_a_whole_forward_pass_does(name: str, precisi
             logits = model.stage.logits(model.stage(torch.tensor([prompt]), ForwardContext()))[:, 0]
         scores = logits.double().log_softmax(-1)
         rows.append([float(scores[at, token]) for at, token in enumerate(prompt[1:])])
-    assert [one.tokens for one in generate(model, PROMPTS, 12, Sampling(greedy=True))] == expected
+    assert [text.tokens for text in generate(model, PROMPTS, 12, Sampling(greedy=True))] == expected
     for cached in (True, False):
-        for found, scored in run_ranks(2, _greedy, saved, 2, 1, cached)[:1]:
-            assert found == expected
-            for own, row in zip(scored, rows, strict=True):
-                assert own == pytest.approx(row, abs=1e-5)
+        for texts, scored in run_ranks(2, _greedy, saved, 2, 1, cached)[:1]:
+            assert texts == expected
+            for row_scores, row in zip(scored, rows, strict=True):
+                assert row_scores == pytest.approx(row, abs=1e-5)
 
 
-def test_the_command_on_four_ranks_writes_what_one_process_writes(tmp_path: Path) -> None:
+def test_the_command_writes_the_same_on_four_ranks_and_one(tmp_path: Path) -> None:
     saved = saved_model(tmp_path / "saved", MODELS["gpt2"], layers=4)
     flags = ["tools/generate_samples_gpt.py", "--load", str(saved), "--num-samples", "3", "--out-seq-length", "9"]
     run_cli(1, [*flags, "--genfile", str(tmp_path / "one")]).check()
@@ -106,7 +106,7 @@ def test_the_command_on_four_ranks_writes_what_one_process_writes(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "said"),
+    ("flags", "ranks", "message"),
     [
         (["--tensor-model-parallel-size", "3"], 3, "--tensor-model-parallel-size 3"),
         (["--tensor-model-parallel-size", "2"], 4, "start 2 processes"),
@@ -120,7 +120,7 @@ def test_the_command_on_four_ranks_writes_what_one_process_writes(tmp_path: Path
         (["--temprature", "1"], 1, "--temperature"),
     ],
 )
-def test_bad_input_is_one_line_on_every_rank(flags: list[str], ranks: int, said: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_on_every_rank(flags: list[str], ranks: int, message: str, tmp_path: Path) -> None:
     saved = saved_model(tmp_path, MODELS["gpt2"], layers=4)
     done = run_cli(
         ranks,
@@ -133,5 +133,5 @@ def test_bad_input_is_one_line_on_every_rank(flags: list[str], ranks: int, said:
     )
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said in line
+    assert message in line
     assert "Traceback" not in done.stderr.split("torch")[0]

@@ -1,4 +1,4 @@
-"""The server and its command line, over HTTP: answers, streams, bounds, and what ends it."""
+"""The server and its command line, over HTTP: answers, streams, bounds, and its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def client(saved: Path) -> Iterator[Client]:
 
 def _texts(tokens: list[int]) -> list[str]:
     """The texts of tokens that are numbers with spaces between them."""
-    return [f" {token}" if place else str(token) for place, token in enumerate(tokens)]
+    return [f" {token}" if position else str(token) for position, token in enumerate(tokens)]
 
 
 def test_megatrons_api(client: Client, model: LoadedModel) -> None:
@@ -80,8 +80,8 @@ def test_completions(client: Client, model: LoadedModel) -> None:
     assert choice["logprobs"]["token_logprobs"][0] is None
     scored = score(model, [expected.tokens], top=2)[0]
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([token.logprob for token in scored], abs=1e-4)
-    for found, token in zip(choice["logprobs"]["top_logprobs"][1:], scored, strict=True):
-        assert set(found) == {f" {number}" for number, _ in (*token.top, (token.id, 0))}
+    for top, token in zip(choice["logprobs"]["top_logprobs"][1:], scored, strict=True):
+        assert set(top) == {f" {number}" for number, _ in (*token.top, (token.id, 0))}
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["total_tokens"] == len(expected.tokens)
 
@@ -94,18 +94,18 @@ def _stream(client: Client, **body: object) -> list[Any]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_a_stream_is_the_whole_in_pieces(client: Client) -> None:
-    asked: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "n": 2, "stop": [" 4", "9 "]}
-    _, whole = client.complete(**asked)
-    events = _stream(client, **asked, stream_options={"include_usage": True})
-    assert events[-1]["usage"] == whole["usage"]
+def test_a_stream_adds_up_to_the_answer(client: Client) -> None:
+    request: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "n": 2, "stop": [" 4", "9 "]}
+    _, answer = client.complete(**request)
+    events = _stream(client, **request, stream_options={"include_usage": True})
+    assert events[-1]["usage"] == answer["usage"]
     assert len(events) > 4
-    assert len(whole["choices"]) == 4
-    for choice in whole["choices"]:
-        own = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == choice["index"]]
-        assert "".join(piece["text"] for piece in own) == choice["text"]
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
-        assert not any(stop in choice["text"] for stop in asked["stop"])
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        chunks = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in chunks) == choice["text"]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+        assert not any(stop in choice["text"] for stop in request["stop"])
 
 
 def test_a_tiny_temperature_is_greedy(client: Client) -> None:
@@ -135,7 +135,7 @@ def test_health_models_and_form(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "message"),
     [
         ("/api", {}, 400, "prompts"),
         ("/api", {"prompts": "1 2"}, 400, "prompts"),
@@ -170,11 +170,11 @@ def test_health_models_and_form(client: Client) -> None:
     ],
 )
 def test_bad_requests_are_refused_with_a_reason(
-    client: Client, path: str, body: object, status: int, said: str
+    client: Client, path: str, body: object, status: int, message: str
 ) -> None:
-    found, answer = client.ask("POST", path, body)
-    assert found == status
-    assert said in answer["message"]
+    status_found, answer = client.ask("POST", path, body)
+    assert status_found == status
+    assert message in answer["message"]
     assert answer["error"]["message"] == answer["message"]
 
 
@@ -243,10 +243,12 @@ def test_the_command_line_client(client: Client) -> None:
 
 def test_four_ranks_answer_as_one_and_end_together(saved: Path, client: Client) -> None:
     split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    asked: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "echo": True, "logprobs": 1}
+    request: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "echo": True, "logprobs": 1}
     with serving(saved, *split, ranks=4) as four:
-        whole, expected = four.complete(**asked)[1], client.complete(**asked)[1]
-        assert [choice["text"] for choice in whole["choices"]] == [choice["text"] for choice in expected["choices"]]
+        four_answer, expected = four.complete(**request)[1], client.complete(**request)[1]
+        assert [choice["text"] for choice in four_answer["choices"]] == [
+            choice["text"] for choice in expected["choices"]
+        ]
         assert _stream(four, prompt="1", max_tokens=4, seed=1)
         children = subprocess.run(
             ["pgrep", "-P", str(four.process.pid)], capture_output=True, text=True, check=True
@@ -266,7 +268,7 @@ def test_a_signal_ends_it_well(saved: Path, number: signal.Signals) -> None:
 
 def test_a_signal_answers_those_that_wait(saved: Path) -> None:
     with serving(saved, "--max-queue", "20") as running, ThreadPoolExecutor(20) as pool:
-        found = [pool.submit(running.complete, prompt="1", n=128, max_tokens=15) for _ in range(20)]
+        requests = [pool.submit(running.complete, prompt="1", n=128, max_tokens=15) for _ in range(20)]
         deadline = time.monotonic() + 20
         # All have come before the server closes its door, and some will not have begun before it sees the signal.
         while (health := running.ask("GET", "/health")[1])["waiting"] < 5 or (
@@ -275,7 +277,7 @@ def test_a_signal_answers_those_that_wait(saved: Path) -> None:
             assert time.monotonic() < deadline
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(20) == 0
-        statuses = [one.result()[0] for one in found]
+        statuses = [request.result()[0] for request in requests]
     assert set(statuses) <= {200, 503}
     assert 503 in statuses
 

@@ -1,4 +1,4 @@
-"""The tests of several ranks on one GPU, tried over gloo: what they start, and what they compare."""
+"""The tests of several ranks on a GPU, tried over gloo: their processes and comparisons."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_layers_are_compiled_on_a_gpu_only_where_a_test_asks_for_it(
 ) -> None:
     assert "--compile" not in tiny_flags(tmp_path)
     monkeypatch.setenv(VARIABLE, "cuda")
-    asked: dict[str, dict[str, Any]] = {"training": {"compile": "on"}}
-    assert [tiny_config(changes, 1).training.compile for changes in ({}, asked)] == ["off", "on"]
+    compiled: dict[str, dict[str, Any]] = {"training": {"compile": "on"}}
+    assert [tiny_config(changes, 1).training.compile for changes in ({}, compiled)] == ["off", "on"]
     flags = tiny_flags(tmp_path)
     assert flags[flags.index("--compile") + 1] == "off"
 
 
-def test_who_compares_times_is_alone_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_tests_are_alone_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     order: list[str] = []
 
@@ -55,9 +55,9 @@ def test_who_compares_times_is_alone_on_the_gpu(tmp_path: Path, monkeypatch: pyt
         return thread
 
     with turn_on_the_gpu(alone=False):
-        beside, waiting = started(False, "beside"), started(True, "alone")
+        beside, timed = started(False, "beside"), started(True, "alone")
         assert order == ["beside"]
-    for thread in (beside, waiting):
+    for thread in (beside, timed):
         thread.join(10)
     assert order == ["beside", "alone"]
     with turn_on_the_gpu(alone=True):
@@ -67,7 +67,7 @@ def test_who_compares_times_is_alone_on_the_gpu(tmp_path: Path, monkeypatch: pyt
     assert order[2:] == ["late"]
 
 
-def test_ranks_on_one_gpu_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_one_gpu_are_separate_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_variables(0) == {}
     monkeypatch.setenv(VARIABLE, "cuda")
     first, second = rank_variables(0), rank_variables(1)

@@ -43,7 +43,7 @@ def test_every_stage_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert out.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_cannot_be_drawn_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_drawn_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plain.jsonl").write_text('{"kind": "train", "iteration": 1}\n')
     for name, message in (("none.jsonl", "No such file"), ("plain.jsonl", "no records of gradients; run with --log-g")):
         assert main([str(tmp_path / name), "-o", str(tmp_path / "x.png")]) == 2

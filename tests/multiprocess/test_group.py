@@ -1,4 +1,4 @@
-"""Collectives over gloo, against plain torch on all ranks' inputs; and what they really put on the wire."""
+"""Collectives over gloo, against plain torch on all ranks' inputs; and their bytes on the wire."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ GROUPS = {"plain": _world, "staged": _staged_world}
 
 
 def _check_collectives(kind: str) -> list[str]:
-    """Returns what is wrong."""
+    """Returns the errors."""
     group, wrong = GROUPS[kind](), []
     n, rank = group.size, group.rank
 
-    def check(what: str, got: torch.Tensor, wanted: torch.Tensor, sent: int, formula: int) -> None:
-        if not torch.equal(got, wanted):
-            wrong.append(f"{what}: {got} instead of {wanted}")
+    def check(name: str, got: torch.Tensor, expected: torch.Tensor, sent: int, formula: int) -> None:
+        if not torch.equal(got, expected):
+            wrong.append(f"{name}: {got} instead of {expected}")
         if sent != formula:
-            wrong.append(f"{what}: says {sent} bytes instead of {formula}")
+            wrong.append(f"{name}: says {sent} bytes instead of {formula}")
 
     for dtype in DTYPES:
         for size in SIZES:
-            what = f"{dtype} {size}"
+            name = f"{dtype} {size}"
             everyones = [_values(r, (size,), dtype) for r in range(n)]
             nbytes = size * dtype.itemsize
 
@@ -69,7 +69,7 @@ def _check_collectives(kind: str) -> list[str]:
             pending = group.all_reduce(x)
             pending.wait()
             check(
-                f"all_reduce {what}",
+                f"all_reduce {name}",
                 x,
                 torch.stack(everyones).sum(dim=0),
                 pending.sent_bytes,
@@ -78,40 +78,40 @@ def _check_collectives(kind: str) -> list[str]:
 
             x = everyones[rank].clone()
             group.all_reduce(x, dist.ReduceOp.MAX).wait()
-            check(f"maximum {what}", x, torch.stack(everyones).amax(dim=0), 0, 0)
+            check(f"maximum {name}", x, torch.stack(everyones).amax(dim=0), 0, 0)
 
             out = torch.full((n * size,), -99.0, dtype=dtype)
             pending = group.all_gather(out, everyones[rank].clone())
             pending.wait()
-            check(f"all_gather {what}", out, torch.cat(everyones), pending.sent_bytes, (n - 1) * nbytes)
+            check(f"all_gather {name}", out, torch.cat(everyones), pending.sent_bytes, (n - 1) * nbytes)
 
             out = torch.full((n * size,), -99.0, dtype=dtype)
-            own = out[rank * size : (rank + 1) * size]
-            own.copy_(everyones[rank])
-            group.all_gather(out, own).wait()
-            check(f"all_gather in place {what}", out, torch.cat(everyones), 0, 0)
+            shard = out[rank * size : (rank + 1) * size]
+            shard.copy_(everyones[rank])
+            group.all_gather(out, shard).wait()
+            check(f"all_gather in place {name}", out, torch.cat(everyones), 0, 0)
 
             x = everyones[rank].clone()
             pending = group.broadcast(x, src=n - 1)
             pending.wait()
-            check(f"broadcast {what}", x, everyones[n - 1], pending.sent_bytes, nbytes if rank == n - 1 else 0)
+            check(f"broadcast {name}", x, everyones[n - 1], pending.sent_bytes, nbytes if rank == n - 1 else 0)
 
             rows = [_values(r, (n * size, 2), dtype) for r in range(n)]
-            wanted = torch.stack(rows).sum(dim=0)[rank * size : (rank + 1) * size]
+            expected = torch.stack(rows).sum(dim=0)[rank * size : (rank + 1) * size]
             x, out = rows[rank].clone(), torch.full((size, 2), -99.0, dtype=dtype)
             pending = group.reduce_scatter(out, x)
             pending.wait()
-            check(f"reduce_scatter {what}", out, wanted, pending.sent_bytes, 2 * (n - 1) * nbytes)
-            own = x[rank * size : (rank + 1) * size]
-            group.reduce_scatter(own, x).wait()
-            check(f"reduce_scatter in place {what}", own, wanted, 0, 0)
+            check(f"reduce_scatter {name}", out, expected, pending.sent_bytes, 2 * (n - 1) * nbytes)
+            shard = x[rank * size : (rank + 1) * size]
+            group.reduce_scatter(shard, x).wait()
+            check(f"reduce_scatter in place {name}", shard, expected, 0, 0)
 
             received = torch.empty(size, dtype=dtype)
             receiving = group.recv(received, (rank - 1) % n, tag=3)
             pending = group.send(everyones[rank], (rank + 1) % n, tag=3)
             pending.wait()
             receiving.wait()
-            check(f"send {what}", received, everyones[rank - 1], pending.sent_bytes, nbytes)
+            check(f"send {name}", received, everyones[rank - 1], pending.sent_bytes, nbytes)
     group.barrier()
     return wrong
 
@@ -146,19 +146,19 @@ def _check_staged() -> list[str]:
     xs = [_values(r, (n, 3), torch.float32) for r in range(n)]
     sums = torch.stack(xs).sum(dim=0)
 
-    def check(what: str, start: Any, x: torch.Tensor, out: torch.Tensor, expected: torch.Tensor) -> None:
+    def check(name: str, start: Any, x: torch.Tensor, out: torch.Tensor, expected: torch.Tensor) -> None:
         sent, before = x.clone(), out.clone()
-        with _GivenToTorch() as given:
+        with _GivenToTorch() as calls:
             pending = start()
             if not torch.equal(out, before):
-                wrong.append(f"{what}: changed before it was waited for")
+                wrong.append(f"{name}: changed before it was waited for")
             if x is not out:
                 x.fill_(77.0)  # nothing of it is needed any more
             pending.wait()
         if not torch.equal(out, expected):
-            wrong.append(f"{what}: {out} instead of {expected}")
-        if {y.untyped_storage().data_ptr() for y in (x, out)} & given.memory:
-            wrong.append(f"{what}: torch was given the caller's memory")
+            wrong.append(f"{name}: {out} instead of {expected}")
+        if {y.untyped_storage().data_ptr() for y in (x, out)} & calls.memory:
+            wrong.append(f"{name}: torch was given the caller's memory")
         if x is not out:
             x.copy_(sent)
 
@@ -170,22 +170,22 @@ def _check_staged() -> list[str]:
     scattered = torch.full((1, 3), -9.0)
     check("reduce-scatter", lambda: group.reduce_scatter(scattered, x), x, scattered, sums[rank : rank + 1])
     check("all-to-all", lambda: group.all_to_all(out, x), x, out, torch.stack([y[rank] for y in xs]))
-    into, kept = torch.full((n, 3), -9.0), torch.stack([y[rank] for y in xs])
-    kept[rank] = -9.0
-    check("parts", lambda: group.all_to_all_uneven(list(into), list(x)), x, into, kept)
-    told = xs[rank].clone()
-    check("broadcast", lambda: group.broadcast(told, 1), told, told, xs[1])
-    told = xs[rank].clone()
-    check("distribute", lambda: group.distribute(told), told, told, xs[0])
+    into, expected_rows = torch.full((n, 3), -9.0), torch.stack([y[rank] for y in xs])
+    expected_rows[rank] = -9.0
+    check("parts", lambda: group.all_to_all_uneven(list(into), list(x)), x, into, expected_rows)
+    message = xs[rank].clone()
+    check("broadcast", lambda: group.broadcast(message, 1), message, message, xs[1])
+    message = xs[rank].clone()
+    check("distribute", lambda: group.distribute(message), message, message, xs[0])
     rows = torch.full((n, n, 3), -9.0)
     check("collect", lambda: group.collect(rows, x), x, rows, torch.stack(xs) if rank == 0 else rows.clone())
     received = torch.full((n, 3), -9.0)
     sending: list[Any] = []
 
     def pass_on() -> Any:
-        coming = group.recv(received, (rank - 1) % n, tag=4)
+        receive = group.recv(received, (rank - 1) % n, tag=4)
         sending.append(group.send(x, other, tag=4))
-        return coming
+        return receive
 
     check("send and receive", pass_on, x, received, xs[rank - 1])
     sending[0].wait()
@@ -194,12 +194,13 @@ def _check_staged() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_is_on_a_device_goes_through_the_machines_memory(world_size: int) -> None:
+def test_tensors_of_a_device_go_through_the_machines_memory(world_size: int) -> None:
     assert run_ranks(world_size, _check_staged) == [[]] * world_size
 
 
 def _check_large_exchanges(kind: str) -> list[str]:
-    """Several at once, large enough to go one partner at a time, beside a small collective of the same group."""
+    """Several at once, large enough to exchange with a partner at a time, beside a small collective of the same
+    group."""
     group = GROUPS[kind]()
     n, rank, size = group.size, group.rank, 1 << 18
     rows = [torch.stack([_values(100 * r + to, (size,), torch.float32) for to in range(n)]) for r in range(n)]
@@ -215,19 +216,19 @@ def _check_large_exchanges(kind: str) -> list[str]:
         pending.wait()
         assert pending.done()
     wrong = []
-    for what, found, expected in (
+    for name, received, expected in (
         ("exchange", exchanged, torch.stack([rows[r][rank] for r in range(n)])),
         ("all-gather", gathered, torch.cat([rows[r][0] for r in range(n)])),
         ("all-reduce", small, torch.full((3,), float(n))),
         ("reduce-scatter", reduced, torch.stack([rows[r][rank] for r in range(n)]).sum(dim=0)),
     ):
-        if not torch.allclose(found, expected, rtol=1e-6, atol=1e-6):
-            wrong.append(what)
+        if not torch.allclose(received, expected, rtol=1e-6, atol=1e-6):
+            wrong.append(name)
     return wrong
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "plain"), (4, "plain"), (3, "staged")])
-def test_large_exchanges_go_one_partner_at_a_time(world_size: int, kind: str) -> None:
+def test_large_exchanges_take_a_partner_at_a_time(world_size: int, kind: str) -> None:
     assert run_ranks(world_size, _check_large_exchanges, kind) == [[]] * world_size
 
 
@@ -239,14 +240,14 @@ def _check_many_at_once() -> bool:
     gathered = [torch.empty(2 * x.shape[1]) for x in rows]
     pendings = [
         start
-        for x, got, whole in zip(rows, received, gathered, strict=True)
-        for start in (group.all_to_all(got, x), group.all_gather(whole, x[0].clone()))
+        for x, got, row in zip(rows, received, gathered, strict=True)
+        for start in (group.all_to_all(got, x), group.all_gather(row, x[0].clone()))
     ]
     for pending in reversed(pendings):
         pending.wait()
-    wanted = [torch.tensor([x.shape[1], 10.0 + x.shape[1]]).repeat_interleave(x.shape[1]) for x in rows]
-    same = [torch.equal(got.view(-1), want) for got, want in zip(received, wanted, strict=True)]
-    return all(same + [torch.equal(got, want) for got, want in zip(gathered, wanted, strict=True)])
+    expected = [torch.tensor([x.shape[1], 10.0 + x.shape[1]]).repeat_interleave(x.shape[1]) for x in rows]
+    same = [torch.equal(got.view(-1), want) for got, want in zip(received, expected, strict=True)]
+    return all(same + [torch.equal(got, want) for got, want in zip(gathered, expected, strict=True)])
 
 
 def test_two_ranks_exchange_many_things_at_once() -> None:
@@ -266,9 +267,9 @@ def _lose_a_peer(folder: Path) -> None:
 def test_a_partner_that_goes_in_the_middle_of_a_large_exchange_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_ranks(3, _lose_a_peer, tmp_path, timeout=60)
-    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert said.keys() >= {"0"} or said.keys() >= {"1"}
-    assert all("all-to-all over world (ranks 0, 1, 2) failed" in text for text in said.values())
+    messages = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert messages.keys() >= {"0"} or messages.keys() >= {"1"}
+    assert all("all-to-all over world (ranks 0, 1, 2) failed" in text for text in messages.values())
 
 
 def _half_precision_sum() -> float:
@@ -290,7 +291,7 @@ MEASURED_ELEMENTS = 1 << 22
 def _check_topology(tp: int, pp: int, dp: int, chunks: int) -> dict[str, Any]:
     """Every group sums the ranks that it says it has."""
     topology = build_topology(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks), CPU)
-    seen: dict[str, Any] = {"coordinates": topology.coordinates}
+    facts: dict[str, Any] = {"coordinates": topology.coordinates}
     groups = {name: getattr(topology, name) for name in ("world", "control", "tp", "dp", "pp")}
     groups |= {tie.value: group for tie, group in topology.embedding.items()}
     groups |= {f"{tie.value} replicas": group for tie, group in topology.fused_embedding.items()}
@@ -300,44 +301,44 @@ def _check_topology(tp: int, pp: int, dp: int, chunks: int) -> dict[str, Any]:
         group.all_reduce(x).wait()
         assert group.ranks[group.rank] == topology.rank, name
         assert x.item() == sum(2.0**r for r in group.ranks), name
-        seen[name] = group.ranks
+        facts[name] = group.ranks
     assert topology.mesh is not None
-    seen["mesh"] = tuple(topology.mesh.get_coordinate() or ())
-    return seen
+    facts["mesh"] = tuple(topology.mesh.get_coordinate() or ())
+    return facts
 
 
 def test_groups_of_a_mesh() -> None:
     layout = Layout(tp=2, pp=2, dp=1, chunks=2)
-    for rank, seen in enumerate(run_ranks(4, _check_topology, 2, 2, 1, 2)):
-        here = layout.coordinates(rank)
-        assert seen["coordinates"] == here
-        assert seen["mesh"] == (here.pp, here.dp, here.tp)
-        assert seen["world"] == seen["control"] == (0, 1, 2, 3)
-        assert seen["tp"] == next(g for g in layout.tp_groups() if rank in g)
-        assert seen["dp"] == (rank,)
+    for rank, facts in enumerate(run_ranks(4, _check_topology, 2, 2, 1, 2)):
+        coordinates = layout.coordinates(rank)
+        assert facts["coordinates"] == coordinates
+        assert facts["mesh"] == (coordinates.pp, coordinates.dp, coordinates.tp)
+        assert facts["world"] == facts["control"] == (0, 1, 2, 3)
+        assert facts["tp"] == next(g for g in layout.tp_groups() if rank in g)
+        assert facts["dp"] == (rank,)
         pipeline = next(g for g in layout.pp_groups() if rank in g)
-        assert seen["pp"] == seen["forward"] == seen["backward"] == seen["embedding"] == pipeline
-    for seen in run_ranks(4, _check_topology, 1, 2, 2, 1):
-        assert len(seen["dp"]) == 2
-        assert seen["tp"] == (seen["world"][seen["mesh"][0] * 2 + seen["mesh"][1]],)
+        assert facts["pp"] == facts["forward"] == facts["backward"] == facts["embedding"] == pipeline
+    for facts in run_ranks(4, _check_topology, 1, 2, 2, 1):
+        assert len(facts["dp"]) == 2
+        assert facts["tp"] == (facts["world"][facts["mesh"][0] * 2 + facts["mesh"][1]],)
 
 
 def _links() -> list[bool]:
-    """Messages of one pair that go different ways use different process groups."""
+    """Messages of the same pair in different directions use different process groups."""
     topology = build_topology(Layout(pp=2, chunks=2), CPU)
-    found = []
+    links = []
     for link in (topology.forward_link, topology.backward_link):
         assert isinstance(link, PipelineGroup)
-        found.append(link.pg is not link.downwards.pg)
+        links.append(link.pg is not link.downwards.pg)
         peer, x, y = 1 - link.rank, torch.full((2,), float(link.rank)), torch.empty(2)
         receiving = link.recv(y, peer, tag=1)
         link.send(x, peer, tag=1).wait()
         receiving.wait()
-        found.append(bool((y == peer).all()))
-    return found
+        links.append(bool((y == peer).all()))
+    return links
 
 
-def test_the_two_ways_round_a_ring_are_apart() -> None:
+def test_the_two_directions_of_a_ring_use_separate_groups() -> None:
     assert run_ranks(2, _links) == [[True] * 4] * 2
 
 
@@ -361,9 +362,9 @@ def _receive_what_nobody_sends() -> str:
     return ""
 
 
-def test_every_group_has_the_timeout_that_the_run_asked_for() -> None:
+def test_every_group_has_the_runs_timeout() -> None:
     """torch's own default for groups is half an hour; this would run into the helper's limit."""
-    message, *rest = run_ranks(4, _receive_what_nobody_sends, init=False)
-    assert rest == [""] * 3
+    message, *others_messages = run_ranks(4, _receive_what_nobody_sends, init=False)
+    assert others_messages == [""] * 3
     assert message.startswith("receive from rank 1")
     assert "\n" not in message

@@ -52,8 +52,8 @@ class Jube:
     """JUBE in a folder of a test.
 
     Args:
-        folder: where runs and stand-ins go.
-        env: what a user exports.
+        folder: for runs and stand-ins.
+        env: variables that a user exports.
     """
 
     def __init__(self, folder: Path, **env: str) -> None:
@@ -65,12 +65,18 @@ class Jube:
             (tools / name).write_text(f"#!/bin/bash\n{text}")
             (tools / name).chmod(0o755)
         path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-        own = {"PATH": path, "RECORD": str(self.record), "OMP_NUM_THREADS": "1", "ONLY_RECORD": "", "EXTRA_FLAGS": ""}
+        variables = {
+            "PATH": path,
+            "RECORD": str(self.record),
+            "OMP_NUM_THREADS": "1",
+            "ONLY_RECORD": "",
+            "EXTRA_FLAGS": "",
+        }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        self.env = {**inherited, **own, **env}
+        self.env = {**inherited, **variables, **env}
 
     def __call__(self, *words: str, status: int = 0) -> str:
-        """What JUBE prints."""
+        """Output of JUBE."""
         command = ["jube", *words]
         done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=250)
         assert done.returncode == status, done.stdout + done.stderr
@@ -92,7 +98,7 @@ class Jube:
         assert (self.work / "ready").exists(), "".join(path.read_text() for path in self.work.glob("job.*"))
 
     def table(self, runs: str = "runs") -> dict[str, str]:
-        """The one row of the result table."""
+        """The only row of the result table."""
         rows = self("result", runs, "--analyse", "--id", "last", "--style", "csv")
         (row,) = csv.DictReader(line for line in rows.splitlines() if "," in line)
         return row
@@ -163,7 +169,7 @@ def test_a_run_ends_in_a_table(size: str, ranks: int, batch: int, data: dict[str
 
 
 def _configuration(flags: list[str], world_size: int) -> RunConfig:
-    """What flags ask for, without files, logs and the end of the run."""
+    """The configuration that flags ask for, without files, logs and the end of the run."""
     config = parse_args(flags).resolve(world_size, cuda_available=True)
     training = replace(config.training, exit_duration_in_mins=None)
     return replace(config, training=training)
@@ -200,10 +206,10 @@ def test_full_sizes_are_the_benchmarks(
 
 
 def _refusal(jube: Jube, *tags: str) -> str:
-    """What a run that cannot be submitted says."""
-    said = jube.run(*tags, status=1)
+    """Output of a run that cannot be submitted."""
+    output = jube.run(*tags, status=1)
     assert not jube.record.exists()
-    return said
+    return output
 
 
 @pytest.mark.parametrize(
@@ -214,13 +220,13 @@ def _refusal(jube: Jube, *tags: str) -> str:
         ({"MERGE_FILE": "/no/such"}, "/no/such: is no file that can be read"),
     ],
 )
-def test_what_is_missing_is_said_before_a_job_waits(
+def test_missing_files_are_named_before_a_job_waits(
     change: dict[str, str], message: str, data: dict[str, str], tmp_path: Path
 ) -> None:
     assert message in _refusal(Jube(tmp_path, **{**data, **change}), "13")
 
 
-def test_tags_that_name_no_run(data: dict[str, str], tmp_path: Path) -> None:
+def test_unknown_tags_are_refused(data: dict[str, str], tmp_path: Path) -> None:
     jube = Jube(tmp_path, **data)
     assert "give a tag: 13 or 175" in _refusal(jube, "toy")
     assert "give a tag: 13 or 175" in _refusal(jube, "13", "175")
@@ -229,7 +235,7 @@ def test_tags_that_name_no_run(data: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_job_without_slurm(status: int, data: dict[str, str], tmp_path: Path) -> None:
-    """The launcher's place is taken by one that writes down what it is asked to start, and ends with a status."""
+    """A stand-in for the launcher writes down its arguments, and ends with a status."""
     jube = Jube(tmp_path, **data, EXTRA_FLAGS="--compress dp-grad=fixpoint,bits=8")
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\nexit {status}\n')
     (tmp_path / "bin" / "python").chmod(0o755)

@@ -29,15 +29,15 @@ def _check(choices: list[str]) -> str | None:
 
 
 @need_kernels
-def test_all_ranks_or_none() -> None:
-    for found in run_ranks(2, _check, ["", "reference"]):
-        assert found.startswith("refused: rank 1 has no compiled kernels while others do")
+def test_kernels_are_used_on_all_ranks_or_none() -> None:
+    for notes in run_ranks(2, _check, ["", "reference"]):
+        assert notes.startswith("refused: rank 1 has no compiled kernels while others do")
     assert run_ranks(2, _check, ["native", ""]) == [None, None]
 
 
-def test_a_run_without_them_says_so() -> None:
-    for found in run_ranks(2, _check, ["reference", "reference"]):
-        assert "not in use" in found
-    for found in run_ranks(2, _check, ["reference", "fast"]):
-        assert found.startswith("refused:")
-        assert "the choices are native and reference" in found
+def test_a_run_without_kernels_says_so() -> None:
+    for notes in run_ranks(2, _check, ["reference", "reference"]):
+        assert "not in use" in notes
+    for notes in run_ranks(2, _check, ["reference", "fast"]):
+        assert notes.startswith("refused:")
+        assert "the choices are native and reference" in notes

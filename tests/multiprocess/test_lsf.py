@@ -26,7 +26,7 @@ def test_what_the_script_asks_for() -> None:
 
 
 def _words_of_ranks(tmp_path: Path, **env: str) -> tuple[list[int], list[str]]:
-    """A job's exit values, and what it starts as Python, which here only writes its arguments down."""
+    """A job's exit values, and its calls of Python, here a stand-in that writes its arguments down."""
     record = tmp_path / "argv"
     (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{record}"\n')
     (tmp_path / "python").chmod(0o755)
@@ -34,7 +34,7 @@ def _words_of_ranks(tmp_path: Path, **env: str) -> tuple[list[int], list[str]]:
     return values, record.read_text().splitlines() if record.exists() else []
 
 
-def test_data_arrives_as_it_was_named(tmp_path: Path) -> None:
+def test_data_paths_arrive_unchanged(tmp_path: Path) -> None:
     names = {"DATA_PATH": "/data/my corpus/doc", "VOCAB_FILE": "a; touch b", "MERGE_FILE": "$(touch c)'"}
     values, words = _words_of_ranks(tmp_path, **names)
     assert values == [0]
@@ -67,7 +67,7 @@ def test_outside_a_job_it_says_how_to_submit_it(tmp_path: Path) -> None:
 
 
 def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:
-    """The signal before the limit makes the ranks save; exit value 99 starts the job again, which completes."""
+    """The signal before the limit makes the ranks save; exit value 99 starts the job again, and that job completes."""
     flags = tiny_flags(
         write_documents(tmp_path / "tiny"),
         pipeline_model_parallel_size=2,
@@ -99,16 +99,16 @@ def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("refused", "values"), [(2, [99, 0]), (1, [1])], ids=["bad input", "an error"])
-def test_a_job_that_is_warned_before_it_trains_begins_again(tmp_path: Path, refused: int, values: list[int]) -> None:
+def test_a_job_warned_before_it_trains_begins_again(tmp_path: Path, refused: int, values: list[int]) -> None:
     """Ranks that find the file when they start refuse it, as bad input; that is no reason to give the job up."""
-    begun, stop = tmp_path / "begun", tmp_path / "run" / "stop.4711"
+    started, stop = tmp_path / "begun", tmp_path / "run" / "stop.4711"
     (tmp_path / "python").write_text(
-        f'#!/bin/sh\n[ -e "{begun}" ] && exit 0\n: > "{begun}"\nuntil [ -e "{stop}" ]; do sleep 0.05; done\n'
+        f'#!/bin/sh\n[ -e "{started}" ] && exit 0\n: > "{started}"\nuntil [ -e "{stop}" ]; do sleep 0.05; done\n'
         f"sleep 0.3; exit {refused}\n"
     )
     (tmp_path / "python").chmod(0o755)
-    found = run_job(SCRIPT, tmp_path, {"RUN_DIR": str(tmp_path / "run")}, limits_s=[60.0, 60.0], late=begun.exists)
+    outcome = run_job(SCRIPT, tmp_path, {"RUN_DIR": str(tmp_path / "run")}, limits_s=[60.0, 60.0], late=started.exists)
     text = (tmp_path / "gpt-4711.out").read_text()
-    assert found == values, text
+    assert outcome == values, text
     assert ("training had not begun: back into the queue" in text) == (refused == 2)
     assert not stop.exists()

@@ -1,4 +1,4 @@
-"""Stochastic rounding at points whose compressors keep no state."""
+"""Stochastic rounding by compressors without state."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ RUNS: dict[int, dict[str, Changes]] = {
 
 def _run_all(runs: dict[str, Changes]) -> dict[str, tuple[list[float], list[int]]]:
     """Each run's losses, and the seeds of its messages' noise."""
-    found, encode = {}, Quantizer.encode
+    seeds_by_run, encode = {}, Quantizer.encode
     for name, changes in runs.items():
         seeds: list[int] = []
 
-        def noting(form: Quantizer, x: Any, seed: int, *args: Any, seen: list[int] = seeds, **kw: Any) -> Any:
-            seen.append(seed)
+        def noting(form: Quantizer, x: Any, seed: int, *args: Any, drawn: list[int] = seeds, **kw: Any) -> Any:
+            drawn.append(seed)
             return encode(form, x, seed, *args, **kw)
 
         with mock.patch.object(Quantizer, "encode", noting):
-            found[name] = (tiny_run(changes, 2).losses, seeds)
-    return found
+            seeds_by_run[name] = (tiny_run(changes, 2).losses, seeds)
+    return seeds_by_run
 
 
 @pytest.mark.parametrize("ranks", RUNS)
-def test_each_message_draws_noise_of_its_own_and_recomputation_the_same_again(ranks: int) -> None:
-    """Each point, layer, micro-batch, receiver, iteration and part of a sum. Two micro-batches of one noise would bring
-    its error into their sum twice."""
+def test_each_message_draws_its_own_noise_and_recomputation_repeats_it(ranks: int) -> None:
+    """Each point, layer, micro-batch, receiver, iteration and part of a sum. Two micro-batches with the same noise
+    would bring its error into their sum twice."""
     again = {f"{name} again": merge(changes, UNIFORM) for name, changes in RUNS[ranks].items()}
-    for found in run_ranks(ranks, _run_all, RUNS[ranks] | again, timeout=120.0):
+    for seeds_by_run in run_ranks(ranks, _run_all, RUNS[ranks] | again, timeout=120.0):
         for name in RUNS[ranks]:
-            losses, seeds = found[name]
-            repeated, more = found[f"{name} again"]
+            losses, seeds = seeds_by_run[name]
+            repeated, seeds_again = seeds_by_run[f"{name} again"]
             assert len(seeds) > 90, name
             assert len(set(seeds)) == len(seeds), name
             assert repeated == losses, name
-            assert len(more) > len(seeds), name
-            assert set(more) == set(seeds), name
+            assert len(seeds_again) > len(seeds), name
+            assert set(seeds_again) == set(seeds), name

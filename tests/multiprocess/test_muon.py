@@ -1,4 +1,4 @@
-"""What Muon sends to have matrices whole."""
+"""Muon's messages to gather whole matrices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ MATRICES = 4 * 12 * 32**2
 
 def _sent(parallel: dict[str, Any], precision: dict[str, Any]) -> int:
     engines = tiny_engines({"optimizer": {"optimizer": "muon"}, "parallel": parallel, "precision": precision})
-    seen: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     engines.ledger.take_totals()
-    tiny_train(engines, 1, after_step=lambda e: seen.append(e.ledger.take_totals().get("optimizer", {"wire_bytes": 0})))
-    return int(seen[0]["wire_bytes"])
+    tiny_train(
+        engines, 1, after_step=lambda e: calls.append(e.ledger.take_totals().get("optimizer", {"wire_bytes": 0}))
+    )
+    return int(calls[0]["wire_bytes"])
 
 
 @pytest.mark.multiprocess

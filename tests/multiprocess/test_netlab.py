@@ -48,7 +48,7 @@ dist.destroy_process_group()
 
 @contextmanager
 def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A laboratory, of which nothing stays whatever a test finds; its ranks are in its control groups."""
+    """A laboratory that is always removed after the test; its ranks are in its control groups."""
     path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
     path.write_text(script)
     env = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
@@ -62,7 +62,7 @@ def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subproces
             removal.remove(f"nl{process.pid}")
 
 
-def _left(pid: int) -> str:
+def _state_of(pid: int) -> str:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     listed += subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True).stdout
     return " ".join(re.findall(rf"\bnl{pid}[bhv]\d*\b", listed))
@@ -75,8 +75,8 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_ranks_on_cuda_have_hosts_of_their_own_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks on each of two hosts: four hosts to NCCL, which may use the links alone. A module runs as a script."""
+def test_ranks_on_cuda_have_separate_hosts_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on each of two hosts: four hosts to NCCL, for the links alone. A module runs as a script."""
     (tmp_path / "tell.py").write_text(
         "import os, sys\n"
         "names = ('NCCL_HOSTID', 'NCCL_SOCKET_IFNAME', 'NCCL_IB_DISABLE', 'NCCL_BUFFSIZE')\n"
@@ -88,20 +88,20 @@ def test_ranks_on_cuda_have_hosts_of_their_own_for_nccl(tmp_path: Path, monkeypa
         assert lab.run(["tell.py", "script"], 2, timeout=100) == 0
         monkeypatch.setenv("NCCL_BUFFSIZE", "2000000")
         assert lab.run(["--module", "tell", "module"], 2, timeout=100) == 0
-        wanted = [(f"{lab.host(rank // 2)}-{rank}", "=eth0", "1") for rank in range(4)]
+        expected = [(f"{lab.host(rank // 2)}-{rank}", "=eth0", "1") for rank in range(4)]
     for how, buffer in (("script", str(1 << 20)), ("module", "2000000")):
-        found = [tuple((tmp_path / f"{how}{rank}").read_text().split()) for rank in range(4)]
-        assert found == [(*words, buffer) for words in wanted]
+        lines = [tuple((tmp_path / f"{how}{rank}").read_text().split()) for rank in range(4)]
+        assert lines == [(*words, buffer) for words in expected]
 
 
 def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
     """Two all-reduces of 4 MiB between two hosts at 50 Mbit/s: 8.4 MB each way, none of them faster than the link.
 
-    The counters have the frames around 1448 bytes each, and those that acknowledge every second one of the other way.
+    The counters include the frames around 1448 bytes each, and frames that acknowledge every second of them.
     """
     with _started(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100") as lab:
         out, err = lab.communicate(timeout=120)
-        left = _left(lab.pid)
+        state = _state_of(lab.pid)
     assert lab.returncode == 0, err
     seconds = float(re.findall(r"seconds ([\d.]+)", out)[0])
     limit = (1 << 20) * 32 / 50e6
@@ -111,15 +111,15 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
         for megabytes in map(float, row):
             framed = 2 * (1 << 20) * 4 * (1514 + 66 / 2) / 1448
             assert megabytes == pytest.approx(framed / 1e6, rel=0.03)
-    assert left == ""
+    assert state == ""
 
 
-def test_what_a_host_sends_to_itself_is_shaped_too(tmp_path: Path) -> None:
-    """Two ranks of one host send 4 MiB each through one queue of 50 Mbit/s, and nothing of it by the link."""
+def test_messages_of_a_host_to_itself_are_shaped_too(tmp_path: Path) -> None:
+    """Two ranks of a host send 4 MiB each through a queue of 50 Mbit/s, and nothing by the link."""
     script = tmp_path / "reduce.py"
-    both = REDUCE.replace("seconds = ", "dist.barrier()\nseconds = ")
+    program = REDUCE.replace("seconds = ", "dist.barrier()\nseconds = ")
     script.write_text(
-        both.replace("print(", f"open({str(tmp_path / 'seconds')!r}, 'w').write(").replace(", flush=True", "")
+        program.replace("print(", f"open({str(tmp_path / 'seconds')!r}, 'w').write(").replace(", flush=True", "")
     )
     with Lab([None], inside=50_000_000) as lab:
         assert lab.run([str(script)], 2, timeout=100) == 0
@@ -133,7 +133,7 @@ def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path
     with _started(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2") as lab:
         _, err = lab.communicate(timeout=120)
         assert lab.returncode == 1, err
-        assert _left(lab.pid) == ""
+        assert _state_of(lab.pid) == ""
 
 
 SLEEP = """
@@ -160,16 +160,16 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
         time.sleep(0.2)
         inside = [int(mark.read_text()) for mark in marks]
         for number, lab in zip((signal.SIGINT, signal.SIGTERM), labs, strict=True):
-            assert _left(lab.pid) != ""
+            assert _state_of(lab.pid) != ""
             lab.send_signal(number)
             _, err = lab.communicate(timeout=60)
             assert lab.returncode == 130, err
             assert "the hosts are removed" in err
-            assert _left(lab.pid) == ""
+            assert _state_of(lab.pid) == ""
         assert have_ended(inside, 1.0)
 
 
-def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) -> None:
+def test_processes_of_another_thread_end_with_the_laboratory(tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, sys, time, pathlib\n"
@@ -189,26 +189,26 @@ def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) ->
     assert have_ended((int(path.read_text()) for path in folder.iterdir()), 1.0)
 
 
-def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
+def test_remains_of_a_killed_laboratory_are_cleaned(tmp_path: Path) -> None:
     mark = tmp_path / "killed.mark"
     with _started(tmp_path, SLEEP.format(OBSTINATE, str(mark)), "--hosts", "1") as lab:
         _wait_for(mark)
         time.sleep(0.2)
         lab.kill()
         lab.wait()
-        assert _left(lab.pid) != ""
+        assert _state_of(lab.pid) != ""
         done = subprocess.run([INTERPRETER, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
         assert f"removed nl{lab.pid}\n" in done.stdout, done.stderr
-        assert f"nl{lab.pid}h" not in done.stderr  # what others left on this machine may stay
-        lab.communicate(timeout=60)  # what ran there has let go of its output
-        assert _left(lab.pid) == ""
+        assert f"nl{lab.pid}h" not in done.stderr  # remains of others on this machine may stay
+        lab.communicate(timeout=60)  # its processes have closed their output
+        assert _state_of(lab.pid) == ""
         assert have_ended([int(mark.read_text())], 1.0)
 
 
 def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespaces() -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    group = cpu_limit.CpuLimit(f"nl{gone.pid}h0", 0.5)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    group = cpu_limit.CpuLimit(f"nl{ended.pid}h0", 0.5)
     try:
         group.make()
     except cpu_limit.CpuLimitError as problem:
@@ -216,20 +216,20 @@ def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespace
     member = subprocess.Popen(["sleep", "600"])
     try:
         group.members.write_text(str(member.pid))
-        removed, left = removal.clean()
-        assert f"nl{gone.pid}" in removed
-        assert not [line for line in left if f"nl{gone.pid}h" in line]
+        removed, remaining = removal.clean()
+        assert f"nl{ended.pid}" in removed
+        assert not [line for line in remaining if f"nl{ended.pid}h" in line]
         assert member.wait(5) == -signal.SIGKILL
         assert not group.folder.exists()
     finally:
         member.kill()
-        removal.remove(f"nl{gone.pid}")
+        removal.remove(f"nl{ended.pid}")
 
 
-def test_hosts_that_miss_another_do_not_wait_long(
+def test_hosts_do_not_wait_long_for_a_failed_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One host fails, by its rank and by its torchrun, whose rank must not stay; the other would wait for ever."""
+    """A host fails, by its rank or by its torchrun, and leaves no rank; the other host would wait for ever."""
     mark = tmp_path / "mark"
     fail = "import os, signal\nif os.environ['GROUP_RANK'] == '1': "
     (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
@@ -242,8 +242,8 @@ def test_hosts_that_miss_another_do_not_wait_long(
     with netlab.Lab([None, None]) as hosts:
         for script, status in (("exit.py", 1), ("killed.py", 137)):
             assert hosts.run([str(tmp_path / script)]) == status
-            said = f"netlab: host 1 ended with status {status}; waiting up to 1 s for the others"
-            assert said in capfd.readouterr().err
+            message = f"netlab: host 1 ended with status {status}; waiting up to 1 s for the others"
+            assert message in capfd.readouterr().err
             for host in range(2):
                 inside = subprocess.run(["ip", "netns", "pids", hosts.host(host)], capture_output=True, text=True)
                 assert (inside.returncode, inside.stdout) == (0, "")
@@ -287,8 +287,10 @@ def test_ranks_end_when_another_machine_vanishes(
     thread.join(30)
     err = capfd.readouterr().err
     name = re.escape(socket.gethostname())
-    for here, gone in (("01", "23"), ("23", "01")):  # torchrun may end a host's other rank before it has spoken
-        assert re.search(rf"rank [{here}]: ranks? [{gone}, ]+ on {name} stopped answering: no sign of life", err), err
+    for remaining, lost in (("01", "23"), ("23", "01")):  # torchrun may end a host's other rank before it has spoken
+        assert re.search(
+            rf"rank [{remaining}]: ranks? [{lost}, ]+ on {name} stopped answering: no sign of life", err
+        ), err
 
 
 BUSY = """
@@ -300,7 +302,7 @@ print(f"share {(time.process_time() - used) / 2:.3f} of {os.environ['RANK']}", f
 """
 
 
-def test_hosts_have_processors_of_their_own(tmp_path: Path) -> None:
+def test_hosts_have_their_own_processors(tmp_path: Path) -> None:
     """A quarter for each, although half of the machine would be idle; and the groups are gone afterwards."""
     with _started(tmp_path, BUSY, "--hosts", "2", "--cpus-per-host", "0.25") as process:
         out, err = process.communicate(timeout=200)

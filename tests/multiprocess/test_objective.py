@@ -63,7 +63,8 @@ STEPS = 8
 
 
 def _applied(changes: Changes) -> tuple[list[dict[str, Tensor]], Engines]:
-    """What each step subtracts from the parameters of this rank, by name; all steps begin with the same parameters."""
+    """The update that each step subtracts from this rank's parameters, by name; all steps begin with the same
+    parameters."""
     engines = plain_engines({**changes, "optimizer": {"lr": 1.0}, "training": {"global_batch_size": 4}}, masked=True)
     params = {name: param for stage in engines.stages for name, param in stage.named_parameters()}
     first = {name: param.detach().clone() for name, param in params.items()}
@@ -79,37 +80,37 @@ def _applied(changes: Changes) -> tuple[list[dict[str, Tensor]], Engines]:
 
 
 def _residuals(engines: Engines) -> dict[str, Tensor]:
-    """Sums over the replicas of what compressors of gradients have left, by parameter."""
-    found: dict[str, Tensor] = {}
+    """Sums over the replicas of gradient compressors' residuals, by parameter."""
+    residuals: dict[str, Tensor] = {}
     for reducer in engines.sync.reducers:
         pairs = zip(reducer.buckets, reducer.units, strict=True)
         for bucket, unit in ((bucket, unit) for bucket, units in pairs for unit in units):
-            left = unit.state.tensors[RESIDUAL].flatten().clone()
-            engines.topology.dp.all_reduce(left).wait()
+            flat = unit.state.tensors[RESIDUAL].flatten().clone()
+            engines.topology.dp.all_reduce(flat).wait()
             places = unit.ranges or bucket.ranges
-            for place in places:
-                part = left[place.start - places[0].start : place.stop - places[0].start]
-                found[place.name] = part.view(place.shape)
-    return found
+            for slot in places:
+                residual = flat[slot.start - places[0].start : slot.stop - places[0].start]
+                residuals[slot.name] = residual.view(slot.shape)
+    return residuals
 
 
 def _differences(spec: str) -> dict[str, tuple[float, float]]:
-    """By compressed parameter: how far what was applied and what is left are from the sum of the gradients, and how
-    much is left."""
+    """By compressed parameter: the distance of update plus residual from the sum of the gradients, and the residual's
+    size."""
     compressed, engines = _applied({"compression": {"compress": [f"{Point.DP_GRAD.value}={spec}"]}})
     exact, _ = _applied({})
     sums = [{name: sum(step[name] for step in steps) for name in steps[0]} for steps in (compressed, exact)]
     return {
-        name: (float((sums[0][name] + left - sums[1][name]).abs().max()), float(left.abs().max()))
-        for name, left in _residuals(engines).items()
+        name: (float((sums[0][name] + residual - sums[1][name]).abs().max()), float(residual.abs().max()))
+        for name, residual in _residuals(engines).items()
     }
 
 
 @pytest.mark.parametrize("spec", ["powersgd,rank=1,error-feedback=local", "fixpoint,bits=2,error-feedback=local"])
-def test_what_is_applied_and_the_residuals_are_the_sum_of_the_gradients(spec: str) -> None:
-    """Over steps in which different shares of the labels count."""
-    for found in run_ranks(2, _differences, spec):
-        assert len(found) >= 8
-        for name, (difference, left) in found.items():
-            assert left > 1e-4, name
+def test_updates_and_residuals_add_up_to_the_gradients(spec: str) -> None:
+    """Over steps with different shares of labels that count."""
+    for differences in run_ranks(2, _differences, spec):
+        assert len(differences) >= 8
+        for name, (difference, residual) in differences.items():
+            assert residual > 1e-4, name
             assert difference < 1e-10, name

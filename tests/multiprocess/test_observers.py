@@ -1,4 +1,4 @@
-"""What observers are shown of a pipeline's messages and of the steps."""
+"""Observers' view of a pipeline's messages and of the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_engines, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
-Seen = dict[tuple[str, int, int], Tensor]
+Observed = dict[tuple[str, int, int], Tensor]
 """By point, iteration and micro-batch."""
 
 
@@ -22,9 +22,9 @@ class Witness(Observer):
     """Keeps all that it is shown."""
 
     def __init__(self) -> None:
-        self.sent: Seen = {}
-        self.errors: Seen = {}
-        self.received: Seen = {}
+        self.sent: Observed = {}
+        self.errors: Observed = {}
+        self.received: Observed = {}
         self.steps: list[int | str] = []
 
     def begin_step(self, iteration: int) -> None:

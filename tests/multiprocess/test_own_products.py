@@ -22,16 +22,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _runs(parallel: dict[str, Any], model: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Gradient norms with own products and with torch's; the operators are called only by the first."""
-    found = []
-    for own in (True, False):
-        with products_chosen(own) as calls:
-            found.append(tiny_run({"parallel": parallel, "model": model}, 3).grad_norms)
-            assert ("product" in calls) == own
-    return found[0], found[1]
+    losses = []
+    for ours in (True, False):
+        with products_chosen(ours) as calls:
+            losses.append(tiny_run({"parallel": parallel, "model": model}, 3).grad_norms)
+            assert ("product" in calls) == ours
+    return losses[0], losses[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", [{}, {"num_experts": [4], "moe_ffn_hidden_size": 48}], ids=["dense", "experts"])
 def test_own_products_train_like_torchs(layout: str, model: dict[str, Any]) -> None:
-    for own, torchs in run_ranks(2, _runs, LAYOUTS[layout], model):
-        torch.testing.assert_close(own, torchs, rtol=1e-4, atol=0)
+    for ours, torchs in run_ranks(2, _runs, LAYOUTS[layout], model):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=0)

@@ -1,4 +1,4 @@
-"""What the planner says is sent, beside what training counts."""
+"""The planner's predicted bytes, beside the bytes that training counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multiprocess
 
 IN_BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "train_iters": 4}
-"""Experts that all tokens go to: nobody knows what a router will choose."""
+"""Experts that all tokens go to: a router's choices cannot be predicted."""
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
     config = RunConfig.load_yaml(next(saved.glob("iter_*/config.yaml"))).resolve(4)
     predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), entries_of(config))
-    found = predictor.predict(choice_of(config, 4))
-    total = {point: 4 * nbytes for point, nbytes in found.sent.items()}
+    prediction = predictor.predict(choice_of(config, 4))
+    total = {point: 4 * nbytes for point, nbytes in prediction.sent.items()}
     measured = {point: figures["wire_bytes"] for point, figures in counted.items() if point != "control"}
     # Parts of so small a model do not divide evenly into groups and shares.
     assert total == pytest.approx(measured, rel=1e-2)
     inside = {point: figures["inside_bytes"] for point, figures in counted.items() if figures.get("inside_bytes")}
-    crossing = {point: 4 * found.across[point] for point in inside if point.startswith("ep-")}
+    crossing = {point: 4 * prediction.across[point] for point in inside if point.startswith("ep-")}
     assert crossing == pytest.approx({point: measured[point] - inside[point] for point in crossing}, rel=1e-2)
     assert len(crossing) == (4 if settings.get("expert_model_parallel_size") == 4 else 0)
 
@@ -172,7 +172,7 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     ids=["fragments of one process", "two stages", "compressed in step", "sharded"],
 )
 def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Over a whole run: its iterations in step, its rounds, and the last one."""
+    """Over a whole run: its iterations in step, its rounds, and the last round."""
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     changes = {"num_layers": 4, "train_iters": 9, "save": saved, "log_json_file": log, **settings}
     run_islands(2, ranks, tiny_flags(write_documents(tmp_path / "tiny"), **changes))
@@ -180,11 +180,11 @@ def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: di
     assert len(counted) == 9
     config = RunConfig.load_yaml(next((saved / "island_0").glob("iter_*/config.yaml")))
     predictor = Predictor(config, Cluster(gpus=2 * ranks), entries_of(config))
-    found = predictor.predict(choice_of(config, 2 * ranks))
-    sent = sum(one.get("wire_bytes", 0) for one in counted)
-    assert 9 * ranks * found.sent["outer"] == pytest.approx(sent, rel=1e-2)
-    assert found.outer is not None
-    assert counted[0]["wire_bytes"] == pytest.approx(found.outer.in_step_bytes, rel=1e-2)
+    prediction = predictor.predict(choice_of(config, 2 * ranks))
+    sent = sum(account.get("wire_bytes", 0) for account in counted)
+    assert 9 * ranks * prediction.sent["outer"] == pytest.approx(sent, rel=1e-2)
+    assert prediction.outer is not None
+    assert counted[0]["wire_bytes"] == pytest.approx(prediction.outer.in_step_bytes, rel=1e-2)
 
 
 def _parameters(layouts: dict[str, Changes]) -> dict[str, int]:
@@ -196,7 +196,8 @@ def _parameters(layouts: dict[str, Changes]) -> dict[str, int]:
 
 
 def test_parameters_are_those_of_the_ranks() -> None:
-    """Of layers with experts and without, on each layout; what the optimizer shares are those that replicas hold."""
+    """Of layers with experts and without, on each layout; the optimizer's shards cover the parameters of the
+    replicas."""
     model = {"model": {"num_experts": [4, 8], "expert_interval": 2, "moe_shared_expert_intermediate_size": 24}}
     sizes = {"ep4": (1, 1, 4), "ep2": (1, 1, 2), "ep2 tp2": (2, 1, 2), "ep2 pp2": (1, 2, 2), "dp4": (1, 1, 1)}
     layouts = {name: {**model, **_parallel(tp=tp, pp=pp, ep=ep)} for name, (tp, pp, ep) in sizes.items()}
@@ -206,9 +207,9 @@ def test_parameters_are_those_of_the_ranks() -> None:
         config = tiny_config(changes, 4)
         choice = choice_of(config, 4)
         stages = Predictor(config, Cluster(gpus=4), VOCAB)
-        held = [stages.elements(choice, stage) for stage in range(choice.pp) for _ in range(4 // choice.pp)]
-        assert held == [found[name] for found in ranks], name
-        parts = stages.count_replicas(choice, 0)
-        assert sum(count for count, _ in parts) == held[0]
+        elements = [stages.elements(choice, stage) for stage in range(choice.pp) for _ in range(4 // choice.pp)]
+        assert elements == [counts[name] for counts in ranks], name
+        parameters = stages.count_replicas(choice, 0)
+        assert sum(count for count, _ in parameters) == elements[0]
         if choice.ep > 1:
-            assert [replicas for _, replicas in parts] == [choice.dp, choice.expert_dp]
+            assert [replicas for _, replicas in parameters] == [choice.dp, choice.expert_dp]

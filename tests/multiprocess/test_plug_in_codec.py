@@ -45,21 +45,23 @@ def _steps(path: Path) -> dict[int, tuple[float, float, float]]:
 
 def test_a_plug_in_with_a_memory_for_each_sample_trains_and_resumes_exactly(tmp_path: Path) -> None:
     prefix, saved = write_documents(tmp_path / "tiny"), tmp_path / "saved"
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    result = run_cli(2, ["pretrain_gpt.py", *_flags(prefix, log_json_file=whole, log_comm=True, check_replicas=5)])
+    uninterrupted, resumed = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    result = run_cli(
+        2, ["pretrain_gpt.py", *_flags(prefix, log_json_file=uninterrupted, log_comm=True, check_replicas=5)]
+    )
     counted = re.findall(r"pp-forward: (\S+ k?B) of (\S+ k?B)", result.check().stdout)
     # 4 samples of 64 x 16 numbers: as they are, and with a bit for each and a scale.
     assert counted[0] == ("16.38 kB", "16.38 kB")
     assert counted[-1] == ("528 B", "16.38 kB")
-    train(2, _flags(prefix, log_json_file=parts, save=saved, exit_interval=ITERATIONS - 4))
-    train(2, _flags(prefix, log_json_file=parts, load=saved))
-    steps = _steps(whole)
+    train(2, _flags(prefix, log_json_file=resumed, save=saved, exit_interval=ITERATIONS - 4))
+    train(2, _flags(prefix, log_json_file=resumed, load=saved))
+    steps = _steps(uninterrupted)
     assert len(steps) == ITERATIONS
-    assert _steps(parts) == steps
+    assert _steps(resumed) == steps
     assert steps[ITERATIONS][0] < steps[1][0] - 0.1
 
 
-def test_it_is_refused_where_no_sample_comes_twice(tmp_path: Path) -> None:
+def test_it_is_refused_where_no_sample_returns(tmp_path: Path) -> None:
     flags = _flags(write_documents(tmp_path / "tiny"), sample_order=None)
     result = run_cli(2, ["pretrain_gpt.py", *flags])
     assert result.returncode == 2

@@ -25,14 +25,14 @@ RANK, WARMUP, STEPS = 2, 2, 8
 
 
 class _Gradients(nn.Module):
-    """Its gradients are what it is called with."""
+    """Its gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
 
-    def forward(self, wanted: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(self.weights[name] * wanted[name]).sum() for name in SHAPES]).sum()
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.weights[name] * gradients[name]).sum() for name in SHAPES]).sum()
 
 
 def _gradient(name: str, step: int, rank: int) -> Tensor:
@@ -56,14 +56,14 @@ def _theirs(steps: int, error_feedback: bool) -> tuple[list[dict[str, Tensor]], 
     order: list[str] = []
     step = 0
 
-    def hook(own: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Notes the order of the gradients in the bucket, in which the hook draws its first Qs."""
+    def hook(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Notes the order of the gradients in the bucket: the hook draws its first Qs in that order."""
         if step == WARMUP:
             order.extend(
                 next(name for name in SHAPES if torch.equal(_gradient(name, step, rank), grad))
                 for grad in bucket.gradients()
             )
-        return powerSGD_hook.powerSGD_hook(own, bucket)
+        return powerSGD_hook.powerSGD_hook(state, bucket)
 
     hook.__annotations__.clear()  # torch compares them with classes, and these are strings
     model.register_comm_hook(state, hook)
@@ -94,16 +94,16 @@ def _ours(steps: int, starts: dict[str, Tensor], feedback: str) -> list[dict[str
     flat = torch.zeros(position)
     reducer = GradReducer([GradBucket(flat, tuple(places))], group, plan, Ledger(), sharded=False)
     for unit in reducer.units[0]:
-        unit.state.tensors["q"] = torch.stack([starts[place.name] for place in unit.ranges])
+        unit.state.tensors["q"] = torch.stack([starts[slot.name] for slot in unit.ranges])
     averages = []
     for step in range(steps):
-        for place in places:
-            flat[place.start : place.stop].view(place.shape).copy_(_gradient(place.name, step, rank) / size)
+        for slot in places:
+            flat[slot.start : slot.stop].view(slot.shape).copy_(_gradient(slot.name, step, rank) / size)
         reducer.begin_step(step, 1.0)
         reducer.finish_reduction()
         for unit in reducer.units[0]:
             unit.state.commit()
-        averages.append({place.name: flat[place.start : place.stop].view(place.shape).clone() for place in places})
+        averages.append({slot.name: flat[slot.start : slot.stop].view(slot.shape).clone() for slot in places})
     return averages
 
 

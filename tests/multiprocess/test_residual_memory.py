@@ -1,4 +1,4 @@
-"""What compressors with a memory cost, and what a step that cannot be taken leaves of it."""
+"""Memory of compressors with residuals, and their state after a step that cannot be taken."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _LargestAllocation(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
+        inputs = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
         for x in _tensors(result):
-            if x.untyped_storage().data_ptr() not in given:
+            if x.untyped_storage().data_ptr() not in inputs:
                 self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
         return result
 
@@ -49,15 +49,15 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+    return [x for item in value for x in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
-def _held(states: list[CompressorState]) -> int:
+def _state_bytes(states: list[CompressorState]) -> int:
     return sum(x.numel() * x.element_size() for state in states for x in state.tensors.values())
 
 
 def _cost(spec: str) -> tuple[int, int, int]:
-    """Bytes of a bucket, of the largest allocation of its fourth reduction, and of what is kept after it."""
+    """Bytes of a bucket, of the largest allocation of its fourth reduction, and of the state after it."""
     group = Group(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank(), "dp", "gloo")
     places, position = [], 0
     for number, shape in enumerate(SHAPES):
@@ -78,7 +78,7 @@ def _cost(spec: str) -> tuple[int, int, int]:
             reducer.observe()
         for state in states:
             state.commit()
-    return flat.numel() * flat.element_size(), mode.nbytes, _held(states)
+    return flat.numel() * flat.element_size(), mode.nbytes, _state_bytes(states)
 
 
 MATRICES = sum(shape[0] * shape[1] for shape in SHAPES if len(shape) > 1)
@@ -86,7 +86,7 @@ BUCKET = MATRICES + 128
 
 
 @pytest.mark.parametrize(
-    ("spec", "allocated", "held"),
+    ("spec", "allocated", "residual_share"),
     [
         ("dp-grad=powersgd,rank=4", 0.2, MATRICES + 4 * (3 * 64 + 2 * 48)),
         ("dp-grad=powersgd,rank=4,error-feedback=aggregate", 0.2, MATRICES + 4 * (3 * 64 + 2 * 48)),
@@ -97,10 +97,12 @@ BUCKET = MATRICES + 128
         ("dp-grad=quantized-adam,bits=8,warmup=1", 0.56, 2 * BUCKET),  # with the momentum
     ],
 )
-def test_nothing_of_full_size_is_made_and_one_residual_kept(spec: str, allocated: float, held: float) -> None:
-    for bucket, largest, kept in run_ranks(2, _cost, spec):
+def test_one_residual_is_kept_and_nothing_of_full_size_allocated(
+    spec: str, allocated: float, residual_share: float
+) -> None:
+    for bucket, largest, residual_bytes in run_ranks(2, _cost, spec):
         assert 0 < largest <= allocated * bucket
-        assert 0 < kept <= 4 * held
+        assert 0 < residual_bytes <= 4 * residual_share
 
 
 def _tensors_of(engines: Engines) -> list[dict[str, Tensor]]:
@@ -108,7 +110,7 @@ def _tensors_of(engines: Engines) -> list[dict[str, Tensor]]:
 
 
 def _infinite(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """An infinite gradient in place of autograd's or, without one, of the one written to the bucket."""
+    """An infinite gradient in place of autograd's gradient or, without it, of the gradient written to the bucket."""
     if gradient is not None:
         return torch.full_like(gradient, torch.inf)
     main_grad = main_grad_of(param)
@@ -118,7 +120,7 @@ def _infinite(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
 
 
 def _spoilt_step(changes: dict[str, dict[str, Any]]) -> list[str]:
-    """Trains, then takes a step in which the last rank's gradient is infinite; what changed by it."""
+    """Trains, then takes a step with an infinite gradient on the last rank; returns the changes of that step."""
     engines = tiny_engines(changes)
     tiny_train(engines, 4, epoch=8)
     before = _tensors_of(engines)
@@ -162,7 +164,7 @@ def _spoilt_step(changes: dict[str, dict[str, Any]]) -> list[str]:
         (4, ["dp-grad=powersgd,rank=2,stages=first:1"], {"pipeline_model_parallel_size": 2}),
     ],
 )
-def test_a_gradient_that_one_rank_finds_infinite_changes_nothing_anywhere(
+def test_an_infinite_gradient_on_one_rank_changes_nothing_anywhere(
     ranks: int, specs: list[str], parallel: dict[str, Any]
 ) -> None:
     changes = {

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "slurm" / "pretrain_gpt.sbatch"
 MORE_ITERATIONS = 50
-"""Of the run that completes; the first one has no end of its own."""
+"""Of the run that completes; the first run goes on until it is stopped."""
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def _radius(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     (tmp_path / "dense" / "iter_0000070").mkdir(parents=True, exist_ok=True)
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run")}
+    base = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run")}
     command = ["bash", "examples/slurm/radius.sh", "355M", "radius"]
-    env = {**own, "DENSE_DIR": str(tmp_path / "dense"), **env}
+    env = {**base, "DENSE_DIR": str(tmp_path / "dense"), **env}
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
 
 
@@ -70,7 +70,7 @@ def _radius(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
         ("70", {"DENSE_ITERATION": "-1"}, "DENSE_ITERATION: '-1' is no iteration"),
     ],
 )
-def test_radius_refuses_what_it_cannot_begin_at(
+def test_radius_refuses_an_unusable_start(
     tmp_path: Path, tracker: str | None, env: dict[str, str], message: str
 ) -> None:
     (tmp_path / "dense").mkdir()
@@ -88,9 +88,9 @@ def test_radius_begins_at_the_iteration_named(tmp_path: Path) -> None:
     (tmp_path / "dense" / "latest_checkpointed_iteration.txt").write_text("release\n")
     done = _radius(tmp_path, DENSE_ITERATION="070")
     assert done.returncode == 0, done.stderr
-    own = tmp_path / "run" / "checkpoints"
-    assert (own / "iter_0000070").is_dir()
-    assert (own / "latest_checkpointed_iteration.txt").read_text() == "70"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / "iter_0000070").is_dir()
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "70"
 
 
 def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     options = ["--time=1", "--signal=B:USR1@40", f"--output={out}", "--gpus-per-node=1"]
-    # The script's own sizes come first, and what it says of bf16 and the sharded optimizer holds for the test as well.
+    # The script's own sizes come first; its bf16 and sharded optimizer hold for the test as well.
     job = slurm.submit(SCRIPT, options, flags, env)
 
     def story() -> str:
@@ -136,6 +136,6 @@ def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     assert [event["iteration"] for event in events if event["kind"] == "resume"] == [reached]
     for number in ("0", "1"):
         logs = list((run / "logs" / str(job) / number).rglob("std*.log"))
-        assert {path.parent.name for path in logs} == {"0"}, logs  # one local rank on each node
+        assert {path.parent.name for path in logs} == {"0"}, logs  # a single local rank on each node
         assert len([path for path in logs if path.name == "stdout.log"]) == 2, logs
     assert not list(run.glob("stop.*"))

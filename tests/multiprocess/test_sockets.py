@@ -1,4 +1,4 @@
-"""Who can reach a run's ports, and what those who can are able to do: docs/guides/security.md is true."""
+"""Reachability of a run's ports and its consequences: docs/guides/security.md is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.cli import REPO
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 from tests.support.machines import Machine, two_machines
 
 pytestmark = pytest.mark.multiprocess
@@ -29,7 +29,7 @@ LOOPBACK = {"127.0.0.1", "::1"}
 PORT = 29517
 START_SECONDS = 120.0
 SETTLE_SECONDS = 3.0
-"""Several times what torch's launcher waits between two looks at its store."""
+"""Several times the interval at which torch's launcher looks at its store."""
 
 
 class Bomb:
@@ -43,14 +43,9 @@ class Bomb:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    with two_machines() as both:
-        yield both
+    with two_machines() as machines_pair:
+        yield machines_pair
 
 
 def _wait_for(
@@ -64,7 +59,7 @@ def _wait_for(
 
 
 def _page() -> dict[str, tuple[str, str]]:
-    """The table of the page: where each port is on one machine, and on several."""
+    """The table of the page: the addresses of each port on a single machine, and on several."""
     rows = [
         line.strip("| ").split(" | ")
         for line in (REPO / "docs/guides/security.md").read_text().splitlines()
@@ -73,11 +68,11 @@ def _page() -> dict[str, tuple[str, str]]:
     return {row[0]: (row[1], row[2]) for row in rows[1:]}
 
 
-def test_the_page_says_loopback_of_everything_on_one_machine() -> None:
-    """Which the listing below checks; several machines have nothing but what it checks there."""
+def test_the_page_lists_loopback_for_everything_on_one_machine() -> None:
+    """The listing below checks these ports, and all ports on several machines."""
     page = _page()
     assert len(page) == 7
-    assert all("loopback" in one for one, _ in page.values())
+    assert all("loopback" in text for text, _ in page.values())
     assert {several for _, several in page.values()} == {
         "`--master-addr` of the first machine",
         "address of the machine",
@@ -86,7 +81,7 @@ def test_the_page_says_loopback_of_everything_on_one_machine() -> None:
     }
 
 
-def test_what_is_set_in_the_launchers_store_is_not_unpickled(tmp_path: Path) -> None:
+def test_values_in_the_launchers_store_are_not_unpickled(tmp_path: Path) -> None:
     mark, script, out = tmp_path / "mark", tmp_path / "wait.py", tmp_path / "out"
     script.write_text("import os, time\nprint('PORT', os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "tools/launch.py", "--nproc-per-node", "1", "--monitor-interval", "0.1", str(script)]
@@ -130,10 +125,10 @@ def _iterations(path: Path) -> int:
     return path.read_text().count('"train"') if path.exists() else 0
 
 
-def test_nothing_on_one_machine_listens_but_at_a_loopback_address(
+def test_one_machine_listens_at_loopback_addresses_only(
     prefix: Path, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    """Islands, whose launchers are all launchers there are, with ranks, heartbeats and groups of both kinds."""
+    """Islands with all kinds of launchers, with ranks, heartbeats and groups of both kinds."""
     machine = machines[0]
     flags = tiny_flags(
         prefix,
@@ -150,7 +145,7 @@ def test_nothing_on_one_machine_listens_but_at_a_loopback_address(
         _wait_for(lambda: len(list(tmp_path.glob("*.jsonl"))) == 2, [process], out.read_text)
         _wait_for(lambda: all(_iterations(path) > 2 for path in tmp_path.glob("*.jsonl")), [process], out.read_text)
         listening = machine.listening()
-        # A meeting place, two stores; of each rank a port for heartbeats and one for each thing that talks over gloo.
+        # A meeting place, two stores; of each rank a port for heartbeats and a port for each user of gloo.
         assert len(listening) >= 3 + 4 * 2
         assert {address for address, _ in listening} <= LOOPBACK
     finally:
@@ -164,19 +159,19 @@ def test_several_machines_listen_at_their_own_addresses_only(
     first, second = machines
     log = tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=100_000, pipeline_model_parallel_size=2, log_json_file=log)
-    where = ["--nnodes", 2, "--master-addr", first.address, "--master-port", PORT, "--nproc-per-node", 1]
+    rendezvous = ["--nnodes", 2, "--master-addr", first.address, "--master-port", PORT, "--nproc-per-node", 1]
     outs = [tmp_path / "out0", tmp_path / "out1"]
     processes = []
     try:
         for node, (machine, out) in enumerate(zip(machines, outs, strict=True)):
-            words = ["tools/launch.py", *where, "--node-rank", node, SCRIPT, *flags]
+            words = ["tools/launch.py", *rendezvous, "--node-rank", node, SCRIPT, *flags]
             processes.append(machine.start(words, out))
         _wait_for(lambda: _iterations(log) > 2, processes, lambda: "\n".join(out.read_text() for out in outs))
-        here, there = first.listening(), second.listening()
-        assert (first.address, PORT) in here
-        assert {address for address, _ in here} == {first.address}
-        assert {address for address, _ in there} == {second.address}
-        assert len(here) == len(there) + 1, "the store"
+        first_sockets, second_sockets = first.listening(), second.listening()
+        assert (first.address, PORT) in first_sockets
+        assert {address for address, _ in first_sockets} == {first.address}
+        assert {address for address, _ in second_sockets} == {second.address}
+        assert len(first_sockets) == len(second_sockets) + 1, "the store"
     finally:
         for process in processes:
             process.kill()
@@ -205,7 +200,7 @@ def test_rank_0_without_a_launcher_serves_the_store_at_its_address(
             process.wait()
 
 
-def test_the_server_listens_where_it_is_told_to() -> None:
+def test_the_server_listens_at_its_given_address() -> None:
     from megatron.inference.serve_command import ServerFlags, listen
 
     with listen(ServerFlags(port=0)) as listening:

@@ -1,7 +1,7 @@
-"""Where the time of a step goes on slow links: computing, coding and waiting are all of it, and each is what it was.
+"""Where the time of a step goes on slow links: computing, coding and waiting add up to it, and each is right.
 
-Time is not taken from a clock but made: every rank counts seconds for what it computes and codes, and for as long as
-its messages take on a slow link. So the figures are exact, on a busy machine too.
+Time is not taken from a clock but made: every rank counts seconds for its computing and coding, and for its messages
+on a slow link. So the figures are exact, on a busy machine too.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ RECEIVING = 0.25
 
 
 class _Time:
-    """Seconds that this rank spent, by what for."""
+    """Seconds that this rank spent, by purpose."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.spent = {"computing": 0.0, "coding": 0.0, "waiting": 0.0}
 
-    def spend(self, what: str, seconds: float) -> None:
+    def spend(self, kind: str, seconds: float) -> None:
         self.now += seconds
-        self.spent[what] += seconds
+        self.spent[kind] += seconds
 
 
 class _OnSlowLink:
@@ -74,12 +74,12 @@ class _Tick(torch.autograd.Function):
 
 
 def _slow_links(time: _Time) -> None:
-    """Makes every group of this process slow; a link carries one message after the other."""
+    """Makes every group of this process slow; a link carries messages one at a time."""
     start = Group.start
     free: dict[int, float] = {}
 
-    def slow(group: Group, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        pending = start(group, what, sent, call)
+    def slow(group: Group, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        pending = start(group, operation, sent, call)
         assert pending.work is not None
         begins = max(time.now, free.get(id(group), 0.0)) if sent else time.now
         done_at = begins + (sent / BYTES_PER_SECOND if sent else RECEIVING)
@@ -90,19 +90,19 @@ def _slow_links(time: _Time) -> None:
     setattr(Group, "start", slow)  # noqa: B010
 
 
-def _takes(owner: Any, name: str, time: _Time, what: str, seconds: float) -> None:
+def _takes(owner: Any, name: str, time: _Time, kind: str, seconds: float) -> None:
     """Makes a function take time."""
     function = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        time.spend(what, seconds)
+        time.spend(kind, seconds)
         return function(*args, **kwargs)
 
     setattr(owner, name, timed)
 
 
 def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Three steps of this rank: what the ledger says of the last two, and what was really spent."""
+    """Three steps of this rank: the ledger's figures of the last two, and the true ones."""
     time = _Time()
     assembly.clock_of = lambda device: HostClock(lambda: time.now)
     _slow_links(time)
@@ -128,15 +128,15 @@ def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
             engines.ledger.clear()
             time.spent = dict.fromkeys(time.spent, 0.0)
             began = time.now
-        taken = take_batches(batches, count, engines.topology.device)
-        train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay)
+        step_batches = take_batches(batches, count, engines.topology.device)
+        train_step(engines, step_batches, iteration, config.optimizer.lr, config.optimizer.weight_decay)
     accounts = engines.ledger.take_totals().values()
-    told = {
+    figures = {
         "computing": engines.ledger.take_computed(),
         "coding": sum(account["coded_s"] for account in accounts),
         "waiting": sum(account["waited_s"] for account in accounts),
     }
-    return {"told": told, "spent": time.spent, "whole": time.now - began}
+    return {"told": figures, "spent": time.spent, "whole": time.now - began}
 
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -163,9 +163,9 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_computing_coding_and_waiting_are_the_steps_time(layout: str) -> None:
-    for rank, found in enumerate(run_ranks(4, _steps, LAYOUTS[layout], timeout=240)):
-        assert found["told"] == pytest.approx(found["spent"], abs=1e-6), f"rank {rank}"
-        assert sum(found["told"].values()) == pytest.approx(found["whole"], abs=1e-6), f"rank {rank}"
-        assert min(found["told"].values()) > 0, f"rank {rank}"
-        assert found["told"]["waiting"] > 0.3 * found["whole"], f"rank {rank}: the links are not slow"
+def test_computing_coding_and_waiting_add_up_to_the_steps_time(layout: str) -> None:
+    for rank, figures in enumerate(run_ranks(4, _steps, LAYOUTS[layout], timeout=240)):
+        assert figures["told"] == pytest.approx(figures["spent"], abs=1e-6), f"rank {rank}"
+        assert sum(figures["told"].values()) == pytest.approx(figures["whole"], abs=1e-6), f"rank {rank}"
+        assert min(figures["told"].values()) > 0, f"rank {rank}"
+        assert figures["told"]["waiting"] > 0.3 * figures["whole"], f"rank {rank}: the links are not slow"

@@ -1,4 +1,4 @@
-"""The helper that starts ranks: results by rank, and every way a rank can fail to deliver one."""
+"""The helper that starts ranks: results by rank, and every way a rank can fail."""
 
 from __future__ import annotations
 
@@ -232,9 +232,9 @@ def _wait_for_pid(folder: Path) -> int:
 
 
 def test_a_warm_interpreter_runs_programs_as_another_does(tmp_path: Path) -> None:
-    """From a file and from its input, with what it is given; other ways of calling it are the real one's."""
+    """From a file and from its input, with arguments and environment; other calls go to the real interpreter."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    found = {}
+    outputs = {}
     with warm_python() as python:
         for name in (python, INTERPRETER):
             env = {**os.environ, "WORD": "\u00e4 b"}
@@ -242,10 +242,10 @@ def test_a_warm_interpreter_runs_programs_as_another_does(tmp_path: Path) -> Non
                 subprocess.run([name, *words], input=PROGRAM, cwd=tmp_path, env=env, capture_output=True, text=True)
                 for words in (["program.py", "a b"], ["-", "c"], ["-u", "-m", "program", "d"], ["-c", "print(5)"])
             ]
-            found[name] = [(run.returncode, run.stdout.replace("True", "False"), run.stderr) for run in runs]
+            outputs[name] = [(run.returncode, run.stdout.replace("True", "False"), run.stderr) for run in runs]
             assert ["True" in run.stdout for run in runs] == [name == python] * 3 + [False]
-    assert found[python] == found[INTERPRETER]
-    assert [code for code, _, _ in found[python]] == [7, 7, 7, 0]
+    assert outputs[python] == outputs[INTERPRETER]
+    assert [code for code, _, _ in outputs[python]] == [7, 7, 7, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -56,20 +56,20 @@ def _compressed() -> dict[str, tuple[Trace, list[str]]]:
     traces = {}
     for name, changes in COMPRESSED.items():
         engines = tiny_engines(changes)
-        found: list[str] = []
+        differences: list[str] = []
 
-        def look(after: Engines, found: list[str] = found) -> None:
-            found.extend(disagreements(after))
+        def look(after: Engines, differences: list[str] = differences) -> None:
+            differences.extend(disagreements(after))
 
-        traces[name] = (tiny_train(engines, 6, after_step=look), found)
+        traces[name] = (tiny_train(engines, 6, after_step=look), differences)
     return traces
 
 
 def test_compressors_at_every_point() -> None:
     ranks = run_ranks(4, _compressed)
     for traces in ranks:
-        for name, (trace, found) in traces.items():
-            assert found == [], name
+        for name, (trace, differences) in traces.items():
+            assert differences == [], name
             assert all(math.isfinite(value) for value in trace.losses), name
             assert trace.losses[-1] < trace.losses[0], name
             for point, raw in trace.raw_by_point.items():
@@ -85,26 +85,30 @@ def test_compressors_at_every_point() -> None:
 
 
 def _bytes(sequence_parallel: bool) -> list[dict[str, float]]:
-    """Bytes of both tensor-parallel points in one step of one sample, with one to three layers in the decoder."""
+    """Bytes of both tensor-parallel points in a step of a sample, with one to three layers in the decoder."""
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-    found = []
+    byte_counts = []
     for layers in (1, 2, 3):
         model = {**T5["model"], "num_layers": 1, "decoder_num_layers": layers}
         changes = {**T5, "model": model, "parallel": parallel, "training": {"global_batch_size": 1}}
-        found.append(tiny_train(tiny_engines(changes), 1).raw_by_point)
-    return found
+        byte_counts.append(tiny_train(tiny_engines(changes), 1).raw_by_point)
+    return byte_counts
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_encoders_output_is_exchanged_once_for_all_layers_of_the_decoder(sequence_parallel: bool) -> None:
-    """Another layer costs what its own tokens do: three sums each way; or, of half as much each, six gathers and
+def test_the_encoders_output_is_exchanged_once(sequence_parallel: bool) -> None:
+    """Another layer costs only its own tokens: three sums each way; or, of half as much each, six gathers and
     reduce-scatters forward and nine back, and the gradients of three norms and three biases that every rank has."""
-    own = 32 * 4 * 8  # bytes of the decoder's tokens, and what a sum over two ranks sends
-    forward, backward = (3 * own, 9 * own // 2 + 9 * 32 * 4) if sequence_parallel else (3 * own, 3 * own)
-    for found in run_ranks(2, _bytes, sequence_parallel):
-        for less, more in pairwise(found):
-            assert more["tp-forward"] - less["tp-forward"] == forward
-            assert more["tp-backward"] - less["tp-backward"] == backward
+    decoder_bytes = 32 * 4 * 8  # bytes of the decoder's tokens, and of a sum over two ranks
+    forward, backward = (
+        (3 * decoder_bytes, 9 * decoder_bytes // 2 + 9 * 32 * 4)
+        if sequence_parallel
+        else (3 * decoder_bytes, 3 * decoder_bytes)
+    )
+    for byte_counts in run_ranks(2, _bytes, sequence_parallel):
+        for fewer, larger in pairwise(byte_counts):
+            assert larger["tp-forward"] - fewer["tp-forward"] == forward
+            assert larger["tp-backward"] - fewer["tp-backward"] == backward
 
 
 @pytest.fixture(scope="module")
@@ -134,34 +138,34 @@ def saved(data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder / "saved", folder / "log"
 
 
-def test_a_run_goes_on_on_another_layout(data: tuple[Path, Path], saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_layout(data: tuple[Path, Path], saved: tuple[Path, Path], tmp_path: Path) -> None:
     """The checkpoint knows the lengths and the number of sentinels."""
     log = tmp_path / "log"
-    known: dict[str, Any] = {"use_checkpoint_args": True, "decoder_seq_length": None, "vocab_extra_ids": None}
-    there: dict[str, Any] = {"load": saved[0], "ckpt_step": 3, "log_json_file": log}
-    flags = tiny_t5_flags(data, **DROPOUT, **known, **there, use_distributed_optimizer=True)
+    from_checkpoint: dict[str, Any] = {"use_checkpoint_args": True, "decoder_seq_length": None, "vocab_extra_ids": None}
+    resumed: dict[str, Any] = {"load": saved[0], "ckpt_step": 3, "log_json_file": log}
+    flags = tiny_t5_flags(data, **DROPOUT, **from_checkpoint, **resumed, use_distributed_optimizer=True)
     run_ranks(2, _train, flags, timeout=240, init=False)
     before, after = _losses(saved[1]), _losses(log)
     assert sorted(after) == [4, 5, 6]
-    for iteration, found in after.items():
-        assert found == pytest.approx(before[iteration], rel=1e-4)
+    for iteration, step in after.items():
+        assert step == pytest.approx(before[iteration], rel=1e-4)
 
 
 def test_a_compressed_run_resumes_exactly(data: tuple[Path, Path], tmp_path: Path) -> None:
-    """With what compressors remember, at both kinds of boundaries and of three holders of the embedding."""
+    """With compressors' state, at both kinds of boundaries and of three holders of the embedding."""
     specs = ["pp-backward=lowrank,rank=2,error-feedback=lazy", "embedding=powersgd,rank=2", "pp-forward=delta"]
     split = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_split_rank": 1, "decoder_num_layers": 2}
     common: dict[str, Any] = {**DROPOUT, **split, "compress": specs, "sample_order": "fixed", "split": "1,0,0"}
     logs = [tmp_path / "whole", tmp_path / "rest"]
-    for more in ({"save": tmp_path / "saved", "save_interval": 3}, {"load": tmp_path / "saved", "ckpt_step": 3}):
-        flags = tiny_t5_flags(data, **common, **more, log_json_file=logs["load" in more])
+    for changes in ({"save": tmp_path / "saved", "save_interval": 3}, {"load": tmp_path / "saved", "ckpt_step": 3}):
+        flags = tiny_t5_flags(data, **common, **changes, log_json_file=logs["load" in changes])
         run_ranks(3, _train, flags, timeout=240, init=False)
-    whole, rest = _losses(logs[0]), _losses(logs[1])
-    assert sorted(rest) == [4, 5, 6]
-    assert rest == {iteration: whole[iteration] for iteration in rest}
+    losses, resumed_losses = _losses(logs[0]), _losses(logs[1])
+    assert sorted(resumed_losses) == [4, 5, 6]
+    assert resumed_losses == {iteration: losses[iteration] for iteration in resumed_losses}
 
 
-def test_what_it_prints_and_what_others_refuse(
+def test_output_and_refusals_by_other_programs(
     data: tuple[Path, Path], saved: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run_cli(1, [SCRIPT, *tiny_t5_flags(data, train_iters=2, eval_interval=2)]).check()
@@ -180,5 +184,5 @@ def test_what_it_prints_and_what_others_refuse(
     capsys.readouterr()
     for words, command in refused.items():
         assert command() == 2, words
-        (said,) = capsys.readouterr().err.splitlines()[-1:]
-        assert words in said
+        (error,) = capsys.readouterr().err.splitlines()[-1:]
+        assert words in error

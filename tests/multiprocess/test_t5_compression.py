@@ -1,4 +1,4 @@
-"""What compressors do to T5's losses: nearly exact ones nothing, at every point of its pipeline and on every layout."""
+"""Compressors in T5: nearly exact compressors keep its losses, at every point of its pipeline and on every layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 6
 WITHIN = {"nearly": (4e-3, 1.4e-2), "forward": (4e-3, 1.4e-2), "backward": (1e-3, 3e-3), "embedding": (1e-3, 3e-3)}
-"""Of losses, and of gradient norms relative to them: twice what was found. Rank 2 changes both ten times as much."""
+"""Of losses, and of gradient norms relative to them: twice the measured ones. Rank 2 changes both ten times as much."""
 PIPELINE = {"pipeline_model_parallel_size": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {**PIPELINE, "tensor_model_parallel_size": 2},
     "sp2": {**PIPELINE, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp1": PIPELINE,
 }
-# As many columns as a matrix has, which half precision makes smaller than the matrix, and 8 bits of a difference.
+# Rank equal to the columns of a matrix, smaller than the matrix in half precision, and 8 bits of a difference.
 FORWARD, BACKWARD, EMBEDDING = NEARLY_EXACT = (
     "pp-forward=delta,predict=token,bits=8",
     "pp-backward=lowrank,rank=32,factors=bf16,error-feedback=lazy",
@@ -43,15 +43,15 @@ Traced = Mapping[str, tuple[Trace, list[str]]]
 
 
 def _traced(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Traced:
-    made: dict[object, Any] = {}
+    meshes: dict[object, Any] = {}
     traces = {}
     for name, changes in runs.items():
-        found: list[str] = []
+        differences: list[str] = []
 
-        def look(after: Engines, found: list[str] = found) -> None:
-            found.extend(disagreements(after))
+        def look(after: Engines, differences: list[str] = differences) -> None:
+            differences.extend(disagreements(after))
 
-        traces[name] = (tiny_train(tiny_engines(changes, made), STEPS, after_step=look), found)
+        traces[name] = (tiny_train(tiny_engines(changes, meshes), STEPS, after_step=look), differences)
     return traces
 
 
@@ -60,7 +60,7 @@ def _run(layout: Mapping[str, Any], specs: Sequence[str], **sections: Any) -> di
 
 
 def _sent(ranks: Sequence[Traced], name: str, point: str) -> tuple[float, float]:
-    """Bytes of all ranks, and what they would be without compression."""
+    """Bytes of all ranks, with and without compression."""
     traces = [traces[name][0] for traces in ranks]
     return tuple(sum(getattr(t, kind).get(point, 0) for t in traces) for kind in ("bytes_by_point", "raw_by_point"))
 
@@ -71,8 +71,8 @@ def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
     runs = {name: _run(LAYOUTS[layout], specs) for name, specs in SPECS.items()}
     ranks = run_ranks(3 if layout == "tp1" else 6, _traced, runs, timeout=240)
     exact = ranks[0]["exact"][0]
-    for name, (trace, found) in ranks[0].items():
-        assert found == [], name
+    for name, (trace, differences) in ranks[0].items():
+        assert differences == [], name
         loss, norm = WITHIN.get(name, (0.0, 0.0))
         if name == "coarse":
             assert trace.losses != pytest.approx(exact.losses, abs=4e-2)
@@ -89,12 +89,12 @@ def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
 LAZY = "pp-backward=lowrank,rank=2,error-feedback=lazy"
 
 
-def test_the_encoder_gets_its_own_gradient_where_messages_have_a_basis_of_channels() -> None:
+def test_the_encoder_gets_its_own_gradient_with_a_basis_of_channels() -> None:
     """Between stages of the decoder the encoder's part of a message is a hundredth of the decoder's. With a basis of
     tokens its residual is made of the decoder's, and its gradient several times as large as it should be."""
     specs: dict[str, Sequence[str]] = {"exact": (), "tokens": (LAZY,), "channels": (f"{LAZY},basis=channels",)}
     batch = {"training": {"global_batch_size": 16}}
-    runs = {name: _run(PIPELINE, given, **batch) for name, given in specs.items()}
+    runs = {name: _run(PIPELINE, compress, **batch) for name, compress in specs.items()}
     norms = {name: trace.grad_norms[0] for name, (trace, _) in run_ranks(3, _traced, runs, timeout=240)[0].items()}
     assert norms["channels"] == pytest.approx(norms["exact"], rel=0.2)
     assert norms["tokens"] > 2 * norms["exact"]
@@ -112,7 +112,7 @@ REPLICATED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
 }
 
 
-def test_powersgd_of_replicas_whose_three_stages_hold_the_embedding() -> None:
+def test_powersgd_with_three_stages_that_hold_the_embedding() -> None:
     """With as many columns as a matrix has PowerSGD is exact, so the losses are those of any other layout."""
     fp64 = {"precision": {"fp64": True}}
     runs = {name: _run(layout, specs, **fp64) for name, (layout, specs) in REPLICATED.items()}
@@ -120,8 +120,8 @@ def test_powersgd_of_replicas_whose_three_stages_hold_the_embedding() -> None:
     split = {name: run for name, run in runs.items() if name not in alone}
     ranks = run_ranks(6, _traced, split, timeout=240)
     traces = {**run_ranks(2, _traced, alone, timeout=120)[0], **ranks[0]}
-    for name, (trace, found) in traces.items():
-        assert found == [], name
+    for name, (trace, differences) in traces.items():
+        assert differences == [], name
         if name.startswith("coarse"):
             assert trace.losses != pytest.approx(traces["exact"][0].losses, abs=4e-3)
             sent, raw = _sent(ranks, name, "dp-grad")

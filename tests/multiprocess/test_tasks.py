@@ -1,4 +1,4 @@
-"""Fine-tuning on several ranks: the numbers of one process, a pretrained model, exact resume, and refusals."""
+"""Fine-tuning on several ranks: the numbers of a single process, a pretrained model, exact resume, and refusals."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def _run(flags: list[str]) -> None:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """What the training steps and the evaluations found."""
+    """Events of the training steps and the evaluations."""
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = ("kind", "iteration", "classification_loss", "regression_loss", "grad_norm", "scores")
+    fields = ("kind", "iteration", "classification_loss", "regression_loss", "grad_norm", "scores")
     return [
-        {name: event[name] for name in kept if name in event}
+        {name: event[name] for name in fields if name in event}
         for event in events
         if event["kind"] in ("train", "validation")
     ]
 
 
-def _assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
-    assert [(event["kind"], event["iteration"]) for event in found] == [
+def _assert_alike(actual: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
+    assert [(event["kind"], event["iteration"]) for event in actual] == [
         (event["kind"], event["iteration"]) for event in expected
     ]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         for name, value in theirs.items():
             if isinstance(value, float):
                 assert ours[name] == pytest.approx(value, rel=tolerance), (name, theirs["iteration"])
@@ -65,7 +65,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_numbers_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> None:
-    """With dropout in the head, last batches that are not full, and one that a replica has nothing of."""
+    """With dropout in the head, last batches that are not full, and a last batch that is empty for a replica."""
     task, ranks, layout, model = LAYOUTS[name]
     vocabulary = write_vocabulary(tmp_path)
     if task == "RACE":
@@ -79,22 +79,22 @@ def test_the_numbers_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> N
     for world_size, log, changes in ((1, logs[0], {}), (ranks, logs[1], layout)):
         flags = task_flags(vocabulary, task, train, valid, log_json_file=log, **common, **changes)
         run_ranks(world_size, _run, flags, timeout=240, init=False)
-    one, split = map(_events, logs)
+    single, split = map(_events, logs)
     steps = 2
-    assert [event["iteration"] for event in one if event["kind"] == "validation"] == [steps, 2 * steps]
-    assert len([event for event in one if event["kind"] == "train"]) == 2 * steps
-    _assert_alike(split, one, 1e-10)
+    assert [event["iteration"] for event in single if event["kind"] == "validation"] == [steps, 2 * steps]
+    assert len([event for event in single if event["kind"] == "train"]) == 2 * steps
+    _assert_alike(split, single, 1e-10)
 
 
 def _tensors(root: Path, prefix: str = MODEL) -> dict[str, Tensor]:
-    """The model of the last checkpoint, or what else has names with a prefix."""
+    """The model of the last checkpoint, or other tensors with names of a prefix."""
     iteration = int((root / "latest_checkpointed_iteration.txt").read_text())
-    found = {
+    tensors = {
         name: torch.empty(shape, dtype=kind) for name, (shape, kind) in saved_shapes(root, iteration, prefix).items()
     }
-    shards = {name: shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in found.items()}
+    shards = {name: shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in tensors.items()}
     load_tensors(root, iteration, shards, allow_unexpected=True)
-    return {name.removeprefix(prefix): x for name, x in found.items()}
+    return {name.removeprefix(prefix): x for name, x in tensors.items()}
 
 
 def _pretrain(flags: list[str]) -> None:
@@ -111,8 +111,8 @@ def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Pa
     def flags(**changes: object) -> list[str]:
         # The shape is the checkpoint's.
         shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"))
-        given = {**shape, "pretrained_checkpoint": pretrained, **DROPOUT, **changes}
-        return task_flags(data[1], "MRPC", [train], [valid], **given)
+        flags_of_run = {**shape, "pretrained_checkpoint": pretrained, **DROPOUT, **changes}
+        return task_flags(data[1], "MRPC", [train], [valid], **flags_of_run)
 
     run_ranks(2, _run, flags(epochs=1, lr=1e-30, weight_decay=0, save=still, **two), init=False, timeout=240)
     before, after = _tensors(pretrained), _tensors(still)
@@ -130,30 +130,30 @@ def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Pa
         {"log_json_file": logs["parts"], "save": saved, "load": saved, "pretrained_checkpoint": None},
     ):
         run_ranks(2, _run, flags(**changes), init=False, timeout=240)
-    whole = _events(logs["whole"])
-    assert [event["iteration"] for event in whole if event["kind"] == "validation"] == [3, 6]
-    assert _events(logs["parts"]) == whole
+    events = _events(logs["whole"])
+    assert [event["iteration"] for event in events if event["kind"] == "validation"] == [3, 6]
+    assert _events(logs["parts"]) == events
     read = EventAccumulator(str(tmp_path / "curves"))
     read.Reload()
-    found = [event["scores"]["dev.tsv"]["F1"] for event in whole if "scores" in event]
-    assert [point.value for point in read.Scalars("F1 validation/dev.tsv")] == pytest.approx(found)
+    scores = [event["scores"]["dev.tsv"]["F1"] for event in events if "scores" in event]
+    assert [point.value for point in read.Scalars("F1 validation/dev.tsv")] == pytest.approx(scores)
     evaluating = {"epochs": 0, "train_data": None, "load": saved, "lr": None, "log_json_file": logs["evaluated"]}
     split = {"tensor_model_parallel_size": 2}
     run_ranks(2, _run, flags(**evaluating, **split, pretrained_checkpoint=None), init=False, timeout=240)
     (evaluated,) = _events(logs["evaluated"])
     assert evaluated["iteration"] == 6
-    _assert_alike([evaluated], whole[-1:], 1e-5)
+    _assert_alike([evaluated], events[-1:], 1e-5)
 
 
-def test_what_cannot_be_read_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+def test_unreadable_input_ends_every_rank_with_one_line(tmp_path: Path) -> None:
     vocabulary = write_vocabulary(tmp_path)
     train, valid = write_tsv(tmp_path / "train.tsv", "RTE", 8), write_tsv(tmp_path / "dev.tsv", "RTE", 8)
     with valid.open("a") as file:
         file.write("8\tw1\tw2\tmaybe\n")
     done = run_cli(2, ["tasks/main.py", *task_flags(vocabulary, "RTE", [train], [valid])])
     assert done.returncode == 2
-    said = f"error: --valid-data {valid}, line 10: the label 'maybe' is none of entailment, not_entailment"
-    assert said in done.stderr
+    message = f"error: --valid-data {valid}, line 10: the label 'maybe' is none of entailment, not_entailment"
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_run_begins_with_the_fp32_values_of_a_pretrained_model(sharded: bool, 
 
 @pytest.mark.parametrize("without_optimizer", [False, True])
 def test_finetune_begins_with_the_fp32_values_of_a_checkpoint(without_optimizer: bool, tmp_path: Path) -> None:
-    """Where it has them: one that was saved without its optimizer does not."""
+    """Where the checkpoint has them: not if it was saved without its optimizer."""
     data, first = write_sentences(tmp_path / "tiny"), tmp_path / "first"
     saving = {"save": first, "bf16": True, "no_save_optim": without_optimizer or None}
     assert pretrain_bert.main(tiny_bert_flags(data, train_iters=2, **saving)) == 0

@@ -37,8 +37,8 @@ def test_a_task_is_learned_with_compressors_at_every_point(model_type: str, tmp_
         sizes: dict[str, object] = {"epochs": 5, "micro_batch_size": 4, "global_batch_size": 16, "hidden_size": 32}
         sizes |= {"seq_length": 12, "lr": 3e-3, "init_method_std": 0.2, "seed": 2}
         common = {**LAYOUT, "model_type": model_type, "check_replicas": 4, "log_comm": True, "log_interval": 1}
-        given = {**common, **sizes, "compress": COMPRESS, **changes}
-        return task_flags(vocabulary, "SST-2", [train], [valid], **given)
+        flags_of_run = {**common, **sizes, "compress": COMPRESS, **changes}
+        return task_flags(vocabulary, "SST-2", [train], [valid], **flags_of_run)
 
     logs = [tmp_path / name for name in ("whole", "rest")]
     run_ranks(4, _run, flags(log_json_file=logs[0], save=tmp_path / "saved"), timeout=240, init=False)
@@ -55,11 +55,11 @@ def test_a_task_is_learned_with_compressors_at_every_point(model_type: str, tmp_
     assert ratios["pp-forward"][0] < 2.1 < 6 < ratios["pp-forward"][1], ratios
     assert ratios["pp-backward"][1] > 3, ratios
     assert ratios["dp-grad"][1] > 1.5, ratios
-    # From the checkpoint before the last epoch the run goes on with what its compressors remember.
+    # From the checkpoint before the last epoch the run goes on with its compressors' state.
     going_on = {"load": tmp_path / "saved", "ckpt_step": steps[-1]["iteration"] * 4 // 5}
     run_ranks(4, _run, flags(log_json_file=logs[1], **going_on), timeout=240, init=False)
-    rest = [event for event in _events(logs[1]) if event["kind"] == "train"]
-    found = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in rest]
-    whole = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in steps]
-    assert found == whole[-len(found) :]
-    assert len(found) == len(whole) // 5
+    resumed_steps = [event for event in _events(logs[1]) if event["kind"] == "train"]
+    resumed = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in resumed_steps]
+    uninterrupted = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in steps]
+    assert resumed == uninterrupted[-len(resumed) :]
+    assert len(resumed) == len(uninterrupted) // 5

@@ -29,7 +29,7 @@ def _rand(seed: int, *shape: int) -> Tensor:
 
 
 class _Setting:
-    """One rank's points, and a list of what went wrong."""
+    """A rank's points, and a list of errors."""
 
     def __init__(self, sequence_parallel: bool, asynchronous: bool) -> None:
         size = dist.get_world_size()
@@ -39,14 +39,14 @@ class _Setting:
         self.wrong: list[str] = []
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """What this rank holds of an activation outside parallel regions."""
+        """This rank's part of an activation outside parallel regions."""
         return self.comm.local_slice(x) if self.comm.sequence_parallel else x
 
-    def check(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
+    def check(self, name: str, got: Tensor | None, expected: Tensor | None) -> None:
         assert got is not None
-        assert wanted is not None
-        if got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-12, atol=1e-12):
-            self.wrong.append(what)
+        assert expected is not None
+        if got.shape != expected.shape or not torch.allclose(got, expected, rtol=1e-12, atol=1e-12):
+            self.wrong.append(name)
 
     def summed(self, grad: Tensor | None) -> Tensor:
         """A replicated parameter's gradient: under sequence parallelism the ranks hold parts of a sum."""
@@ -73,18 +73,18 @@ def _feed_forward(sequence_parallel: bool, asynchronous: bool) -> list[str]:
         first.bias.copy_(b1[rows])
         second.bias.copy_(b2)
     x, grad = _rand(5, S, B, H), _rand(6, S, B, H)
-    own = setting.own_rows(x).clone().requires_grad_()
-    product, bias = second(F.gelu(first(own)))
+    x_rows = setting.own_rows(x).clone().requires_grad_()
+    product, bias = second(F.gelu(first(x_rows)))
     out = product if bias is None else product + bias
     out.backward(setting.own_rows(grad))
 
-    whole = [t.clone().requires_grad_() for t in (x, w1, b1, w2, b2)]
-    wanted = F.linear(F.gelu(F.linear(whole[0], whole[1], whole[2])), whole[3], whole[4])
-    wanted.backward(grad)
-    grads = [t.grad for t in whole]
+    full = [t.clone().requires_grad_() for t in (x, w1, b1, w2, b2)]
+    expected = F.linear(F.gelu(F.linear(full[0], full[1], full[2])), full[3], full[4])
+    expected.backward(grad)
+    grads = [t.grad for t in full]
     assert all(g is not None for g in grads)
-    setting.check("output", out, setting.own_rows(wanted))
-    setting.check("input gradient", own.grad, setting.own_rows(grads[0]))  # type: ignore[arg-type]
+    setting.check("output", out, setting.own_rows(expected))
+    setting.check("input gradient", x_rows.grad, setting.own_rows(grads[0]))  # type: ignore[arg-type]
     setting.check("column weight", first.weight.grad, grads[1][rows])  # type: ignore[index]
     setting.check("column bias", first.bias.grad, grads[2][rows])  # type: ignore[index]
     setting.check("row weight", second.weight.grad, grads[3][:, rows])  # type: ignore[index]
@@ -92,11 +92,11 @@ def _feed_forward(sequence_parallel: bool, asynchronous: bool) -> list[str]:
     if n > 1:
         activation = S * B * H * 8
         ring = (n - 1) * activation // n
-        # f and g: an all-reduce is two rings; a gather or a reduce-scatter is one.
+        # f and g: an all-reduce is two rings; a gather or a reduce-scatter is a single ring.
         forward, backward = (2 * ring, 3 * ring) if sequence_parallel else (2 * ring, 2 * ring)
-        taken = {point: account["wire_bytes"] for point, account in setting.ledger.take_totals().items()}
-        if taken != {"tp-forward": forward, "tp-backward": backward}:
-            setting.wrong.append(f"{taken} instead of {forward} and {backward}")
+        sent = {point: account["wire_bytes"] for point, account in setting.ledger.take_totals().items()}
+        if sent != {"tp-forward": forward, "tp-backward": backward}:
+            setting.wrong.append(f"{sent} instead of {forward} and {backward}")
     return setting.wrong
 
 
@@ -118,7 +118,7 @@ def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool, multiple: i
 
     Args:
         sequence_parallel, asynchronous: the tensor-parallel points.
-        multiple: of which each rank's rows are; padding may leave a rank no entry.
+        multiple: each rank has a multiple of it in rows; padding may leave a rank no entry.
     """
     setting = _Setting(sequence_parallel, asynchronous)
     comm, n = setting.comm, setting.comm.size
@@ -140,19 +140,19 @@ def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool, multiple: i
     with torch.no_grad():
         scored, _ = head_loss(torch.tanh(x_sbh), embedding.weight, labels_bs.t(), weights_bs.t(), comm, shard)
 
-    whole = table[:VOCAB].clone().requires_grad_()
-    hidden = torch.tanh(F.embedding(tokens_bs.t(), whole))
-    wanted_sb = F.cross_entropy((hidden @ whole.t()).flatten(0, 1), labels_bs.t().flatten(), reduction="none")
-    wanted = (wanted_sb * weights_bs.t().flatten()).sum()
-    wanted.backward()
-    assert whole.grad is not None
+    full = table[:VOCAB].clone().requires_grad_()
+    hidden = torch.tanh(F.embedding(tokens_bs.t(), full))
+    wanted_sb = F.cross_entropy((hidden @ full.t()).flatten(0, 1), labels_bs.t().flatten(), reduction="none")
+    expected = (wanted_sb * weights_bs.t().flatten()).sum()
+    expected.backward()
+    assert full.grad is not None
     setting.check("losses", losses_sb.flatten(), wanted_sb)
-    setting.check("weighted sum", total, wanted)
-    setting.check("weighted sum without gradients", scored, wanted)
+    setting.check("weighted sum", total, expected)
+    setting.check("weighted sum without gradients", scored, expected)
     setting.check("hidden", torch.tanh(x_sbh), setting.own_rows(hidden))
     valid = shard.valid_rows
     assert embedding.weight.grad is not None
-    setting.check("table", embedding.weight.grad[:valid], whole.grad[shard.start : shard.start + valid])
+    setting.check("table", embedding.weight.grad[:valid], full.grad[shard.start : shard.start + valid])
     setting.check("padding", embedding.weight.grad[valid:], torch.zeros(shard.rows - valid, H, dtype=WIDE))
     return setting.wrong
 
@@ -161,7 +161,7 @@ def _padded_embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> l
     return _embedding_and_loss(sequence_parallel, asynchronous, multiple=8)
 
 
-def _both(*modes: bool) -> list[str]:
+def _compare_all(*modes: bool) -> list[str]:
     return [
         wrong for test in (_feed_forward, _embedding_and_loss, _padded_embedding_and_loss) for wrong in test(*modes)
     ]
@@ -171,4 +171,4 @@ def _both(*modes: bool) -> list[str]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sharded_layers_equal_whole_ones(ranks: int, sequence_parallel: bool, asynchronous: bool) -> None:
-    assert run_ranks(ranks, _both, sequence_parallel, asynchronous) == [[]] * ranks
+    assert run_ranks(ranks, _compare_all, sequence_parallel, asynchronous) == [[]] * ranks

@@ -57,12 +57,12 @@ class _Tries(Controller):
 
 
 def _changes(spec: str, **parallel: Any) -> dict[str, dict[str, Any]]:
-    others = {section: parallel.pop(section, {}) for section in ("precision", "model")}
-    return {"parallel": parallel, "compression": {"compress": [spec]}, **others}
+    sections = {section: parallel.pop(section, {}) for section in ("precision", "model")}
+    return {"parallel": parallel, "compression": {"compress": [spec]}, **sections}
 
 
 def _bytes_clock(engines: Engines) -> HostClock:
-    """A clock whose second is a byte that this rank sends of its gradients."""
+    """A clock that advances a second for each byte that this rank sends of its gradients."""
     accounts = engines.ledger.accounts
     return HostClock(lambda: float(accounts[Point.DP_GRAD].wire_bytes + accounts[Point.EMBED_GRAD].wire_bytes))
 
@@ -101,16 +101,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_trial_finds_what_a_reduction_takes_and_loses_and_changes_nothing(name: str) -> None:
+def test_a_trial_measures_time_and_error_and_changes_nothing(name: str) -> None:
     """The clock counts bytes: those of an exact reduction are the bucket's, and fewer with fewer columns."""
     world, layout = LAYOUTS[name]
     changes = _changes("dp-grad=powersgd,rank=32,min-ratio=0.1", **layout)
     without = run_ranks(world, _tried, changes, Point.DP_GRAD, ())
     with_trials = run_ranks(world, _tried, changes)
-    for (_, dense), (found, trace) in zip(without, with_trials, strict=True):
+    for (_, dense), (measured, trace) in zip(without, with_trials, strict=True):
         assert trace.losses == dense.losses
         assert trace.grad_norms == dense.grad_norms
-        seconds, errors, norms = (list(column) for column in zip(*found, strict=True))
+        seconds, errors, norms = (list(column) for column in zip(*measured, strict=True))
         shares = [math.sqrt(error / norm) for error, norm in zip(errors, norms, strict=True)]
         assert norms == pytest.approx([norms[0]] * len(norms))
         assert shares[0] < 1e-6
@@ -123,14 +123,14 @@ def test_a_trial_finds_what_a_reduction_takes_and_loses_and_changes_nothing(name
 def test_the_error_is_that_of_the_first_repeat() -> None:
     """The others begin with a residual, and go on from the last factors."""
     changes = _changes("dp-grad=powersgd,rank=32,min-ratio=0.1")
-    once, more = (run_ranks(2, _tried, changes, Point.DP_GRAD, TRIED, repeats)[0][0] for repeats in (1, 4))
-    assert more == once
+    once, repeated = (run_ranks(2, _tried, changes, Point.DP_GRAD, TRIED, repeats)[0][0] for repeats in (1, 4))
+    assert repeated == once
 
 
 def test_the_embedding_is_tried_as_well() -> None:
     changes = _changes("embedding=powersgd,rank=8,min-ratio=0.1", pipeline_model_parallel_size=2)
-    for found, _ in run_ranks(4, _tried, changes, Point.EMBED_GRAD):
-        seconds, errors, norms = zip(*found, strict=True)
+    for measured, _ in run_ranks(4, _tried, changes, Point.EMBED_GRAD):
+        seconds, errors, norms = zip(*measured, strict=True)
         assert seconds[0] > seconds[2] > seconds[1] > 0
         assert errors[0] < 1e-12 * norms[0]
         assert errors[1] > 1e-3 * norms[1]
@@ -154,20 +154,20 @@ def test_a_controller_learns_how_long_a_rank_waits_for_the_others() -> None:
     assert all(ahead[:2] == ahead[3:] == [0.0, 0.0] for ahead in waits)
 
 
-def _reduce_twice(spec: str, then: str) -> tuple[Tensor, Tensor, bool]:
-    """What two reductions sum, what they should sum, and whether a residual is left."""
+def _reduce_twice(spec: str, later_spec: str) -> tuple[Tensor, Tensor, bool]:
+    """The sums of two reductions, the exact sums, and whether a residual is left."""
     group = Group(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank(), "dp", "gloo")
     plan = CompressionPlan(read_specs([spec], build_registry([]), RunLength(10)))
     places = (ParamRange("a", 0, (12, 8)), ParamRange("b", 96, (12, 8)), ParamRange("c", 192, (5,)))
     flat = torch.empty(197)
     reducer = GradReducer([GradBucket(flat, places)], group, plan, Ledger(), False)
-    summed, meant = torch.zeros(197), torch.zeros(197)
+    summed, expected = torch.zeros(197), torch.zeros(197)
     for iteration in range(2):
         all_ranks = [torch.randn(197, generator=torch.Generator().manual_seed(7 * iteration + r)) for r in range(2)]
-        meant += torch.stack(all_ranks).sum(dim=0)
+        expected += torch.stack(all_ranks).sum(dim=0)
         flat.copy_(all_ranks[group.rank])
         plan.begin_step(iteration)
-        if iteration == 1 and then == "exact":
+        if iteration == 1 and later_spec == "exact":
             plan.tune(Point.DP_GRAD, None)
         reducer.begin_step(iteration, 1.0)
         reducer.finish_reduction()
@@ -175,18 +175,18 @@ def _reduce_twice(spec: str, then: str) -> tuple[Tensor, Tensor, bool]:
         for units in reducer.units:
             for unit in units:
                 unit.state.commit()
-    return summed, meant, any(list(unit.state.tensors) != ["q"] for units in reducer.units for unit in units)
+    return summed, expected, any(list(unit.state.tensors) != ["q"] for units in reducer.units for unit in units)
 
 
 @pytest.mark.parametrize(
-    ("spec", "then"),
+    ("spec", "later_spec"),
     [
         ("dp-grad=powersgd,rank=2", "exact"),
         ("dp-grad=powersgd,rank=2,error-feedback=aggregate", "exact"),
         ("dp-grad=powersgd,rank=2@0/8@1", "does not pay"),
     ],
 )
-def test_a_residual_goes_along_with_the_first_exact_reduction(spec: str, then: str) -> None:
-    for summed, meant, left in run_ranks(2, _reduce_twice, spec, then):
-        assert torch.allclose(summed, meant, atol=1e-5)
-        assert not left
+def test_a_residual_goes_along_with_the_first_exact_reduction(spec: str, later_spec: str) -> None:
+    for summed, expected, residual in run_ranks(2, _reduce_twice, spec, later_spec):
+        assert torch.allclose(summed, expected, atol=1e-5)
+        assert not residual

@@ -20,11 +20,11 @@ SMALL, LARGE = "small", "large"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("data")
-    write_documents(made / "train")
-    write_documents(made / SMALL, documents=3, seed=1)
-    write_documents(made / LARGE, documents=5, seed=2)
-    return made
+    folder = tmp_path_factory.mktemp("data")
+    write_documents(folder / "train")
+    write_documents(folder / SMALL, documents=3, seed=1)
+    write_documents(folder / LARGE, documents=5, seed=2)
+    return folder
 
 
 def run(folder: Path, log: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
@@ -86,17 +86,17 @@ def test_sets_are_read_whole_and_apart_on_any_layout(folder: Path, tmp_path: Pat
             "global_batch_size": 1,
             "train_iters": 1,
         }
-        found = losses(run(folder, tmp_path / f"{name}.jsonl", eval_at_start=True, **alone))
-        assert found[0][0] == 0
-        assert found[0][1] == pytest.approx(evaluations[0]["sets"][name]["lm_loss"], abs=1e-12)
+        losses_alone = losses(run(folder, tmp_path / f"{name}.jsonl", eval_at_start=True, **alone))
+        assert losses_alone[0][0] == 0
+        assert losses_alone[0][1] == pytest.approx(evaluations[0]["sets"][name]["lm_loss"], abs=1e-12)
     shared = run(folder, tmp_path / "shared.jsonl", ranks=2, **flags)
-    for mine, theirs in zip(evaluations, (one for one in shared if one["kind"] == "validation"), strict=True):
+    for mine, theirs in zip(evaluations, (record for record in shared if record["kind"] == "validation"), strict=True):
         for name in sizes:
             assert mine["sets"][name]["lm_loss"] == pytest.approx(theirs["sets"][name]["lm_loss"], abs=1e-10)
 
 
 def test_a_fixed_subset_is_the_first_samples_and_resumes(folder: Path, tmp_path: Path) -> None:
-    """Without training (a learning rate of 0) each evaluation gives the same loss; the moving one does not."""
+    """Without training (a learning rate of 0) each evaluation gives the same loss; the moving set does not."""
     still: dict[str, Any] = {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "train_iters": 6}
     fixed = losses(run(folder, tmp_path / "fixed.jsonl", fixed_validation=True, eval_at_start=True, **still))
     moving = losses(run(folder, tmp_path / "moving.jsonl", eval_at_start=True, **still))
@@ -107,13 +107,13 @@ def test_a_fixed_subset_is_the_first_samples_and_resumes(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_a_run_that_goes_on_is_evaluated_as_if_it_had_not_stopped(folder: Path, tmp_path: Path, fixed: bool) -> None:
+def test_a_resumed_run_is_evaluated_like_an_uninterrupted_one(folder: Path, tmp_path: Path, fixed: bool) -> None:
     flags: dict[str, Any] = {"fixed_validation": fixed or None, "multiple_validation_sets": True, "train_iters": 6}
-    whole = losses(run(folder, tmp_path / "whole.jsonl", eval_at_start=True, **flags))
+    expected = losses(run(folder, tmp_path / "whole.jsonl", eval_at_start=True, **flags))
     saved = tmp_path / "saved"
     run(folder, tmp_path / "parts.jsonl", eval_at_start=True, save=saved, exit_interval=3, **flags)
-    parts = losses(run(folder, tmp_path / "parts.jsonl", eval_at_start=True, load=saved, **flags))
-    assert parts == whole
+    resumed = losses(run(folder, tmp_path / "parts.jsonl", eval_at_start=True, load=saved, **flags))
+    assert resumed == expected
 
 
 def test_mock_data_need_no_files_and_are_alike_on_any_layout(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_mock_data_need_no_files_and_are_alike_on_any_layout(tmp_path: Path) -> 
     logs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     train(1, tiny_flags(tmp_path, **flags, log_json_file=logs[0]))
     train(2, tiny_flags(tmp_path, **flags, log_json_file=logs[1], tensor_model_parallel_size=2))
-    one, two = (
+    single, two = (
         [event["lm_loss"] for event in map(json.loads, log.read_text().split("\n")[:-1]) if "lm_loss" in event]
         for log in logs
     )
-    assert len(one) == 5  # three iterations, validation and test
-    assert one == pytest.approx(two, abs=1e-10)
+    assert len(single) == 5  # three iterations, validation and test
+    assert single == pytest.approx(two, abs=1e-10)

@@ -53,15 +53,15 @@ def _sent_bytes() -> int:
 
 
 def _counted(run: Callable[[], int]) -> tuple[int, int]:
-    """(what this rank says it sent, what the kernel saw it send)."""
+    """(bytes that this rank reports as sent, bytes that the kernel counted)."""
     dist.barrier()
     before = _sent_bytes()
     dist.barrier()
-    own = run()
+    reported = run()
     dist.barrier()
-    seen = _sent_bytes() - before
+    counted = _sent_bytes() - before
     dist.barrier()
-    return own, seen
+    return reported, counted
 
 
 def _collectives() -> dict[str, tuple[int, int]]:
@@ -77,7 +77,7 @@ def _collectives() -> dict[str, tuple[int, int]]:
         "gather": lambda: group.collect(torch.empty(size if group.rank == 0 else 0, 600_000), out),
         "scatter": lambda: group.distribute(out),
     }
-    found = {}
+    counts = {}
     for name, call in calls.items():
         call().wait()  # connections are made at the first use
 
@@ -86,20 +86,20 @@ def _collectives() -> dict[str, tuple[int, int]]:
             pending.wait()
             return pending.sent_bytes
 
-        found[name] = _counted(run)
-    return found
+        counts[name] = _counted(run)
+    return counts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_send_what_they_say(ranks: int) -> None:
-    """A reduce-scatter sends half of an all-reduce, which gloo's own does not."""
+def test_collectives_send_as_many_bytes_as_they_report(ranks: int) -> None:
+    """A reduce-scatter sends half of an all-reduce, unlike gloo's."""
     results = run_ranks(ranks, _collectives)
     sent = {}
     for name in results[0]:
-        said = sum(result[name][0] for result in results)
-        seen = sum(result[name][1] for result in results)
-        assert seen == pytest.approx(said, rel=0.005), name
-        sent[name] = seen
+        reported = sum(result[name][0] for result in results)
+        counted = sum(result[name][1] for result in results)
+        assert counted == pytest.approx(reported, rel=0.005), name
+        sent[name] = counted
     for name, sender in (("gather", lambda rank: rank > 0), ("scatter", lambda rank: rank == 0)):
         assert all((result[name][0] > 0) is sender(rank) for rank, result in enumerate(results)), name
     assert sent["reduce-scatter"] == pytest.approx(sent["all-reduce"] / 2, rel=0.005)
@@ -197,20 +197,20 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
+def test_the_ledger_equals_the_kernels_count(name: str) -> None:
     ranks, changes = RUNS[name]
     nodes = {"LOCAL_WORLD_SIZE": "2"}  # for sums in two levels, and rows in two stages
     results = run_ranks(
         ranks, _training, {**changes, "model": {**MODEL, **changes.get("model", {})}}, timeout=120.0, env=nodes
     )
-    said = sum(own for own, _ in results)
-    seen = sum(seen for _, seen in results)
-    assert said > 500_000
-    assert seen == pytest.approx(said, rel=0.02)  # the rest is barriers
+    reported_total = sum(reported for reported, _ in results)
+    counted = sum(counted for _, counted in results)
+    assert reported_total > 500_000
+    assert counted == pytest.approx(reported_total, rel=0.02)  # the rest is barriers
 
 
 def _sent_of(specs: list[str], *shapes: tuple[int, ...]) -> int:
-    """What the ledger says a rank sends of some gradients."""
+    """The ledger's bytes of a rank for some gradients."""
     size = dist.get_world_size()
     group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
     ledger = Ledger()

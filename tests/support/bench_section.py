@@ -1,4 +1,4 @@
-"""A section of the GPU benchmark whose rows come to different ends; run by tests in a process of its own."""
+"""A section of the GPU benchmark with rows that succeed, fail and crash; run by tests in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def keys(setting: Setting) -> list[str]:
     return ["good", "raises", "dies", "hangs", "gives up", "cut short", "last"]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
-    for key in wanted:
+def measure(setting: Setting, names: Sequence[str], report: RowLog) -> None:
+    for key in names:
         report.begin(key)
         if key == "raises":
             raise MemoryError("out of memory: 3 GiB are missing")

@@ -1,4 +1,4 @@
-"""A random GPT-2 in Hugging Face's form whose tokenizer has a chat template and tokens that mark turns."""
+"""A random GPT-2 in Hugging Face's form with a tokenizer that has a chat template and tokens that mark turns."""
 
 from __future__ import annotations
 

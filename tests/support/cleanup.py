@@ -32,10 +32,10 @@ def heed_signals() -> None:
 
 def have_ended(pids: Iterable[int], patience: float = 20.0) -> bool:
     """Whether processes end within so many seconds."""
-    left, deadline = set(pids), time.monotonic() + patience
-    while (left := {pid for pid in left if not has_ended(pid)}) and time.monotonic() < deadline:
+    running, deadline = set(pids), time.monotonic() + patience
+    while (running := {pid for pid in running if not has_ended(pid)}) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not left
+    return not running
 
 
 def kill_tree(pid: int) -> None:
@@ -52,8 +52,8 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             # pid (name) state parent ...; the name may hold spaces and brackets
             children[int(stat.read_text().rpartition(")")[2].split()[1])].append(int(stat.parent.name))
-    found, waiting = [], [pid]
-    while waiting:
-        waiting += (own := children[waiting.pop()])
-        found += own
-    return found
+    found_pids, pending = [], [pid]
+    while pending:
+        pending += (offspring := children[pending.pop()])
+        found_pids += offspring
+    return found_pids

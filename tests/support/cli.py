@@ -26,7 +26,7 @@ Process = Forked | subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class CliResult:
-    """What a command left behind; a negative exit code is the signal that ended it."""
+    """Exit code and output of a command; a negative exit code is the signal that ended it."""
 
     returncode: int
     stdout: str
@@ -57,7 +57,7 @@ def run_cli(
     """Runs ``python ARGV`` in the repository's folder, as so many ranks or under tools/launch.py.
 
     Args:
-        world_size: processes; several are ranks of one world, whose output is returned one rank after the other.
+        world_size: processes; several are ranks of a world, and their outputs are concatenated in order of ranks.
         argv: the script and its arguments.
         env: environment variables added.
         timeout: seconds; then the command and its children are killed.
@@ -89,9 +89,9 @@ def run_cli(
 
 
 class RankProcesses:
-    """N plain processes of one world, without a launcher that restarts or stops them.
+    """N plain processes of a world, without a launcher that restarts or stops them.
 
-    Use as a context manager: leaving it kills whatever still runs.
+    Use as a context manager: leaving it kills the processes that still run.
     """
 
     def __init__(self, world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -117,13 +117,13 @@ class RankProcesses:
         self.close()
 
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to one rank, or (None) to all of them, one right after the other."""
+        """Sends a signal to a rank, or (None) to all ranks in quick succession."""
         for index, process in enumerate(self.processes):
             if rank in (None, index) and process.poll() is None:
                 process.send_signal(number)
 
     def output(self, rank: int) -> CliResult:
-        """The output of a rank so far; the exit code of one that still runs is given as 0."""
+        """The output of a rank so far; while the rank runs, its exit code is given as 0."""
         return _result(self.processes[rank], Path(self._folder.name), str(rank))
 
     def wait(self, timeout: float = 240.0) -> list[CliResult]:
@@ -141,7 +141,7 @@ class RankProcesses:
         return [self.output(rank) for rank in range(len(self.processes))]
 
     def close(self) -> None:
-        """Kills what still runs and removes the output files."""
+        """Kills running processes and removes the output files."""
         for process in self.processes:
             _kill(process)
         self._folder.cleanup()

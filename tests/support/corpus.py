@@ -82,13 +82,13 @@ def write_sentences(prefix: Path, documents: int = 40, seed: int = 0) -> tuple[P
 
 
 def tiny_t5_flags(data: tuple[Path, Path], **changes: object) -> list[str]:
-    """Flags of a run of ``pretrain_t5.py`` on what ``write_sentences`` wrote, otherwise as ``tiny_bert_flags``."""
+    """Flags of a run of ``pretrain_t5.py`` on data from ``write_sentences``, otherwise as ``tiny_bert_flags``."""
     words: dict[str, Any] = {"vocab_extra_ids": 6, "mask_prob": 0.3, "decoder_seq_length": 12}
     return tiny_bert_flags(data, **{**words, **changes})
 
 
 def tiny_bert_flags(data: tuple[Path, Path], **changes: object) -> list[str]:
-    """Flags of a run of ``pretrain_bert.py`` on what ``write_sentences`` wrote, otherwise as ``tiny_flags``."""
+    """Flags of a run of ``pretrain_bert.py`` on data from ``write_sentences``, otherwise as ``tiny_flags``."""
     prefix, vocab = data
     words: dict[str, Any] = {"tokenizer_type": "BertWordPieceCase", "vocab_size": None, "vocab_file": vocab}
     return tiny_flags(prefix, **{**words, "seq_length": 24, "max_position_embeddings": 24, **changes})

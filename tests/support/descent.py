@@ -37,7 +37,7 @@ def descent_ratio(changes: Changes, masked: bool) -> float:
     the gradient: 1 where the gradient is that of the sum. A collective call when there is a process group.
 
     Exact to the square of the rate: between two steps the mean of the squared norm weighs 3 : 1. The first step moves
-    nothing; losses of experts know its choices in the second one, and those of the second in the third.
+    nothing; losses of experts know its choices in the second step, and those of the second in the third.
     """
     engines = plain_engines(changes, masked)
     batches = _batches(engines, masked)
@@ -51,12 +51,12 @@ def descent_ratio(changes: Changes, masked: bool) -> float:
 def _batches(engines: Engines, masked: bool) -> list[Batch]:
     config, topology = engines.config, engines.topology
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.layout.dp)
-    taken = take_batches(islice(tiny_batches(config, topology, masked), count), count, topology.device)
-    return taken if config.model.predicts_words else [_of_task(engines, batch, masked) for batch in taken]
+    step_batches = take_batches(islice(tiny_batches(config, topology, masked), count), count, topology.device)
+    return step_batches if config.model.predicts_words else [_of_task(engines, batch, masked) for batch in step_batches]
 
 
 def _of_task(engines: Engines, batch: Batch, masked: bool) -> Batch:
-    """Sequences of a task: a sample has one or several, of which the first one counts; where some samples are masked,
+    """Sequences of a task: each sample has at least one, and the first counts; where some samples are masked,
     each third one does not."""
     model, rows = engines.config.model, batch.draw_ids_b.tolist()
     each = model.sequences_per_sample

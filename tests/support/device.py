@@ -1,4 +1,4 @@
-"""What tests of several ranks run on: the CPU over gloo, or one GPU that all ranks share, over NCCL."""
+"""Devices of tests with several ranks: the CPU over gloo, or a GPU that all ranks share, over NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device_of_tests() -> torch.device:
 
 
 def backend_of_tests() -> Literal["nccl", "gloo"]:
-    """What connects the ranks."""
+    """The backend that connects the ranks."""
     return "nccl" if device_of_tests().type == "cuda" else "gloo"
 
 
@@ -30,16 +30,16 @@ def has_8_bit_units() -> bool:
 
 
 def own_device(rank: int) -> torch.device:
-    """This rank's device, made the current one."""
+    """Makes this rank's device the current device and returns it."""
     open_queues()
     return pick_device(backend_of_tests(), rank)
 
 
 def sharing(rank: int) -> dict[str, str]:
-    """What lets NCCL's ranks share a GPU: it takes two of them on one GPU for one, unless their hosts differ."""
+    """Variables that let NCCL's ranks share a GPU: it refuses two ranks of a host on the same GPU."""
     return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def rank_variables(rank: int) -> dict[str, str]:
-    """What a rank of a test needs in its environment."""
+    """Environment variables that a rank of a test needs."""
     return {} if backend_of_tests() == "gloo" else sharing(rank)

@@ -1,4 +1,4 @@
-"""Disks on which there is no room."""
+"""Full disks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """As on a disk that is full after so many bytes. What is started meanwhile keeps the limit."""
+    """Limits files to so many bytes, as on a disk that is then full. Programs started meanwhile keep the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

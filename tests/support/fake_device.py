@@ -1,4 +1,4 @@
-"""A device that runs what it is given later, one after the other, in time that the test moves."""
+"""A device that runs its work later, in order, in simulated time that the test advances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.distributed.clock import DeviceClock
 
 
 class FakeDevice:
-    """One stream. ``now`` is the host's time; ``free`` is when the stream has done all that it was given."""
+    """A stream. ``now`` is the host's time; ``free`` is the time at which the stream has no work left."""
 
     def __init__(self) -> None:
         self.now = 0.0

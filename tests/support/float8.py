@@ -1,4 +1,4 @@
-"""What the kernels of 8-bit floats must satisfy on any device: equality with their pure-torch twins, bit by bit."""
+"""Checks of the kernels of 8-bit floats on any device: equality with the reference implementations, bit by bit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SCALES = (torch.float32, torch.bfloat16, torch.uint8)
 GROUPS = (1, 7, 8, 32, 40, 128, 256, 768, 2048)
 
 
-def message(count: int, form: Float8, scale: torch.dtype, device: str, place: int = 0) -> tuple[Tensor, Tensor]:
+def message(count: int, form: Float8, scale: torch.dtype, device: str, offset: int = 0) -> tuple[Tensor, Tensor]:
     """Codes, from a byte of their memory on, and scales that hold something else."""
-    codes = torch.full((place + count,), 77, dtype=torch.uint8, device=device)[place:]
+    codes = torch.full((offset + count,), 77, dtype=torch.uint8, device=device)[offset:]
     return codes, torch.full((form.scale_count(count),), 7, dtype=scale, device=device)
 
 
-def check(x: Tensor, form: Float8, scale: torch.dtype, seed: int | None = None, place: int = 0) -> None:
-    """Codes, scales and what they decode to equal the twin's."""
+def check(x: Tensor, form: Float8, scale: torch.dtype, seed: int | None = None, offset: int = 0) -> None:
+    """Codes, scales and decoded values equal those of the reference."""
     device = x.device.type
-    codes, scales = message(x.numel(), form, scale, device, place)
+    codes, scales = message(x.numel(), form, scale, device, offset)
     wanted_codes, wanted_scales = message(x.numel(), form, scale, device)
     ops.float8_encode(x, codes, scales, form, seed)
     float8.float8_encode(x, wanted_codes, wanted_scales, form, seed)
@@ -37,10 +37,10 @@ def check(x: Tensor, form: Float8, scale: torch.dtype, seed: int | None = None, 
 def check_decoding(codes: Tensor, scales: Tensor, form: Float8, dtype: torch.dtype) -> None:
     for added, kind in ((0, dtype), (1, torch.float32), (-1, torch.float32)):
         out = noise((codes.numel(),), 5, codes.device.type).to(kind)
-        wanted = out.clone()
+        expected = out.clone()
         ops.float8_decode(codes, scales, out, form, added)
-        float8.float8_decode(codes, scales, wanted, form, added)
-        assert same(out, wanted)
+        float8.float8_decode(codes, scales, expected, form, added)
+        assert same(out, expected)
 
 
 def formats() -> Iterator[tuple[int, Float8, torch.dtype]]:
@@ -59,12 +59,12 @@ def check_formats(device: str, counts: tuple[int, ...]) -> None:
         for count in counts:
             x = noise((count,), number, device) * 2.0 ** (number % 7 * 40 - 120)
             seed = (5 << 40) + 7 if number % 2 else None
-            for given in (x, spoil(x, number)):
-                check(given.to(DTYPES[number % 3]), form, scale, seed)
+            for values in (x, spoil(x, number)):
+                check(values.to(DTYPES[number % 3]), form, scale, seed)
 
 
 def check_codes(device: str, mantissa: int) -> None:
-    """All 256 codes are torch's, and so is what lies on, beside and halfway between the numbers that they stand for."""
+    """All 256 codes equal torch's, for inputs on, beside and halfway between the values of the codes."""
     codes = torch.arange(256, device=device).to(torch.uint8)
     form = Float8(mantissa, 256)
     values = torch.empty(256, device=device)
@@ -76,18 +76,18 @@ def check_codes(device: str, mantissa: int) -> None:
     near = torch.cat([edges, *(torch.nextafter(edges, torch.full_like(edges, end)) for end in (1e9, -1e9))])
     near = torch.cat([near.clamp(-form.most, form.most), torch.tensor([form.most], device=device)])
     form = Float8(mantissa, near.numel())
-    found, scales = message(near.numel(), form, torch.float32, device)
-    ops.float8_encode(near, found, scales, form)
+    encoded, scales = message(near.numel(), form, torch.float32, device)
+    ops.float8_encode(near, encoded, scales, form)
     assert scales.tolist() == [form.most]
-    assert torch.equal(found, near.to(form.dtype).view(torch.uint8))
+    assert torch.equal(encoded, near.to(form.dtype).view(torch.uint8))
 
 
 def check_large_groups(device: str) -> None:
     """Groups that a thread or block does not take alone."""
     x = noise((100_001,), 1, device)
     for group in (20_000, 33_000, 100_001):
-        for given in (x, spoil(x, group)):
-            check(given, Float8(3, group), torch.float32)
+        for values in (x, spoil(x, group)):
+            check(values, Float8(3, group), torch.float32)
         check(x.bfloat16(), Float8(2, group), torch.uint8, 3)
 
 
@@ -95,5 +95,5 @@ def check_unaligned(device: str) -> None:
     """Numbers and codes that do not begin at 16 bytes."""
     for start in (1, 2, 3, 5):
         for dtype in DTYPES:
-            check(noise((3000,), start, device, dtype)[start:], Float8(3, 128), torch.float32, place=start)
-            check(noise((3000,), start, device, dtype)[start:], Float8(2, 100), torch.bfloat16, place=start + 1)
+            check(noise((3000,), start, device, dtype)[start:], Float8(3, 128), torch.float32, offset=start)
+            check(noise((3000,), start, device, dtype)[start:], Float8(2, 100), torch.bfloat16, offset=start + 1)

@@ -1,4 +1,4 @@
-"""Runs a Python program in a fork of a process that has torch imported: what ``Popen`` does, seconds sooner."""
+"""Runs a Python program in a fork of a process that has torch imported: like ``Popen``, but seconds faster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.spawn import context_of_tests
 
 
 class Forked:
-    """A program (``SCRIPT ...`` or ``-m MODULE ...``) in a session of its own, with what tests use of ``Popen``.
+    """A program (``SCRIPT ...`` or ``-m MODULE ...``) in its own session, with the part of ``Popen`` that tests use.
 
-    What a fork cannot show are things of the interpreter itself: its flags, what importing does, how it ends.
+    A fork does not test the interpreter itself: its flags, effects of importing, its end.
 
     Args:
         argv: the program and its arguments, without the interpreter.
@@ -75,7 +75,7 @@ def _run(argv: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: st
 
 
 def interpret(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
-    """What the interpreter does from its start to its end, in a session of its own; a process that forked calls it."""
+    """Runs a program from start to end, as the interpreter does, in its own session; a forked process calls it."""
     die_with_parent()
     os.setsid()
     os.chdir(cwd)
@@ -102,17 +102,17 @@ def _redirect(path: str, flags: int, fd: int) -> None:
 def _exit_code(argv: list[str]) -> int:
     """Runs the program as ``__main__``."""
     sys.modules.pop("__mp_main__", None)
-    own: dict[str, Any] = {"run_name": "__main__"}
+    options: dict[str, Any] = {"run_name": "__main__"}
     try:
         if argv[0] == "-":
             sys.argv, sys.path[:0] = argv, [os.getcwd()]
             exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
         elif argv[0] == "-m":
             sys.argv, sys.path[:0] = argv[1:], [os.getcwd()]
-            runpy.run_module(argv[1], alter_sys=True, **own)
+            runpy.run_module(argv[1], alter_sys=True, **options)
         else:
             sys.argv, sys.path[:0] = argv, [str(Path(argv[0]).resolve().parent)]
-            runpy.run_path(argv[0], **own)
+            runpy.run_path(argv[0], **options)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF

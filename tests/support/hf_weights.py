@@ -1,4 +1,4 @@
-"""Copies a Hugging Face model's weights into ours, and names which gradient belongs to which."""
+"""Copies a Hugging Face model's weights into ours, and maps gradients to parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.models.gpt import GPTStage
 
 
 def gpt2_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:
-    """(our parameter's name, their parameters whose ``to_ours`` is its value) for GPT2LMHeadModel."""
+    """(our parameter's name, their parameters that ``to_ours`` converts to it) for GPT2LMHeadModel."""
     body = theirs.transformer
     yield "embedding.word_embeddings.weight", [body.wte.weight]
     yield "embedding.position_embeddings.weight", [body.wpe.weight]
@@ -30,9 +30,9 @@ def gpt2_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]
     yield "final_layernorm.bias", [body.ln_f.bias]
 
 
-def gpt2_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
-    """GPT-2 stores products' weights transposed, and query, key and value one after the other."""
-    (x,) = parts
+def gpt2_to_ours(name: str, tensors: list[Tensor], heads: int) -> Tensor:
+    """GPT-2 stores products' weights transposed, and query, key and value concatenated."""
+    (x,) = tensors
     if "query_key_value" in name:
         x = x.t() if x.dim() == 2 else x
         rows = x.view(3, heads, -1, *x.shape[1:]).transpose(0, 1)
@@ -65,23 +65,26 @@ def bert_task_pairs(theirs: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _weights_and_biases(modules: list[tuple[str, list[Any]]]) -> Iterator[tuple[str, list[Tensor]]]:
-    for name, parts in modules:
+    for name, modules_of_name in modules:
         for kind in ("weight", "bias"):
-            yield f"{name}.{kind}", [getattr(part, kind) for part in parts]
+            yield f"{name}.{kind}", [getattr(module, kind) for module in modules_of_name]
 
 
 def bert_body_pairs(body: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """The same for what all of Megatron's BERTs have."""
+    """The same for the layers that all of Megatron's BERTs have."""
     yield "embedding.word_embeddings.weight", [body.embeddings.word_embeddings.weight]
     yield "embedding.position_embeddings.weight", [body.embeddings.position_embeddings.weight]
     yield "embedding.tokentype_embeddings.weight", [body.embeddings.token_type_embeddings.weight]
     modules: list[tuple[str, list[Any]]] = [("final_layernorm", [body.encoder.ln])]
     for number, block in enumerate(body.encoder.layer):
         attention = block.attention
-        own = attention.self
+        self_attention = attention.self
         modules += [
             (f"layers.{number}.input_layernorm", [attention.ln]),
-            (f"layers.{number}.self_attention.query_key_value", [own.query, own.key, own.value]),
+            (
+                f"layers.{number}.self_attention.query_key_value",
+                [self_attention.query, self_attention.key, self_attention.value],
+            ),
             (f"layers.{number}.self_attention.dense", [attention.output.dense]),
             (f"layers.{number}.post_attention_layernorm", [block.ln]),
             (f"layers.{number}.mlp.dense_h_to_4h", [block.intermediate.dense]),
@@ -90,11 +93,11 @@ def bert_body_pairs(body: Any) -> Iterator[tuple[str, list[Tensor]]]:
     yield from _weights_and_biases(modules)
 
 
-def bert_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
+def bert_to_ours(name: str, tensors: list[Tensor], heads: int) -> Tensor:
     """BERT keeps query, key and value apart."""
     if "query_key_value" not in name:
-        return parts[0]
-    return torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
+        return tensors[0]
+    return torch.stack([tensor.view(heads, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 2)
 
 
 def llama_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:
@@ -125,11 +128,11 @@ def llama_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]
         yield "output_layer.weight", [theirs.lm_head.weight]
 
 
-def llama_to_ours(name: str, parts: list[Tensor], groups: int) -> Tensor:
-    """Llama keeps apart what is fused here: by group (queries, key, value), and (gate, up)."""
+def llama_to_ours(name: str, tensors: list[Tensor], groups: int) -> Tensor:
+    """Llama keeps these tensors apart, which are fused here: by group (queries, key, value), and (gate, up)."""
     if "query_key_value" in name:
-        by_group = [part.view(groups, -1, part.shape[-1]) for part in parts]
-        return torch.cat(by_group, dim=1).reshape(-1, parts[0].shape[-1])
+        by_group = [tensor.view(groups, -1, tensor.shape[-1]) for tensor in tensors]
+        return torch.cat(by_group, dim=1).reshape(-1, tensors[0].shape[-1])
     if "dense_h_to_4h" in name:
-        return torch.stack(parts)
-    return parts[0]
+        return torch.stack(tensors)
+    return tensors[0]

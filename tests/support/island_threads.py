@@ -1,4 +1,4 @@
-"""Islands of one process each, as threads of the test: they meet at a store, and exchange over gloo."""
+"""Islands of a process each, as threads of the test: they meet at a store, and exchange over gloo."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "precision": {"fp64": True},
     "training": {"global_batch_size": 4, "train_iters": 12},
 }
-"""A model of which a step takes milliseconds."""
+"""A model that takes milliseconds per step."""
 
 
 def merged(*changes: Changes) -> dict[str, dict[str, Any]]:
-    """Changes of a configuration, the later ones over the earlier ones."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in copy.deepcopy(changes):
-        for section, values in one.items():
-            found.setdefault(section, {}).update(values)
-    return found
+    """Merges changes of a configuration; later changes win."""
+    sections: dict[str, dict[str, Any]] = {}
+    for change in copy.deepcopy(changes):
+        for section, values in change.items():
+            sections.setdefault(section, {}).update(values)
+    return sections
 
 
 def batches_of(engines: Engines, first: int = 0) -> Iterator[Batch]:
@@ -59,13 +59,13 @@ def step(engines: Engines, batches: Iterator[Batch], iteration: int) -> float:
     """Takes one step; returns its loss."""
     config, layout = engines.config, engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp * config.islands.islands)
-    taken = take_batches(batches, count, engines.topology.device)
-    return train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss
+    step_batches = take_batches(batches, count, engines.topology.device)
+    return train_step(engines, step_batches, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss
 
 
 @dataclass
 class Island:
-    """What an island has come to.
+    """State and log of an island.
 
     ``told`` are the lines and numbers that its rounds reported.
     """
@@ -76,7 +76,7 @@ class Island:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def tell(self, line: str, values: dict[str, Any]) -> None:
-        """Notes what its rounds report."""
+        """Notes a report of its rounds."""
         self.told.append((line, values))
 
     def say(self, line: str) -> None:
@@ -99,11 +99,11 @@ AfterStep = Callable[[Island, int], None]
 
 
 def build_island(changes: Changes, islands: Islands | None, number: int = 0, count: int = 1) -> Island:
-    """An island with its rounds; without ``islands`` the only one, or one for a reference."""
-    own: Changes = {}
+    """An island with its rounds; without ``islands`` the only island, or an island of a reference."""
+    islands_section: Changes = {}
     if count > 1:
-        own = {"islands": {"islands": count, "island": number, "islands_address": "127.0.0.1:1"}}
-    engines = tiny_engines(merged(SMALL, changes, own))
+        islands_section = {"islands": {"islands": count, "island": number, "islands_address": "127.0.0.1:1"}}
+    engines = tiny_engines(merged(SMALL, changes, islands_section))
     island = Island(engines)
     if engines.outer is not None and (islands is not None or count == 1):
         start, end = engines.plan.activation(Point.OUTER).warmup_iters, engines.config.training.train_iters
@@ -145,22 +145,22 @@ def meet(
     port: int, number: int, count: int, quorum: int | None = None, seconds: float = 10.0, device: str = "cpu"
 ) -> Islands:
     """An island's membership, before it has come to the start."""
-    place = IslandStore("127.0.0.1", port, 10.0)
-    return Islands(place, number, count, quorum or count, seconds, 20.0, None, torch.device(device))
+    store = IslandStore("127.0.0.1", port, 10.0)
+    return Islands(store, number, count, quorum or count, seconds, 20.0, None, torch.device(device))
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], timeout: float = 100.0) -> list[Any]:
-    """What calls return that run at the same time.
+    """Runs calls at the same time and returns their results.
 
     Raises:
-        Exception: what the first of them has raised.
+        Exception: the first exception of any call.
     """
-    found: list[Any] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 
     def run(index: int) -> None:
         try:
-            found[index] = calls[index]()
+            results[index] = calls[index]()
         except BaseException as error:
             errors.append(error)
 
@@ -172,7 +172,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], timeout: float = 100.0) -> li
         assert not thread.is_alive(), "an island hangs"
     if errors:
         raise errors[0]
-    return found
+    return results
 
 
 def train_islands(

@@ -1,4 +1,4 @@
-"""Several islands, each a world of its own, that meet at a store which the test holds."""
+"""Several islands, each with its own world, that meet at a store in the test's process."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class IslandProcesses:
             self.islands.append(self._start(number, (env or {}).get(number)))
 
     def _start(self, number: int, env: Mapping[str, str] | None = None) -> RankProcesses:
-        own = {ISLAND_VARIABLE: str(number), ADDRESS_VARIABLE: f"127.0.0.1:{self._store.port}", **(env or {})}
-        return launch_ranks_cli(self._world_size, [SCRIPT, *self._flags], own)
+        variables = {ISLAND_VARIABLE: str(number), ADDRESS_VARIABLE: f"127.0.0.1:{self._store.port}", **(env or {})}
+        return launch_ranks_cli(self._world_size, [SCRIPT, *self._flags], variables)
 
     def restart(self, number: int) -> None:
         """Starts an island again, after it has ended."""
@@ -81,8 +81,8 @@ def run_islands(islands: int, world_size: int, flags: Sequence[str], timeout: fl
 
 def events(path: Path, kind: str = "train") -> list[dict[str, Any]]:
     """The events of a kind in a file of --log-json-file."""
-    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return [event for event in found if event["kind"] == kind]
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [event for event in records if event["kind"] == kind]
 
 
 def losses(path: Path) -> list[float]:
@@ -91,7 +91,7 @@ def losses(path: Path) -> list[float]:
 
 
 def saved_tensors(root: Path, iteration: int, prefix: str = "") -> dict[str, Tensor]:
-    """The logical tensors of a checkpoint whose names begin with ``prefix``."""
+    """The logical tensors of a checkpoint with names that begin with ``prefix``."""
     folder = root / f"iter_{iteration:07d}"
     reader = ShardReader(folder, read_manifest(folder))
     tensors: dict[str, Any] = {

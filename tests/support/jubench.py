@@ -10,14 +10,14 @@ PATTERNS = {
     "elp_pat": r"elapsed time per iteration \(s\):\s+$jube_pat_fp",
     "jobid": r"Submitted batch job $jube_pat_int",
 }
-"""What is looked for in job.out."""
+"""Patterns for job.out."""
 
 DERIVED = {
     "iterations": "$iter_pat_max",
     "tokens_per_second": "(1.0/$elp_pat_avg)*$global_batch_size*$sequence_length",
     "throughput_in_time": "(20000000/$tokens_per_second)",
 }
-"""What is computed from it, in Python."""
+"""Values computed from the matches, in Python."""
 
 COLUMNS = ("jobid", "iterations", "tflops_pat_avg", "tokens_per_second", "throughput_in_time")
 
@@ -28,7 +28,7 @@ _WORDS = {
 }
 
 
-def found(name: str, log: str) -> list[float]:
+def matches(name: str, log: str) -> list[float]:
     """The numbers that a pattern finds, as JUBE finds them."""
     pattern = PATTERNS[name]
     for word, meaning in _WORDS.items():

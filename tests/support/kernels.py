@@ -1,4 +1,4 @@
-"""What compiled kernels must satisfy on any device: equality with their pure-torch twins, bit by bit where defined."""
+"""Checks of compiled kernels on any device: equality with the reference implementations, bit by bit where defined."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype = t
 
 
 def spoil(x: Tensor, seed: int) -> Tensor:
-    """A few numbers of x replaced by special ones."""
+    """x with a few numbers replaced by special values."""
     flat = x.clone().view(-1)
     generator = torch.Generator().manual_seed(seed)
     for value in SPECIAL:
@@ -46,9 +46,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_codec(
-    x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: int | None, scale: torch.dtype, place: int = 0
+    x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: int | None, scale: torch.dtype, offset: int = 0
 ) -> bool:
-    """Codes, scales, the second tensor and what is decoded equal the twin's.
+    """Codes, scales, the second tensor and decoded values equal those of the reference.
 
     Args:
         place: where codes begin in their memory, in bytes.
@@ -56,14 +56,14 @@ def check_codec(
     Returns:
         Whether codes could be compared. Scales that are made of sums may differ, and then codes do.
     """
-    found = []
+    messages = []
     for run in (_encode_native, _encode_reference):
-        codes = torch.full((place + grid.code_bytes(x.numel()),), 77, dtype=torch.uint8, device=x.device)[place:]
+        codes = torch.full((offset + grid.code_bytes(x.numel()),), 77, dtype=torch.uint8, device=x.device)[offset:]
         scales = torch.full((grid.scale_count(x.numel()),), 7.0, dtype=scale, device=x.device)
         moved = None if other is None else other.clone()
         run(x, moved, codes, scales, grid, role, seed)
-        found.append((codes, scales, moved))
-    (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = found
+        messages.append((codes, scales, moved))
+    (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = messages
     if grid.sums:
         # Sums in another order may round to the neighboring number; then the codes have another grid.
         rtol = 1e-6 if scale == torch.float32 else 2**-7
@@ -82,16 +82,16 @@ def check_codec(
     return True
 
 
-def _encode_native(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *rest: object) -> None:
-    grid, role, seed = rest
+def _encode_native(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *args: object) -> None:
+    grid, role, seed = args
     assert isinstance(grid, Grid)
     assert isinstance(role, Role)
     assert seed is None or isinstance(seed, int)
     ops.quantize_pack(x, codes, scales, grid, role, other, seed)
 
 
-def _encode_reference(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *rest: object) -> None:
-    grid, role, seed = rest
+def _encode_reference(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *args: object) -> None:
+    grid, role, seed = args
     assert isinstance(grid, Grid)
     assert isinstance(role, Role)
     assert seed is None or isinstance(seed, int)
@@ -108,10 +108,10 @@ def _check_decoding(
         return
     for how, kind in ((Role.PLAIN, dtype), (Role.ADD, torch.float32)):
         out = torch.ones(count, dtype=kind, device=codes.device)
-        wanted = out.clone()
+        expected = out.clone()
         ops.unpack_dequantize(codes, scales, out, grid, how)
-        reference.unpack_dequantize(codes, scales, None, wanted, grid, how)
-        assert same(out, wanted)
+        reference.unpack_dequantize(codes, scales, None, expected, grid, how)
+        assert same(out, expected)
 
 
 def grids() -> Iterator[Grid]:
@@ -129,7 +129,7 @@ def grids() -> Iterator[Grid]:
 
 
 def check_usual_codecs(device: str) -> None:
-    """Codecs of group scales on the default levels, for which CUDA has kernels of their own.
+    """Codecs of group scales on the default levels, for which CUDA has separate kernels.
 
     Whole and broken words and warps, numbers and codes in aligned and unaligned memory, with and without noise, every
     dtype, there and back.
@@ -138,37 +138,38 @@ def check_usual_codecs(device: str) -> None:
     for number, (bits, group, count) in enumerate(itertools.product(range(2, 9), (8, 16, 64, 256), (5, 503, 1031))):
         grid = Grid(bits, group=group, kind=GridKind.SYMMETRIC if bits > 3 else GridKind.SIGNED)
         scale = torch.bfloat16 if number % 2 else torch.float32
-        place = 0 if number % 3 == 0 else number % 8
+        offset = 0 if number % 3 == 0 else number % 8
         for dtype in DTYPES:
             x = spoil(noise((count + 1,), number, device, dtype), number)[number % 4 // 3 :]
             for seed in (None, 77):
                 cases += 1
-                compared += check_codec(x, None, grid, Role.PLAIN, seed, scale, place)
-                _check_broken_words(x, grid, seed, scale, place)
-            check_codec(x, None, dataclasses.replace(grid, rotation=64), Role.PLAIN, 77, scale, place)
+                compared += check_codec(x, None, grid, Role.PLAIN, seed, scale, offset)
+                _check_broken_words(x, grid, seed, scale, offset)
+            check_codec(x, None, dataclasses.replace(grid, rotation=64), Role.PLAIN, 77, scale, offset)
     assert compared > 0.9 * cases
 
 
-def _check_broken_words(x: Tensor, grid: Grid, seed: int | None, scale: torch.dtype, place: int) -> None:
-    """What is decoded into memory that begins and ends anywhere equals the twin's."""
-    codes = torch.empty(place + grid.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)[place:]
+def _check_broken_words(x: Tensor, grid: Grid, seed: int | None, scale: torch.dtype, offset: int) -> None:
+    """Values decoded into memory that begins and ends anywhere equal those of the reference."""
+    codes = torch.empty(offset + grid.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)[offset:]
     scales = torch.empty(grid.scale_count(x.numel()), dtype=scale, device=x.device)
     ops.quantize_pack(x, codes, scales, grid, seed=seed)
-    out, wanted = (torch.ones(x.numel() + 9, dtype=x.dtype, device=x.device)[-x.numel() :] for _ in range(2))
+    out, expected = (torch.ones(x.numel() + 9, dtype=x.dtype, device=x.device)[-x.numel() :] for _ in range(2))
     ops.unpack_dequantize(codes, scales, out, grid)
-    reference.unpack_dequantize(codes, scales, None, wanted, grid, Role.PLAIN)
-    assert same(out, wanted)
+    reference.unpack_dequantize(codes, scales, None, expected, grid, Role.PLAIN)
+    assert same(out, expected)
 
 
 def check_topk(x_kn: Tensor, count: int) -> None:
     """The same indices as a stable sort's."""
-    wanted = torch.empty((x_kn.shape[0], count), dtype=torch.int64, device=x_kn.device)
-    reference.abs_topk(x_kn, wanted)
-    assert torch.equal(ops.abs_topk(x_kn, count), wanted)
+    expected = torch.empty((x_kn.shape[0], count), dtype=torch.int64, device=x_kn.device)
+    reference.abs_topk(x_kn, expected)
+    assert torch.equal(ops.abs_topk(x_kn, count), expected)
 
 
 def check_topks(device: str, shapes: Iterable[tuple[int, int]]) -> None:
-    """Numbers apart and with many ties, from none to all of a row; and rows of one number each, as zero and NaN."""
+    """Numbers apart and with many ties, from none to all of a row; and rows with the same number everywhere, as zero
+    and NaN."""
     for seed, (rows, n) in enumerate(shapes):
         x_kn = spoil(noise((rows, n), seed, device), seed)
         for share in (0.0, 0.01, 0.5, 0.99, 1.0):
@@ -185,23 +186,23 @@ def check_places(x_n: Tensor, indices_c: Tensor) -> None:
     assert torch.equal(packed, x_n[indices_c])
     summed = x_n.clone()
     ops.scatter_add_packed(summed, indices_c, packed)
-    wanted = x_n.clone()
-    wanted[indices_c] *= 2
-    assert torch.equal(summed, wanted)
+    expected = x_n.clone()
+    expected[indices_c] *= 2
+    assert torch.equal(summed, expected)
 
 
 def check_dilate(mask_kn: Tensor, radius: int) -> None:
-    wanted = torch.empty_like(mask_kn)
-    reference.dilate(mask_kn, radius, wanted)
-    assert torch.equal(ops.dilate(mask_kn, radius), wanted)
+    expected = torch.empty_like(mask_kn)
+    reference.dilate(mask_kn, radius, expected)
+    assert torch.equal(ops.dilate(mask_kn, radius), expected)
 
 
 def check_norm(x: Tensor) -> None:
     """Sum of squares to 1e-12, and the flag."""
     total, finite = ops.finite_norm(x).tolist()
     assert bool(finite) is bool(torch.isfinite(x).all())
-    wanted = float(x.double().square().sum())
-    assert (math.isnan(total) and math.isnan(wanted)) or math.isclose(total, wanted, rel_tol=1e-12)
+    expected = float(x.double().square().sum())
+    assert (math.isnan(total) and math.isnan(expected)) or math.isclose(total, expected, rel_tol=1e-12)
 
 
 def check_histograms(device: str, counts: Iterable[int]) -> None:
@@ -225,7 +226,7 @@ def check_whole_64s(device: str, bits: int) -> None:
     """Lengths and groups that fill vector registers have a path of their own on some processors."""
     for n in (64, 192, 1024, 4096 + 64):
         plain = noise((n,), n, device)
-        for layout, group in _WHOLE:
+        for layout, group in _WHOLE_KERNELS:
             for kind in GridKind:
                 grid = Grid(bits, layout, group, kind)
                 for x in (plain, spoil(plain, n), plain.bfloat16()):
@@ -234,7 +235,7 @@ def check_whole_64s(device: str, bits: int) -> None:
                 check_codec(plain, plain * 0.9, grid, Role.DELTA, None, torch.bfloat16)
 
 
-_WHOLE = (
+_WHOLE_KERNELS = (
     (ScaleLayout.GROUP, 64),
     (ScaleLayout.GROUP, 128),
     (ScaleLayout.GROUP, 2048),
@@ -245,13 +246,13 @@ _WHOLE = (
 
 def check_places_outside(device: str) -> None:
     """Kernels of CUDA read and write nothing at a broken message's indices; in between, where CPUs do not look."""
-    whole, indices = noise((60,), 1, device), torch.tensor([3, 50, -1, 2**40, 7], device=device)
-    x, packed, wanted = whole[5:55], torch.full((5,), 9.0, device=device), whole.clone()
+    full, indices = noise((60,), 1, device), torch.tensor([3, 50, -1, 2**40, 7], device=device)
+    x, packed, expected = full[5:55], torch.full((5,), 9.0, device=device), full.clone()
     native.operators().gather_packed(x, indices, packed)
     assert packed.tolist() == [float(x[3]), 0.0, 0.0, 0.0, float(x[7])]
-    wanted[[8, 12]] += 2.0
+    expected[[8, 12]] += 2.0
     native.operators().scatter_add_packed(x, indices, torch.full_like(packed, 2.0))
-    assert torch.equal(whole, wanted)
+    assert torch.equal(full, expected)
 
 
 def check_bases(x_knr: Tensor) -> None:
@@ -260,12 +261,12 @@ def check_bases(x_knr: Tensor) -> None:
     gram = q_knr.double().transpose(1, 2) @ q_knr.double()
     torch.testing.assert_close(gram, torch.eye(x_knr.shape[2], device=x_knr.device).double().expand_as(gram), **_CLOSE)
     wide = x_knr.double()
-    left = wide - q_knr.double() @ (q_knr.double().transpose(1, 2) @ wide)
-    assert float(left.norm()) <= 1e-6 * float(wide.norm()) + 1e-300
+    remainder = wide - q_knr.double() @ (q_knr.double().transpose(1, 2) @ wide)
+    assert float(remainder.norm()) <= 1e-6 * float(wide.norm()) + 1e-300
 
 
 def check_extraordinary_bases(device: str) -> None:
-    """Zeros, of which any basis will do; what is not finite stays visible, and spoils no other matrix."""
+    """Any basis of zeros is right; non-finite values stay visible, and spoil no other matrix."""
     x_knr = noise((5, 60, 20), 4, device)
     x_knr[0] = 0.0
     x_knr[1, :, ::3] = 0.0
@@ -278,7 +279,8 @@ def check_extraordinary_bases(device: str) -> None:
 
 
 def check_mixed_bases(device: str, rank: int) -> None:
-    """A matrix with a good factor; one that a late column sends into another round; one whose last column repeats."""
+    """A matrix with a good factor; another that needs another round for a late column; a third with a repeated
+    column."""
     x_knr = noise((3, rank + 20, rank), rank, device)
     x_knr[1, :, rank // 2] = x_knr[1, :, 0] + 1e-3 * x_knr[1, :, rank // 2]
     x_knr[2, :, -1] = x_knr[2, :, 0]
@@ -310,16 +312,16 @@ def check_combined_rows(device: str, dtype: torch.dtype, tokens: int, k: int, wi
     wanted_th, plain_th = (torch.zeros(tokens, width, dtype=torch.float64) for _ in range(2))
     wanted_rh, wanted_tk = torch.zeros(count, width, dtype=torch.float64), torch.zeros(tokens, k, dtype=torch.float64)
     for t, j in ((t, j) for t in range(tokens) for j in range(k)):
-        if (place := int(places_tk[t, j])) < count:
-            row, weight = rows_rh[place].double().cpu(), float(weights_tk[t, j])
+        if (slot := int(places_tk[t, j])) < count:
+            row, weight = rows_rh[slot].double().cpu(), float(weights_tk[t, j])
             wanted_th[t] += weight * row
             plain_th[t] += row
-            wanted_rh[place] = weight * grad_th[t].double().cpu()
+            wanted_rh[slot] = weight * grad_th[t].double().cpu()
             wanted_tk[t, j] = row @ grad_th[t].double().cpu()
-    for weights, wanted in ((weights_tk, wanted_th), (None, plain_th)):
+    for weights, expected in ((weights_tk, wanted_th), (None, plain_th)):
         out_th = torch.full((tokens, width), 7.0, device=device, dtype=dtype)
         ops.combine_rows(rows_rh, places_tk, weights, out_th)
-        torch.testing.assert_close(out_th.double().cpu(), wanted, **near)
+        torch.testing.assert_close(out_th.double().cpu(), expected, **near)
     grad_rh, grad_tk = ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)
     assert (grad_rh.dtype, grad_tk.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(grad_rh.double().cpu(), wanted_rh, **near)
@@ -333,7 +335,7 @@ def check_cross_entropy(logits_tv: Tensor, valid: int, labels_t: Tensor, weights
     """Losses and gradients, in one pass and from two halves of the vocabulary, against torch's in fp64.
 
     Args:
-        logits_tv: of any type; what lies beyond the valid columns must not matter.
+        logits_tv: of any type; columns beyond the valid ones must not matter.
         valid: columns that count.
         labels_t: below ``valid``.
         weights_t: fp32, of each token in the sum.
@@ -342,11 +344,11 @@ def check_cross_entropy(logits_tv: Tensor, valid: int, labels_t: Tensor, weights
     losses = torch.nn.functional.cross_entropy(exact, labels_t, reduction="none")
     (losses * weights_t.double()).sum().backward()
     assert exact.grad is not None
-    wanted = torch.nn.functional.pad(exact.grad, (0, logits_tv.shape[1] - valid))
-    place = float(torch.logsumexp(exact.detach(), dim=1).abs().max()) * 2**-22  # of a log-sum-exp in fp32, twice
+    expected = torch.nn.functional.pad(exact.grad, (0, logits_tv.shape[1] - valid))
+    place_value = float(torch.logsumexp(exact.detach(), dim=1).abs().max()) * 2**-22  # of a log-sum-exp in fp32, twice
     rounding = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[logits_tv.dtype]
-    near: dict[str, Any] = {"rtol": rounding + place, "atol": 2e-6 + place}
-    losses_near: dict[str, Any] = {"rtol": 0, "atol": 4e-6 + place}
+    near: dict[str, Any] = {"rtol": rounding + place_value, "atol": 2e-6 + place_value}
+    losses_near: dict[str, Any] = {"rtol": 0, "atol": 4e-6 + place_value}
 
     def stats() -> tuple[Tensor, Tensor]:
         lse_t, target_t = (torch.full(labels_t.shape, 7.0, device=logits_tv.device) for _ in range(2))
@@ -356,27 +358,27 @@ def check_cross_entropy(logits_tv: Tensor, valid: int, labels_t: Tensor, weights
     grad_tv = logits_tv.clone()
     ops.cross_entropy(grad_tv, labels_t, valid, lse_t, target_t, weights_t)
     torch.testing.assert_close((lse_t - target_t).double(), losses.detach(), **losses_near)
-    torch.testing.assert_close(grad_tv.double(), wanted, **near)
+    torch.testing.assert_close(grad_tv.double(), expected, **near)
     assert not grad_tv[:, valid:].any()
 
     cut = logits_tv.shape[1] // 2
-    parts = [
+    shards = [
         (logits_tv[:, :cut].contiguous(), 0, min(valid, cut)),
         (logits_tv[:, cut:].contiguous(), cut, max(valid - cut, 0)),
     ]
-    found = []
-    for part_tv, first, counts in parts:
+    results = []
+    for part_tv, first, counts in shards:
         local_t = torch.where((labels_t >= first) & (labels_t < first + counts), labels_t - first, -1)
         before_tv = part_tv[:, :counts].clone()
-        found.append((*stats(), local_t))
-        ops.cross_entropy(part_tv, local_t, counts, *found[-1][:2])
+        results.append((*stats(), local_t))
+        ops.cross_entropy(part_tv, local_t, counts, *results[-1][:2])
         assert torch.equal(part_tv[:, :counts], before_tv)
-    whole_t = torch.logsumexp(torch.stack([lse for lse, _, _ in found]), dim=0)
-    split_t = whole_t - sum(target for _, target, _ in found)
+    whole_t = torch.logsumexp(torch.stack([lse for lse, _, _ in results]), dim=0)
+    split_t = whole_t - sum(target for _, target, _ in results)
     torch.testing.assert_close(split_t.double(), losses.detach(), **losses_near)
-    for (part_tv, _, counts), (_, _, local_t) in zip(parts, found, strict=True):
+    for (part_tv, _, counts), (_, _, local_t) in zip(shards, results, strict=True):
         ops.cross_entropy(part_tv, local_t, counts, whole_t, None, weights_t)
-    torch.testing.assert_close(torch.cat([part for part, _, _ in parts], dim=1).double(), wanted, **near)
+    torch.testing.assert_close(torch.cat([gradient for gradient, _, _ in shards], dim=1).double(), expected, **near)
 
 
 def check_cross_entropies(device: str, dtype: torch.dtype, tokens: int, columns: int, valid: int, scale: float) -> None:

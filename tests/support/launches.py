@@ -1,6 +1,6 @@
-"""A pretended device that loads kernels late: it notes each launch, and the first ones beside a pending receive.
+"""A pretended device that loads kernels late: it notes each launch, and first launches beside a pending receive.
 
-CUDA loads a kernel's code at its first launch, which can wait for what runs on the device, and NCCL's receives run
+CUDA loads a kernel's code at its first launch, which can wait for running kernels, and NCCL's receives run
 there from the moment they are posted until their message comes. On a CPU both are pretended: a launch is an operator of
 torch with the dtypes, shapes and strides of its tensors, loaded once it has run; a receive is pending from its posting
 until the host knows that it is done.
@@ -31,7 +31,7 @@ _MESSAGES = frozenset({"c10d.send", "c10d.recv_"})
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Notes what is launched in this thread while it is active.
+    """Notes launches in this thread while it is active.
 
     Attributes:
         violations: launches that were the first of their kind while a receive was pending.
@@ -73,7 +73,7 @@ class PretendedDevice(TorchDispatchMode):
         return pending
 
     def waited(self, pending: Pending) -> None:
-        """What is launched from now on comes behind a receive; the host goes on at once."""
+        """Later launches come behind a receive; the host goes on at once."""
         self._waited.add(id(pending))
 
     def settled(self, pending: Pending) -> None:
@@ -85,9 +85,9 @@ class PretendedDevice(TorchDispatchMode):
 
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
-    """Makes this rank's CPU a device that loads kernels late; engines built inside behave as on one."""
+    """Makes this rank's CPU a device that loads kernels late; engines built inside behave as on such a device."""
     device = PretendedDevice()
-    recv, wait, synchronize, made = Group.recv, Pending.wait, Pending.synchronize, PipelineEngine.__init__
+    recv, wait, synchronize, init = Group.recv, Pending.wait, Pending.synchronize, PipelineEngine.__init__
 
     def posting(self: Group, x: Tensor, src: int, tag: int = 0) -> Pending:
         return device.posted(recv(self, x, src, tag))
@@ -101,7 +101,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
         device.settled(self)
 
     def late(self: PipelineEngine, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
+        init(self, *args, **kwargs)
         self.loads_kernels_lazily = True
 
     patches = (

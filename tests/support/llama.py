@@ -1,5 +1,5 @@
 """A random Llama in Hugging Face's form with a SentencePiece tokenizer: begin and end tokens that differ, a dummy
-prefix, characters of several tokens, and words that are one token or several."""
+prefix, characters of several tokens, and words of several tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for LSF: a `bsub` that reads a script's #BSUB lines and does what they say, on this machine.
+"""A stand-in for LSF: a `bsub` that reads a script's #BSUB lines and obeys them, on this machine.
 
 It knows the options that our scripts use and refuses others: -J name, -n slots, -R span[ptile=K], -W [hours:]minutes,
 -wt and -wa (a signal to the script before the limit), -Q (exit values that start the job again), -o file, and -gpu, -x
@@ -32,7 +32,7 @@ exit "$status"
 
 @dataclass
 class Job:
-    """What a script asks for.
+    """Options of a job script.
 
     Args:
         options: values of its options, as written.
@@ -75,19 +75,19 @@ def read_job(script: Path) -> Job:
                 job.options[name] = words.pop(0)
             else:
                 raise ValueError(f"bsub: {name} in {line!r}: unknown, or without its value")
-    given = job.options
-    job.slots = int(given.get("-n", "1"))
-    span = re.fullmatch(r"span\[ptile=(\d+)\]", given.get("-R", "span[ptile=1]"))
+    options = job.options
+    job.slots = int(options.get("-n", "1"))
+    span = re.fullmatch(r"span\[ptile=(\d+)\]", options.get("-R", "span[ptile=1]"))
     if span is None:
-        raise ValueError(f"bsub: -R {given['-R']}: not understood")
+        raise ValueError(f"bsub: -R {options['-R']}: not understood")
     job.per_host = int(span[1])
-    hours, _, minutes = given.get("-W", "1:00").rpartition(":")
+    hours, _, minutes = options.get("-W", "1:00").rpartition(":")
     job.limit_s = (int(hours or 0) * 60 + int(minutes)) * 60.0
-    job.warning_s = float(given.get("-wt", "0")) * 60.0
-    job.warning = given.get("-wa", "")
+    job.warning_s = float(options.get("-wt", "0")) * 60.0
+    job.warning = options.get("-wa", "")
     if job.warning and not hasattr(signal, f"SIG{job.warning}"):
         raise ValueError(f"bsub: -wa {job.warning}: no signal is called so")
-    job.requeue = frozenset(int(value) for value in given.get("-Q", "").split())
+    job.requeue = frozenset(int(value) for value in options.get("-Q", "").split())
     return job
 
 
@@ -114,15 +114,19 @@ def run_job(
     (folder / "hosts").write_text("".join(f"{host}\n" * job.per_host for host in job.hosts))
     (folder / "blaunch").write_text(_BLAUNCH)
     (folder / "blaunch").chmod(0o755)
-    own = {"LSB_JOBID": "4711", "LSB_DJOB_HOSTFILE": str(folder / "hosts"), "LSB_JOBNAME": job.options.get("-J", "")}
-    own["LC_ALL"] = "C"  # bash complains of a locale that is not installed
+    variables = {
+        "LSB_JOBID": "4711",
+        "LSB_DJOB_HOSTFILE": str(folder / "hosts"),
+        "LSB_JOBNAME": job.options.get("-J", ""),
+    }
+    variables["LC_ALL"] = "C"  # bash complains of a locale that is not installed
     values: list[int] = []
     repo = Path(__file__).resolve().parents[2]
     with (folder / job.options.get("-o", "out").replace("%J", "4711")).open("ab") as out:
         for limit in limits_s:
             process = subprocess.Popen(
                 ["bash", str(script)],
-                env={**os.environ, **env, **own, "PATH": f"{folder}:{env.get('PATH', os.environ['PATH'])}"},
+                env={**os.environ, **env, **variables, "PATH": f"{folder}:{env.get('PATH', os.environ['PATH'])}"},
                 stdout=out,
                 stderr=out,
                 cwd=repo,

@@ -1,4 +1,5 @@
-"""Machines as others may be: two in network namespaces, joined by a wire (Linux, root), and one with Debian's names."""
+"""Machines as others may be: two in network namespaces, joined by a wire (Linux, root), and a third with Debian's
+names."""
 
 from __future__ import annotations
 
@@ -65,9 +66,9 @@ def _address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """The machines; what runs there when they are left is killed.
+    """The machines; processes that still run there at the end are killed.
 
-    The first one's name resolves to its address, the second one's to a loopback address.
+    The first name resolves to its address, the second to a loopback address.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and ip, to make network namespaces")
@@ -79,7 +80,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             _ip("netns", "add", machine.name)
             folder.mkdir(parents=True)
             # ``ip netns exec`` puts it in the place of /etc/hosts.
-            address = "127.0.1.1" if machine is machines[1] else machine.address  # the second one's is as in Debian
+            address = "127.0.1.1" if machine is machines[1] else machine.address  # as in Debian
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n")
         first, second = machines
         wire = ("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second.name)

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: each is a host of its own to NCCL, which then connects them over sockets."""
+"""Several NCCL ranks on a GPU: NCCL takes each for a separate host, which then connects them over sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_CHANNEL = {
     "NCCL_NSOCKS_PERTHREAD": "1",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-"""Makes NCCL's sockets as slow as one stream of bytes, so that large messages saturate them."""
+"""Makes NCCL's sockets as slow as a single stream of bytes, so that large messages saturate them."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def turn_on_the_gpu(alone: bool) -> Iterator[None]:
 
 
 def be_a_host() -> None:
-    """Sets what NCCL looks at; before the process group is made."""
+    """Sets NCCL's variables; call it before the process group is made."""
     os.environ.update(sharing(int(os.environ["RANK"])))
 
 

@@ -1,6 +1,6 @@
-"""Imported last by the process that ranks are forked from: what it has made is not made again by each of them.
+"""Imported last by the process that ranks are forked from: ranks inherit its caches.
 
-That is what programs keep between calls, as their parsers and the digest of the package. And what has been imported is
+Programs keep parsers and the digest of the package between calls. Imported objects are
 no garbage of a rank's: otherwise its collections would walk over all of torch, and copy every page that they count on.
 """
 

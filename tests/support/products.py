@@ -20,10 +20,10 @@ need_products = pytest.mark.skipif(
 
 
 @contextmanager
-def products_chosen(own: bool) -> Iterator[list[str]]:
-    """Own products or torch's, whatever the environment asks for; yields the names of the operators that are called.
+def products_chosen(ours: bool) -> Iterator[list[str]]:
+    """Own products or torch's, regardless of the environment; yields the names of the operators called.
 
-    Own ones are taken from a size of 1 on, on every processor.
+    Own products are used from a size of 1 on, on every processor.
     """
     assert native.problem() is None
     assert native.operators().multiplies()
@@ -32,10 +32,10 @@ def products_chosen(own: bool) -> Iterator[list[str]]:
     class Operators:
         def __getattr__(self, name: str) -> Callable[..., object]:
             calls.append(name)
-            found: Callable[..., object] = getattr(torch.ops.megatron_cc, name)
-            return found
+            operator: Callable[..., object] = getattr(torch.ops.megatron_cc, name)
+            return operator
 
-    chosen = mock.patch.object(products, "own_products", return_value=own)
+    chosen = mock.patch.object(products, "own_products", return_value=ours)
     from_here = mock.patch.object(products, "smallest_product", return_value=1)
     with chosen, from_here, mock.patch.object(native, "operators", Operators):
         yield calls

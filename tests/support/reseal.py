@@ -1,4 +1,4 @@
-"""Changes the documents of a checkpoint, as one who knows the format would."""
+"""Changes the documents of a checkpoint and makes its digests match."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Roundings(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not func.__name__.split(".")[0].endswith(("empty", "empty_like", "empty_strided", "new_empty_strided")):
             written = _written(func, args, kwargs, result)
-            if any(x.is_floating_point() and x.dtype != torch.float64 and not _whole(x) for x in written):
+            if any(x.is_floating_point() and x.dtype != torch.float64 and not _is_integral(x) for x in written):
                 self.places.add(f"{_caller()} {func}")
         return result
 
@@ -44,15 +44,15 @@ class Roundings(TorchDispatchMode):
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[Tensor]:
     """The tensors that an operation has made or changed; no views."""
     schema = func._schema
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    changed = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    made = result if isinstance(result, tuple) else (result,)
+    arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    results = result if isinstance(result, tuple) else (result,)
     copied = func is torch.ops.aten.lift_fresh.default  # ``torch.tensor`` of Python's numbers
-    fresh = [x for x, r in zip(made, schema.returns, strict=False) if copied or r.alias_info is None]
+    fresh = [x for x, r in zip(results, schema.returns, strict=False) if copied or r.alias_info is None]
     yield from (x for x in tree_leaves([changed, fresh]) if isinstance(x, Tensor))
 
 
-def _whole(x: Tensor) -> bool:
+def _is_integral(x: Tensor) -> bool:
     x = x.detach()
     return bool((x.isinf() | (x == x.round())).all())
 
@@ -81,9 +81,9 @@ def roundings(changes: Mapping[str, Mapping[str, Any]]) -> set[str]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.layout.dp)
     batches = tiny_batches(config, topology, masked=True)
     steps = [take_batches(batches, count, topology.device) for _ in range(3)]
-    with Roundings() as found:
+    with Roundings() as recorder:
         for number in range(2):
             assert not train_step(engines, steps[number], number, 1e-3, 0.1).skipped_iterations
         evaluation_step(engines, steps[2])
-    # Buckets of distances are whole numbers, which must be those of other implementations: see there.
-    return {place for place in found.places if not place.startswith("models/disentangled.py")}
+    # Buckets of distances are whole numbers, which must equal those of other implementations: see there.
+    return {line for line in recorder.places if not line.startswith("models/disentangled.py")}

@@ -53,8 +53,8 @@ def serving(saved: Path, *flags: str, ranks: int = 1) -> Iterator[Client]:
     process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = next(m for line in process.stdout if (m := re.search(r"at http://([\d.]+):(\d+)", line)))
-        yield Client(process, found[1], int(found[2]))
+        address = next(m for line in process.stdout if (m := re.search(r"at http://([\d.]+):(\d+)", line)))
+        yield Client(process, address[1], int(address[2]))
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -1,4 +1,4 @@
-"""``share_gpu.py SCRIPT ARGUMENTS``: a script as one of the ranks that a launcher started, which share a GPU."""
+"""``share_gpu.py SCRIPT ARGUMENTS``: runs a script as a rank that a launcher started, on a GPU that the ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bit per number: the sign of the change since a sample's last visit, times the mean magnitude of the change."""
+"""A bit per number: the sign of the change since a sample's last visit, times the mean magnitude of the change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SignDeltaConfig:
 
 
 class SignDelta(Codec):
-    """Both ends keep, for each sample, what the receiver got last (m). A visit sends d = x - decay m as sign(d) and
+    """Both ends keep, for each sample, the last value received (m). A visit sends d = x - decay m as sign(d) and
     mean |d|; both ends then remember decay m + mean |d| sign(d). A first visit sends x as it is."""
 
     config: SignDeltaConfig
@@ -56,23 +56,25 @@ class SignDelta(Codec):
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        known = self._visit(key, shape, state)
-        state.queue(_CACHE).append(known)
-        nbytes = sum(_nbytes(_row(shape), dtype, is_known) for is_known in known)
+        seen_before = self._visit(key, shape, state)
+        state.queue(_CACHE).append(seen_before)
+        nbytes = sum(_nbytes(_row(shape), dtype, is_known) for is_known in seen_before)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         cache, wires = self._cache(state), []
-        for place, (sample, known) in enumerate(zip(_samples(key), self._visit(key, x.shape, state), strict=True)):
-            own = x.select(1, place)
-            if known:
+        for index, (sample, seen_before) in enumerate(
+            zip(_samples(key), self._visit(key, x.shape, state), strict=True)
+        ):
+            x_sample = x.select(1, index)
+            if seen_before:
                 base = self._base(cache, sample)
-                difference = own.to(base.dtype) - base
+                difference = x_sample.to(base.dtype) - base
                 scale = difference.abs().mean().view(1)
                 wires.append(torch.cat([scale.float().view(torch.uint8), _pack(difference >= 0)]))
                 got = self._apply(base, wires[-1], x.dtype)
             else:
-                got = own.clone(memory_format=torch.contiguous_format)
+                got = x_sample.clone(memory_format=torch.contiguous_format)
                 wires.append(got.clone().view(-1).view(torch.uint8))
             cache.store(sample, got)
         return Payload(torch.cat(wires))
@@ -81,10 +83,10 @@ class SignDelta(Codec):
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
         cache, rows, row, start = self._cache(state), [], _row(shape), 0
-        for sample, known in zip(_samples(key), state.queue(_CACHE).popleft(), strict=True):
-            wire = payload.wire[start : start + _nbytes(row, dtype, known)].clone()  # aligned
+        for sample, seen_before in zip(_samples(key), state.queue(_CACHE).popleft(), strict=True):
+            wire = payload.wire[start : start + _nbytes(row, dtype, seen_before)].clone()  # aligned
             start += wire.numel()
-            got = self._apply(self._base(cache, sample), wire, dtype) if known else wire.view(dtype).view(row)
+            got = self._apply(self._base(cache, sample), wire, dtype) if seen_before else wire.view(dtype).view(row)
             cache.store(sample, got)
             rows.append(got)
         return torch.stack(rows, dim=1)
@@ -96,12 +98,12 @@ class SignDelta(Codec):
         return [self._cache(state).visit(sample, _row(shape).numel()) for sample in _samples(key)]
 
     def _base(self, cache: SampleCache, sample: int) -> Tensor:
-        """What a difference is taken from, in fp32 (or fp64)."""
-        held = cache.row(sample)
-        return held.to(torch.promote_types(held.dtype, torch.float32)) * self.config.decay
+        """The base of a difference, in fp32 (or fp64)."""
+        base = cache.row(sample)
+        return base.to(torch.promote_types(base.dtype, torch.float32)) * self.config.decay
 
     def _apply(self, base: Tensor, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the receiver gets; the sender computes it from the same bytes."""
+        """The received value; the sender computes it from the same bytes."""
         scale = wire[:4].clone().view(torch.float32).to(base.dtype)
         signs = _unpack(wire[4:], base.numel()).view(base.shape)
         return (base + torch.where(signs, scale, -scale)).to(dtype)
@@ -117,8 +119,8 @@ def _row(shape: torch.Size) -> torch.Size:
     return torch.Size((shape[0], *shape[2:]))
 
 
-def _nbytes(row: torch.Size, dtype: torch.dtype, known: bool) -> int:
-    return 4 + -(-row.numel() // 8) if known else row.numel() * dtype.itemsize
+def _nbytes(row: torch.Size, dtype: torch.dtype, seen_before: bool) -> int:
+    return 4 + -(-row.numel() // 8) if seen_before else row.numel() * dtype.itemsize
 
 
 def _pack(bits: Tensor) -> Tensor:

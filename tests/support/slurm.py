@@ -16,11 +16,11 @@ _START_SECONDS = 30.0
 
 
 class NoSlurm(Exception):
-    """It is not installed, or not permitted; one that is and does not start is an error."""
+    """Slurm is not installed, or not permitted; an installed Slurm that does not start is an error."""
 
 
 class Slurm:
-    """A context manager; ``env`` is what its commands need.
+    """A context manager; ``env`` is the environment of its commands.
 
     Args:
         folder: of everything it writes.
@@ -124,7 +124,7 @@ class Slurm:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in (self.folder / "log").iterdir())
 
     def call(self, *words: str) -> str:
-        """What a command printed; nothing when it failed."""
+        """Output of a command; empty when it failed."""
         return subprocess.run(words, env=self.env, capture_output=True, text=True).stdout
 
     def submit(self, script: Path, options: Sequence[str], arguments: Sequence[str], env: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""Runs a function on N ranks, and says what every rank did when one of them did not come back.
+"""Runs a function on N ranks, and reports on every rank when a rank fails or hangs.
 
 Ranks are forked from a server process that has torch imported already (``forkserver``), so four of them start
 in a fraction of a second instead of several. They meet at a store that this process holds, on a port that the
@@ -33,7 +33,7 @@ STACK_SIGNAL = signal.SIGQUIT
 """Asks a rank for its stack; no test uses it for anything else."""
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may go on once one has failed: long enough to notice a closed connection."""
+"""How long the other ranks may go on after a failure: long enough to notice a closed connection."""
 
 LOG_TAIL_CHARACTERS = 3000
 
@@ -49,7 +49,7 @@ PRELOAD = (
     "tests.support.cli",
     "tests.support.corpus",
     "tests.support.tiny",
-    "tests.support.preloaded",  # the last one
+    "tests.support.preloaded",  # must be last
 )
 
 
@@ -122,7 +122,7 @@ def rendezvous_env(world_size: int, port: int) -> dict[str, str]:
 
 
 def context_of_tests() -> Any:
-    """A start method for ranks: ``forkserver``, or what MEGATRON_TEST_START_METHOD says."""
+    """A start method for ranks: ``forkserver``, unless MEGATRON_TEST_START_METHOD names another."""
     method = os.environ.get("MEGATRON_TEST_START_METHOD", "forkserver")
     if method not in multiprocessing.get_all_start_methods():
         method = "spawn"
@@ -133,7 +133,7 @@ def context_of_tests() -> Any:
 
 
 def _rank_main(rank: int, world_size: int, folder_name: str, env: dict[str, str], timeout: float, init: bool) -> None:
-    """The body of one rank; leaves ``result<rank>`` or ``error<rank>`` in the folder."""
+    """The body of a rank; leaves ``result<rank>`` or ``error<rank>`` in the folder."""
     folder = Path(folder_name)
     die_with_parent()
     _redirect_output(folder / f"log{rank}")
@@ -182,10 +182,10 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> tuple[int | Non
     deadline = time.monotonic() + timeout
     first_failed: int | None = None
     while running := {p.sentinel: r for r, p in enumerate(processes) if p.exitcode is None}:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             break
-        for sentinel in connection.wait(list(running), left):
+        for sentinel in connection.wait(list(running), seconds_left):
             rank = running[sentinel]
             processes[rank].join()
             failed = processes[rank].exitcode != 0 or not (folder / f"result{rank}").exists()
@@ -210,12 +210,12 @@ def _report(
 ) -> str:
     name = getattr(fn, "__name__", repr(fn))
     why = f"did not finish in {timeout:g} s" if first_failed is None else f"failed, rank {first_failed} first"
-    parts = [f"{name} on {len(processes)} ranks {why}"]
+    sections = [f"{name} on {len(processes)} ranks {why}"]
     for rank, process in enumerate(processes):
         state = _state(process.exitcode, rank in late, folder / f"error{rank}", folder / f"result{rank}")
-        parts.append(f"--- rank {rank}: {state}")
-        parts += [_tail(folder / f"{kind}{rank}", kind) for kind in ("error", "stack", "log")]
-    return "\n".join(part for part in parts if part)
+        sections.append(f"--- rank {rank}: {state}")
+        sections += [_tail(folder / f"{kind}{rank}", kind) for kind in ("error", "stack", "log")]
+    return "\n".join(section for section in sections if section)
 
 
 def _state(exitcode: int, late: bool, error: Path, result: Path) -> str:

@@ -1,8 +1,8 @@
-"""Ranks as threads on pretended devices, whose messages and kernels wait for each other as on CUDA with NCCL.
+"""Ranks as threads on pretended devices: messages and kernels wait for each other as on CUDA with NCCL.
 
 A receive and a send occupy their rank's device from the moment they are issued until their peer has issued the other.
-Those with one peer in one group are carried out strictly in the order issued. The first launch of a kernel waits until
-nothing of its rank is left on its device. When every rank waits, the run is a deadlock.
+Those with the same peer in the same group are carried out strictly in the order issued. The first launch of a kernel
+waits until nothing of its rank is left on its device. When every rank waits, the run is a deadlock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.distributed.group import Group, Pending
 
 
 class DeadlockError(Exception):
-    """All ranks wait for each other; the message says for what."""
+    """All ranks wait for each other; the message names the operations."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class InFlightFragment:
 
 @dataclass
 class Fabric:
-    """All devices of a run, and what connects them."""
+    """All devices of a run, and their connections."""
 
     ranks: int
     lock: threading.Condition = field(default_factory=threading.Condition)
@@ -49,25 +49,25 @@ class Fabric:
     """Of a group, a rank and its peer."""
 
     def issue(self, flight: InFlightFragment, group: str, peer: int) -> None:
-        """Puts a message on its rank's device, and carries out what has found its other end."""
+        """Puts a message on its rank's device, and carries out messages with both ends issued."""
         with self.lock:
-            own, other = self.streams[group, flight.rank, peer], self.streams[group, peer, flight.rank]
-            own.append(flight)
-            while own and other and own[0].receives != other[0].receives:
-                receive, send = sorted((own.popleft(), other.popleft()), key=lambda end: not end.receives)
+            stream, other = self.streams[group, flight.rank, peer], self.streams[group, peer, flight.rank]
+            stream.append(flight)
+            while stream and other and stream[0].receives != other[0].receives:
+                receive, send = sorted((stream.popleft(), other.popleft()), key=lambda end: not end.receives)
                 assert receive.tag == send.tag, f"{receive.what} and {send.what} do not belong together"
                 receive.x.copy_(send.x)
                 receive.done = send.done = True
             self.lock.notify_all()
 
-    def wait(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
+    def wait(self, rank: int, operation: str, ready: Callable[[], bool]) -> None:
         """Blocks a rank.
 
         Raises:
             DeadlockError: when no rank can go on.
         """
         with self.lock:
-            self.waiting[rank] = (what, ready)
+            self.waiting[rank] = (operation, ready)
             while not ready():
                 self._look()
                 if self.stuck is not None:
@@ -86,16 +86,16 @@ class Fabric:
         """Notes a deadlock: every rank that has not ended waits, and none of them can go on."""
         all_wait = self.waiting and len(self.waiting) == self.ranks - self.left
         if all_wait and self.stuck is None and not any(ready() for _, ready in self.waiting.values()):
-            self.stuck = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in sorted(self.waiting.items()))
+            self.stuck = "; ".join(f"rank {rank}: {operation}" for rank, (operation, _) in sorted(self.waiting.items()))
             self.lock.notify_all()
 
 
 class SpinningDevice:
-    """One rank's device.
+    """A rank's device.
 
     Attributes:
-        violations: kernels that were launched for the first time beside a receive of which the host did not know that
-            it was done.
+        violations: kernels that were launched for the first time beside a receive not yet known to
+            the host as done.
         ahead: most receives that were pending at a launch.
     """
 
@@ -113,8 +113,8 @@ class SpinningDevice:
         if kernel in self.loaded:
             return
         self.violations += [f"{kernel} beside {flight.what}" for flight in receives[:1]]
-        what = f"loads {kernel} behind " + ", ".join(flight.what for flight in self.flights if not flight.done)
-        self.fabric.wait(self.rank, what, lambda: all(flight.done for flight in self.flights))
+        message = f"loads {kernel} behind " + ", ".join(flight.what for flight in self.flights if not flight.done)
+        self.fabric.wait(self.rank, message, lambda: all(flight.done for flight in self.flights))
         self.loaded.add(kernel)
 
     def put(self, flight: InFlightFragment, group: str, peer: int) -> Pending:
@@ -131,7 +131,7 @@ class _Work:
     flight: InFlightFragment
 
     def wait(self) -> None:
-        """What is computed from now on waits on the device. The host goes on, and need not know when that is over."""
+        """Later kernels wait on the device. The host goes on, and need not know when that is over."""
         self.device.fabric.wait(self.device.rank, self.flight.what, lambda: self.flight.done)
 
     def is_completed(self) -> bool:
@@ -141,8 +141,8 @@ class _Work:
 class _SpinningPending(Pending):
     """Remembers its flight beyond ``wait``."""
 
-    def __init__(self, work: _Work, sent_bytes: int, what: str) -> None:
-        super().__init__(work, sent_bytes, what)
+    def __init__(self, work: _Work, sent_bytes: int, label: str) -> None:
+        super().__init__(work, sent_bytes, label)
         self.spinning = work
 
     def synchronize(self) -> None:
@@ -154,7 +154,7 @@ class _SpinningPending(Pending):
 
 
 class SpinningLink(Group):
-    """A pipeline's ranks, with a process group for the messages to higher ranks and one for those to lower ones."""
+    """A pipeline's ranks, with a process group for messages to higher ranks and another for messages to lower ranks."""
 
     def __init__(self, device: SpinningDevice, size: int, name: str) -> None:
         super().__init__(None, tuple(range(size)), device.rank, name, "none")
@@ -167,8 +167,8 @@ class SpinningLink(Group):
         return self._put(True, x, src, tag, upwards=src < self.rank)
 
     def _put(self, receives: bool, x: Tensor, peer: int, tag: int, upwards: bool) -> Pending:
-        what = f"{'receive from' if receives else 'send to'} rank {peer} at {self.name} {tag}"
-        return self.device.put(InFlightFragment(self.rank, receives, x, tag, what), f"{self.name} {upwards}", peer)
+        label = f"{'receive from' if receives else 'send to'} rank {peer} at {self.name} {tag}"
+        return self.device.put(InFlightFragment(self.rank, receives, x, tag, label), f"{self.name} {upwards}", peer)
 
 
 def run_threads(size: int, rank_main: Callable[[SpinningDevice], Any]) -> list[Any]:
@@ -199,6 +199,6 @@ def run_threads(size: int, rank_main: Callable[[SpinningDevice], Any]) -> list[A
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:
-    """Raises what went wrong, rather than the deadlock that followed from it."""
+    """Raises the original error, rather than the deadlock that followed from it."""
     for error in sorted(errors, key=lambda error: isinstance(error, DeadlockError)):
         raise error

@@ -1,6 +1,6 @@
 """A recorder of computations on the CPU that has the rules of CUDA graphs.
 
-What is recorded are operators with the tensors that they got: a number of Python's is what it was then, and the code
+It records operators with their tensors: a Python number keeps the value it had then, and the code
 around them does not run again. As on a device, nothing is computed before the recording is replayed.
 """
 
@@ -30,8 +30,8 @@ class _Taping(TorchDispatchMode):
         if name in ILLEGAL:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         out = func(*args, **(kwargs or {}))
-        if not any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
-            self.calls.append((func, args, kwargs or {}, out))  # views are what they are
+        if not any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
+            self.calls.append((func, args, kwargs or {}, out))  # views stay views
         return out
 
     def replay(self) -> None:
@@ -43,7 +43,7 @@ class _Taping(TorchDispatchMode):
 
 
 class Recorder:
-    """Counts what it records and replays."""
+    """Counts its recordings and replays."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -66,10 +66,10 @@ class Recorder:
 
 
 def _copies(compute: Callable[[], Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The tensors that the computation holds on to, and what is in them."""
-    found: list[Tensor] = []
+    """The tensors that the computation holds on to, and their contents."""
+    copies: list[Tensor] = []
     for cell in compute.__closure__ or ():
         cache = getattr(cell.cell_contents, "cache", None)
         if cache is not None:
-            tree_map_only(Tensor, found.append, vars(cache)["_held"])
-    return [(tensor, tensor.clone()) for tensor in found]
+            tree_map_only(Tensor, copies.append, vars(cache)["_held"])
+    return [(tensor, tensor.clone()) for tensor in copies]

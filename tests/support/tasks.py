@@ -44,7 +44,7 @@ def columns_of(task: str) -> list[str]:
 
 
 def write_tsv(path: Path, task: str, samples: int, seed: int = 0) -> Path:
-    """Writes a file as GLUE publishes it, whose labels can be learned: they are those of the first word."""
+    """Writes a file in GLUE's format with labels that can be learned: they follow from the first word."""
     random = np.random.default_rng(seed)
     columns = columns_of(task)
     lines = ["\t".join(columns)] if columns else []
@@ -56,8 +56,11 @@ def write_tsv(path: Path, task: str, samples: int, seed: int = 0) -> Path:
         if task == "CoLA":
             lines.append("\t".join(["gj04", label, "*", texts[0]]))
             continue
-        given = iter(texts)
-        fields = {name: next(given) if name in _TEXTS else label if name in _LABEL else str(number) for name in columns}
+        text_iterator = iter(texts)
+        fields = {
+            name: next(text_iterator) if name in _TEXTS else label if name in _LABEL else str(number)
+            for name in columns
+        }
         lines.append("\t".join(fields.values()))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -69,14 +72,19 @@ def write_race(folder: Path, passages: int, questions: int = 2, seed: int = 0) -
     folder.mkdir(parents=True)
     for number in range(passages):
         article = list(random.choice(WORDS, 12, replace=False))
-        others = [word for word in WORDS if word not in article]
+        distractors = [word for word in WORDS if word not in article]
         options, answers = [], []
         for _ in range(questions):
             right = int(random.integers(4))
-            options.append([article[0] if place == right else str(random.choice(others)) for place in range(4)])
+            options.append([article[0] if option == right else str(random.choice(distractors)) for option in range(4)])
             answers.append("ABCD"[right])
-        asked = ["w1 _ w2 ?" if question % 2 else "w3 w4 ?" for question in range(questions)]
-        passage = {"article": " ".join(article) + " . ", "questions": asked, "options": options, "answers": answers}
+        question_texts = ["w1 _ w2 ?" if question % 2 else "w3 w4 ?" for question in range(questions)]
+        passage = {
+            "article": " ".join(article) + " . ",
+            "questions": question_texts,
+            "options": options,
+            "answers": answers,
+        }
         (folder / f"{number}.txt").write_text(json.dumps({**passage, "id": f"{number}.txt"}))
     return folder
 

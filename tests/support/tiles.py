@@ -1,4 +1,4 @@
-"""What kernels that decide tile by tile must satisfy on any device: equality with their twins, bit by bit."""
+"""Checks of kernels that decide tile by tile, on any device: equality with the reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def blank(tiles: Tiles, scale: torch.dtype, device: str) -> TiledMessage:
     """A message that holds something else."""
     scales = [torch.full((grid.scale_count(count),), 7, dtype=scale, device=device) for grid, count in tiles.streams]
     sizes = [grid.code_bytes(count) for grid, count in tiles.streams]
-    codes, maps = ([torch.full((size,), 77, dtype=torch.uint8, device=device) for size in own]
-                   for own in (sizes, map(map_bytes, tiles.maps)))  # fmt: skip
+    codes, maps = ([torch.full((size,), 77, dtype=torch.uint8, device=device) for size in length]
+                   for length in (sizes, map(map_bytes, tiles.maps)))  # fmt: skip
     return TiledMessage(scales, codes, *maps)
 
 
@@ -38,37 +38,37 @@ def parts(message: TiledMessage) -> list[Tensor]:
 
 
 def check(x: Tensor, other: Tensor | None, tiles: Tiles, role: Role, seed: int | None, scale: torch.dtype) -> bool:
-    """Maps, scales, codes, the second tensor and what is decoded equal the twin's.
+    """Maps, scales, codes, the second tensor and decoded values equal those of the reference.
 
     Returns:
         Whether all were compared: scales that take a sum may have another last digit, and then another grid.
     """
     device = x.device.type
-    found, wanted = (blank(tiles, scale, device) for _ in range(2))
+    message, expected = (blank(tiles, scale, device) for _ in range(2))
     moved, wanted_moved = (None if other is None else other.clone() for _ in range(2))
-    ops.quantize_tiles(x, found, tiles, role, moved, seed)
-    twins.quantize_tiles(x, wanted_moved, wanted, tiles, role, seed)
-    assert torch.equal(found.rotated, wanted.rotated)
+    ops.quantize_tiles(x, message, tiles, role, moved, seed)
+    twins.quantize_tiles(x, wanted_moved, expected, tiles, role, seed)
+    assert torch.equal(message.rotated, expected.rotated)
     if any(grid.sums for grid, _ in tiles.streams):
-        scales_differ = any(not same(a, b) for a, b in zip(found.scales, wanted.scales, strict=True))
-        if scales_differ or not torch.equal(found.marked, wanted.marked):
+        scales_differ = any(not same(a, b) for a, b in zip(message.scales, expected.scales, strict=True))
+        if scales_differ or not torch.equal(message.marked, expected.marked):
             return False
-    assert torch.equal(found.marked, wanted.marked)
-    for a, b in zip(parts(found), parts(wanted), strict=True):
+    assert torch.equal(message.marked, expected.marked)
+    for a, b in zip(parts(message), parts(expected), strict=True):
         assert same(a, b)
     if moved is not None and wanted_moved is not None:
         assert same(moved, wanted_moved)
-    check_decoding(found, tiles, x.dtype)
+    check_decoding(message, tiles, x.dtype)
     return True
 
 
 def check_decoding(message: TiledMessage, tiles: Tiles, dtype: torch.dtype) -> None:
     for role, kind in ((Role.PLAIN, dtype), (Role.ADD, torch.float32)):
         out = noise((tiles.count,), 5, message.rotated.device.type).to(kind)
-        wanted = out.clone()
+        expected = out.clone()
         ops.dequantize_tiles(message, out, tiles, role)
-        twins.dequantize_tiles(message, wanted, tiles, role)
-        assert same(out, wanted)
+        twins.dequantize_tiles(message, expected, tiles, role)
+        assert same(out, expected)
 
 
 def _mixed(grid: Grid, count: int, outliers: Outliers | None = None, wide: GridKind | None = None) -> Iterator[Tiles]:
@@ -120,14 +120,14 @@ def check_errors(device: str) -> None:
         grid = Grid(3, group=tile)
         x = numbers(3 * tile + 5, tile, device)
         x[tile : 2 * tile] = 0.0
-        wanted = twins.tile_errors(x, grid, tile)
-        found = torch.full_like(wanted, 7.0)
+        expected = twins.tile_errors(x, grid, tile)
+        errors = torch.full_like(expected, 7.0)
         none = torch.empty(0, dtype=torch.uint8, device=device)
         numbers_of = (grid.bits, grid.group, grid.kind, grid.method, 0, 0, 0.0, tile)
-        native.operators().tile_errors(x, x.new_empty(0), none, found, Role.PLAIN, *numbers_of)
-        assert torch.equal(found, wanted)
-        assert found[1] == 0
-        assert found[0] > 0
+        native.operators().tile_errors(x, x.new_empty(0), none, errors, Role.PLAIN, *numbers_of)
+        assert torch.equal(errors, expected)
+        assert errors[1] == 0
+        assert errors[0] > 0
 
 
 def check_any_map(device: str) -> None:
@@ -152,7 +152,7 @@ def check_marks(device: str) -> None:
     for count in (1, 8, 77, 9000):
         for share in (1, 2, 7):
             indices = torch.arange(0, count, share, device=device)
-            found = torch.full((map_bytes(count),), 77, dtype=torch.uint8, device=device)
-            native.operators().mark_tiles(indices, found)
-            bits = reference.unpack_bits(found, 1, count)
+            marks = torch.full((map_bytes(count),), 77, dtype=torch.uint8, device=device)
+            native.operators().mark_tiles(indices, marks)
+            bits = reference.unpack_bits(marks, 1, count)
             assert torch.equal(bits.nonzero().view(-1), indices)

@@ -51,7 +51,7 @@ T5: dict[str, dict[str, Any]] = {
     "model": {"model_type": "t5", "decoder_seq_length": 8},
     "tokenizer": {"tokenizer_type": "BertWordPieceCase", "vocab_file": "unused", "vocab_extra_ids": 8},
 }
-"""What makes a model of ``BASE`` a T5."""
+"""Changes that make a model of ``BASE`` a T5."""
 
 
 def tiny_config(changes: Mapping[str, Mapping[str, Any]], world_size: int) -> RunConfig:
@@ -65,17 +65,17 @@ def tiny_config(changes: Mapping[str, Mapping[str, Any]], world_size: int) -> Ru
     return replace(config, precision=replace(config.precision, fp8=fp8))
 
 
-def merge(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The fields of all sections; later ones replace earlier ones."""
+def merge(*sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Merges the fields of all sections; later values win."""
     merged: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for name, section in part.items():
+    for section_changes in sections:
+        for name, section in section_changes.items():
             merged.setdefault(name, {}).update(section)
     return merged
 
 
 def tiny_tokens(draw: int, seq_length: int, masked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (seq_length + 1) and loss mask (seq_length) of a sample: learnable, since one token predicts the next."""
+    """Tokens (seq_length + 1) and loss mask (seq_length) of a sample: learnable, since each token predicts the next."""
     generator = torch.Generator().manual_seed(1000 + draw)
     steps = torch.randint(1, 4, (seq_length + 1,), generator=generator)
     tokens = (torch.cumsum(steps, 0) * 5 + draw) % VOCAB
@@ -91,12 +91,12 @@ def tiny_pairs(draws: Sequence[int], length: int) -> dict[str, torch.Tensor]:
     for draw in draws:
         generator = torch.Generator().manual_seed(5000 + draw)
         text = int(torch.randint(length // 2, length + 1, (), generator=generator))
-        place = torch.arange(length)
-        labels = torch.where(place < text, tiny_tokens(draw, length)[0][:length], 0)
-        mask = (torch.rand(length, generator=generator) < 0.3) & (place < text)
+        positions = torch.arange(length)
+        labels = torch.where(positions < text, tiny_tokens(draw, length)[0][:length], 0)
+        mask = (torch.rand(length, generator=generator) < 0.3) & (positions < text)
         swapped = int(torch.randint(2, (), generator=generator))
-        types = ((place >= text // (2 + swapped)) & (place < text)).long()
-        segments = (place >= text).int()
+        types = ((positions >= text // (2 + swapped)) & (positions < text)).long()
+        segments = (positions >= text).int()
         tokens = torch.where(mask, VOCAB - 1, labels)
         rows.append((tokens, labels, mask.float(), segments, types, torch.tensor(swapped)))
     names = ("tokens_bs", "labels_bs", "loss_mask_bs", "segment_ids_bs", "types_bs", "order_b")
@@ -104,16 +104,22 @@ def tiny_pairs(draws: Sequence[int], length: int) -> dict[str, torch.Tensor]:
 
 
 def tiny_spans(draws: Sequence[int], length: int, decoder_length: int) -> dict[str, torch.Tensor]:
-    """Samples of T5 as tensors of a batch: an encoder's text, what a decoder finds in it, and padding behind both."""
+    """Samples of T5 as tensors of a batch: an encoder's text, a decoder's text that follows from it, and padding
+    behind both."""
     rows = []
     for draw in draws:
         generator = torch.Generator().manual_seed(9000 + draw)
         sizes = [int(torch.randint(n // 2, n + 1, (), generator=generator)) for n in (length, decoder_length)]
         tokens = tiny_tokens(draw, length)[0][:length]
-        found = tiny_tokens(draw + 1, decoder_length)[0]
+        decoder_tokens = tiny_tokens(draw + 1, decoder_length)[0]
         pads = [(torch.arange(n) >= size).int() for n, size in zip((length, decoder_length), sizes, strict=True)]
-        own, labels = found[:-1].masked_fill(pads[1] > 0, 0), found[1:].masked_fill(pads[1] > 0, 0)
-        rows.append((tokens.masked_fill(pads[0] > 0, 0), labels, 1.0 - pads[1].float(), pads[0], own, pads[1]))
+        decoder_inputs, labels = (
+            decoder_tokens[:-1].masked_fill(pads[1] > 0, 0),
+            decoder_tokens[1:].masked_fill(pads[1] > 0, 0),
+        )
+        rows.append(
+            (tokens.masked_fill(pads[0] > 0, 0), labels, 1.0 - pads[1].float(), pads[0], decoder_inputs, pads[1])
+        )
     first = ("tokens_bs", "labels_bs", "loss_mask_bs", "segment_ids_bs")
     names = (*first, "decoder_tokens_bs", "decoder_segment_ids_bs")
     return {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
@@ -152,14 +158,14 @@ def tiny_tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[st
     if model.model_type == "t5":
         return tiny_spans(ids, model.seq_length, model.labels_of(0))
     if model.task_head == "classification":
-        given = tiny_pairs(ids, model.seq_length)
-        return {**given, "labels_bs": given["order_b"].unsqueeze(1), "loss_mask_bs": torch.ones(len(ids), 1)}
+        pairs = tiny_pairs(ids, model.seq_length)
+        return {**pairs, "labels_bs": pairs["order_b"].unsqueeze(1), "loss_mask_bs": torch.ones(len(ids), 1)}
     return tiny_texts(ids, model.seq_length, masked) if model.causal else tiny_pairs(ids, model.seq_length)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a tiny run did."""
+    """Losses, norms and bytes of a tiny run."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -169,21 +175,21 @@ class Trace:
     """All losses of each step, by name."""
 
 
-def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[object, Topology] | None = None) -> Engines:
+def tiny_engines(changes: Mapping[str, Mapping[str, Any]], meshes: dict[object, Topology] | None = None) -> Engines:
     """Engines of this rank; uses torch's process group when there is one.
 
-    ``made`` keeps the meshes for other runs of the same process: making one takes longer than some steps. Nodes are
+    ``meshes`` keeps the meshes for other runs of the same process: a mesh takes longer than some steps. Nodes are
     blocks of LOCAL_WORLD_SIZE ranks.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = tiny_config(changes, world_size)
-    layout, by_node, made = layout_of(config, world_size), groups_by_node(config), {} if made is None else made
-    if (layout, by_node) not in made:
+    layout, by_node, meshes = layout_of(config, world_size), groups_by_node(config), {} if meshes is None else meshes
+    if (layout, by_node) not in meshes:
         alone = world_size == 1
         device = own_device(0 if alone else dist.get_rank())
         node = LaunchEnvironment.read().node
-        made[layout, by_node] = single_process(device) if alone else build_topology(layout, device, node, by_node)
-    return build_engines(config, made[layout, by_node], VOCAB)
+        meshes[layout, by_node] = single_process(device) if alone else build_topology(layout, device, node, by_node)
+    return build_engines(config, meshes[layout, by_node], VOCAB)
 
 
 def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
@@ -194,7 +200,7 @@ def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
 
 
 def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
-    """The checkpoints of a run whose engines have trained for some iterations."""
+    """The checkpoints of a run after some iterations of its engines."""
     config, training = engines.config, engines.config.training
     schedule = LRSchedule.from_options(
         config.optimizer,
@@ -239,9 +245,9 @@ def tiny_train(
         length = None if sizes is None else sizes.lengths.at(iteration)
         count = count if sizes is None else sizes.batches.num_micro_batches(consumed)
         consumed += 0 if sizes is None else sizes.batches.at(consumed)
-        taken = take_batches(batches, count, engines.topology.device, length)
+        step_batches = take_batches(batches, count, engines.topology.device, length)
         rates = config.optimizer.lr, config.optimizer.weight_decay
-        outcome = train_step(engines, taken, iteration, *rates, seq_length=length)
+        outcome = train_step(engines, step_batches, iteration, *rates, seq_length=length)
         after_step(engines)
         losses.append(outcome.loss)
         named.append(outcome.losses)

@@ -9,7 +9,7 @@ from tests.support.spawn import run_ranks
 
 
 def train(world_size: int, flags: Sequence[str], timeout: float = 240.0, env: Mapping[str, str] | None = None) -> None:
-    """Runs ``pretrain_gpt.py FLAGS``. For what it prints, and for how it ends, use ``cli.run_cli``.
+    """Runs ``pretrain_gpt.py FLAGS``. For its output and its exit code use ``cli.run_cli``.
 
     Raises:
         RankFailure: when a rank failed; with every rank's output.

@@ -26,7 +26,7 @@ from tests.support.cli import REPO
 from tests.support.forked import Forked, interpret
 
 INTERPRETER = sys.executable
-"""The real one, whatever a test has put in its place."""
+"""The real interpreter, even where a test replaces it."""
 
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _serve(link: socket.socket) -> int:
-    """Runs one client's program, and tells the client its process id and then its exit code."""
+    """Runs a client's program, and tells the client its process id and then its exit code."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, files, *_ = socket.recv_fds(link, 1, 3)
@@ -106,9 +106,9 @@ def _serve(link: socket.socket) -> int:
     for file in files:
         os.close(file)
     link.sendall(f"{program}\n".encode())
-    ended = os.pidfd_open(program)
-    ready = select.select([ended, link.fileno()], [], [])[0]
-    if ended not in ready:
+    pidfd = os.pidfd_open(program)
+    ready = select.select([pidfd, link.fileno()], [], [])[0]
+    if pidfd not in ready:
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)
     link.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())

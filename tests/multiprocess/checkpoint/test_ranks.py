@@ -28,7 +28,7 @@ VOCAB, HIDDEN, LAYERS = 10, 8, 4
 
 
 def whole_model(seed: int) -> dict[str, Tensor]:
-    """All global tensors: what one process would hold."""
+    """All global tensors, as a single process would hold them."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -42,7 +42,7 @@ def whole_model(seed: int) -> dict[str, Tensor]:
 
 
 class Rank:
-    """One rank's part of the model and of a flat optimizer state.
+    """A rank's part of the model and of a flat optimizer state.
 
     Ranks are numbered with tensor parallelism fastest, then data, then pipeline. The vocabulary is padded to
     a multiple of 4 TP rows, and layers go round the pipeline when ``virtual``.
@@ -99,8 +99,8 @@ class Rank:
         for name, shard in self.shards().items():
             expected = self.whole[name.removeprefix("moment.")] * (2 if name.startswith("moment.") else 1)
             for box in shard.boxes:
-                place = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
-                assert torch.equal(box.tensor, expected[place]), name
+                box_slices = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
+                assert torch.equal(box.tensor, expected[box_slices]), name
 
 
 LAYOUTS = {
@@ -112,19 +112,19 @@ LAYOUTS = {
 
 
 def save_layouts(root: str) -> None:
-    """Saves one checkpoint per layout of this world size, and loads all that are there already."""
+    """Saves a checkpoint per layout of this world size, and loads all existing checkpoints."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     earlier = sorted(Path(root).iterdir())
     dist.barrier()  # before anybody saves
     for number, layout in enumerate(LAYOUTS[world]):
         for path in earlier:
-            held = Rank(rank, *layout)
-            held.whole = whole_model(7)
+            rank_shard = Rank(rank, *layout)
+            rank_shard.whole = whole_model(7)
             iteration = read_tracker(path)
             assert iteration == 5
-            load_tensors(path, iteration, held.shards(), group)
-            held.check()
+            load_tensors(path, iteration, rank_shard.shards(), group)
+            rank_shard.check()
         name = Path(root) / f"{world}-{number}"
         common = {"layout": layout}
         save_checkpoint(name, 5, Rank(rank, *layout, seed=7).shards(), common, "", group)
@@ -144,7 +144,7 @@ def test_every_layout_loads_every_other(tmp_path: Path) -> None:
 
 
 def fail_while_saving(root: str, failing: int, async_: bool) -> str:
-    """One rank's disk is full during the second save."""
+    """The disk of a rank is full during the second save."""
     rank = dist.get_rank()
     saver = CheckpointSaver(root, dist.group.WORLD, async_=async_)
     saver.save(1, Rank(rank, 1, 2, 1, seed=1).shards(), {}, "")
@@ -171,10 +171,10 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
         "latest_checkpointed_iteration.txt",
     ]
     dist.barrier()
-    held = Rank(rank, 1, 2, 1)
-    held.whole = whole_model(1)
-    load_tensors(root, 1, held.shards(), dist.group.WORLD)
-    held.check()
+    rank_shard = Rank(rank, 1, 2, 1)
+    rank_shard.whole = whole_model(1)
+    load_tensors(root, 1, rank_shard.shards(), dist.group.WORLD)
+    rank_shard.check()
     saver.save(3, Rank(rank, 1, 2, 1, seed=3).shards(), {}, "")
     saver.finish_save()
     assert read_tracker(root) == 3
@@ -191,12 +191,12 @@ def test_a_full_disk_on_one_rank_fails_on_all(tmp_path: Path, failing: int, asyn
 
 def save_two(root: str) -> None:
     for iteration in (1, 2):
-        held = Rank(dist.get_rank(), 2, 1, 1, seed=iteration)
-        save_checkpoint(root, iteration, held.shards(), {}, "", dist.group.WORLD)
+        rank_shard = Rank(dist.get_rank(), 2, 1, 1, seed=iteration)
+        save_checkpoint(root, iteration, rank_shard.shards(), {}, "", dist.group.WORLD)
 
 
 def load_damaged(root: str) -> list[str]:
-    """Damages one file after the other on rank 0; returns every message."""
+    """Damages files in turn on rank 0; returns every message."""
     rank, group = dist.get_rank(), dist.group.WORLD
     folder = Path(root) / "iter_0000002"
     messages = []
@@ -211,13 +211,13 @@ def load_damaged(root: str) -> list[str]:
             elif rank == 0:
                 (folder / name).unlink()
             dist.barrier()
-            held = Rank(rank, 2, 1, 1)
-            before = [x.clone() for x in held.params.values()]
+            rank_shard = Rank(rank, 2, 1, 1)
+            before = [x.clone() for x in rank_shard.params.values()]
             try:
-                load_tensors(root, 2, held.shards(), group)
+                load_tensors(root, 2, rank_shard.shards(), group)
             except UserError as error:
                 messages.append(f"{name}: {error}")
-            for x, y in zip(held.params.values(), before, strict=True):
+            for x, y in zip(rank_shard.params.values(), before, strict=True):
                 assert torch.equal(x.nan_to_num(5), y.nan_to_num(5))
             dist.barrier()
             if rank == 0:
@@ -239,8 +239,8 @@ def test_damage_is_reported_alike_on_every_rank(tmp_path: Path) -> None:
 
 def load_as_another_model(root: str) -> str:
     """Rank 1 alone wants something that is not there."""
-    held = Rank(dist.get_rank(), 2, 1, 1)
-    shards = held.shards()
+    rank_shard = Rank(dist.get_rank(), 2, 1, 1)
+    shards = rank_shard.shards()
     if dist.get_rank() == 1:
         shards["layers.9.row"] = shard_of_local(torch.zeros(3), (0,), (3,))
     with pytest.raises(UserError) as error:
@@ -256,15 +256,15 @@ def test_another_model_is_reported_alike_on_every_rank(tmp_path: Path) -> None:
 
 
 def load_another_run_on_rank_1(root: str) -> tuple[str, bool]:
-    """Each machine has a disk of its own, and one of them still has the checkpoint of another run."""
+    """Each machine has its own disk, and one disk still has the checkpoint of another run."""
     rank = dist.get_rank()
     for run in (0, 1):
         shards = Rank(rank, 2, 1, 1, seed=run).shards()
         save_checkpoint(Path(root) / str(run), 1, shards, {}, "", dist.group.WORLD)
-    held = Rank(rank, 2, 1, 1)
+    rank_shard = Rank(rank, 2, 1, 1)
     with pytest.raises(UserError) as error:
-        load_tensors(Path(root) / str(rank), 1, held.shards(), dist.group.WORLD)
-    return str(error.value), all(bool((x == -1).all()) for x in held.params.values())
+        load_tensors(Path(root) / str(rank), 1, rank_shard.shards(), dist.group.WORLD)
+    return str(error.value), all(bool((x == -1).all()) for x in rank_shard.params.values())
 
 
 def test_checkpoints_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -278,20 +278,20 @@ def save_async(root: str) -> None:
     rank = dist.get_rank()
     saver = CheckpointSaver(Path(root) / "async", dist.group.WORLD, async_=True)
     for iteration in (1, 2, 3):
-        held = Rank(rank, 2, 1, 1, seed=iteration)
-        saver.save(iteration, held.shards(), {"i": iteration}, "")
-        for x in held.params.values():
+        rank_shard = Rank(rank, 2, 1, 1, seed=iteration)
+        saver.save(iteration, rank_shard.shards(), {"i": iteration}, "")
+        for x in rank_shard.params.values():
             x.zero_()
         for _ in range(10):
             value = torch.ones(100)
             dist.all_reduce(value)
             assert value.sum() == 200
             saver.poll()
-        held = Rank(rank, 2, 1, 1, seed=iteration)
+        rank_shard = Rank(rank, 2, 1, 1, seed=iteration)
         save_checkpoint(
             Path(root) / "sync",
             iteration,
-            held.shards(),
+            rank_shard.shards(),
             {"i": iteration},
             "",
             dist.group.WORLD,
@@ -311,9 +311,9 @@ def lose_a_rank(root: str) -> None:
     """Rank 1 is gone in the middle of a save; rank 0 must not wait for ever, nor publish."""
     if dist.get_rank() == 1:
         storage.write_all = lambda stream, data: os._exit(9)
-    held = Rank(dist.get_rank(), 2, 1, 1, seed=1)
+    rank_shard = Rank(dist.get_rank(), 2, 1, 1, seed=1)
     try:
-        save_checkpoint(root, 3, held.shards(), {}, "", dist.group.WORLD)
+        save_checkpoint(root, 3, rank_shard.shards(), {}, "", dist.group.WORLD)
     except CommunicationError as error:
         (Path(root) / "message").write_text(str(error))
 
