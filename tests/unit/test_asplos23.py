@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +91,15 @@ def test_missing_figures_leave_cells_empty(
         ({"lm_loss": "much"}, "log.jsonl:1: lm_loss: 'much' is not a number"),
         ({"iteration": "none"}, "log.jsonl:7: iteration is missing"),
         ({"comm": None}, "log.jsonl:1: comm is missing"),
-        (
-            {"comm": {"dp-grad": {"raw_bytes": []}}},
-            "jsonl:7: comm dp-grad: raw_bytes: expected a number, not a list",
-        ),
+        ({"comm": {"dp-grad": {"raw_bytes": []}}}, "jsonl:7: comm dp-grad: raw_bytes: expected a number, not a list"),
     ],
 )
 def test_a_malformed_record_is_named(
-    changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any], message: str, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     _write_log(tmp_path, "functionality", "CB", **changed)
     assert _report(tmp_path, "functionality") == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in error_line()
 
 
 def _record_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -151,17 +147,14 @@ def test_the_kernels_are_measured_only_on_request(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--slurm"], ["--lsf"], ["--report"], ["--model", "toy"], ["--scheme", "CB"], ["--data-path", "x"]],
+    "words", [["--slurm"], ["--lsf"], ["--report"], ["--model", "toy"], ["--scheme", "CB"], ["--data-path", "x"]]
 )
 def test_the_kernels_need_no_run(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_line: Callable[[], str]
 ) -> None:
     started = _record_commands(monkeypatch)
     assert main(["fig14", *words, "--out", str(tmp_path / "out")]) == 1
-    error = capsys.readouterr().err
-    assert f"{words[0]} is not for fig14" in error
-    assert error.count("\n") == 1
+    assert f"{words[0]} is not for fig14" in error_line()
     assert not started
 
 
@@ -174,14 +167,12 @@ def test_the_kernels_need_no_run(
     ],
 )
 def test_an_unwritable_folder_is_one_line(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_line: Callable[[], str]
 ) -> None:
     started = _record_commands(monkeypatch)
     (tmp_path / "file").write_text("")
     assert main([*words, "--out", str(tmp_path / "file" / "out")]) == 1
-    error = capsys.readouterr().err
-    assert "Not a directory; give --out a folder that can be written" in error
-    assert error.count("\n") == 1
+    assert "Not a directory; give --out a folder that can be written" in error_line()
     assert not started
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -149,10 +149,8 @@ def test_other_experiments_run_once(tmp_path: Path, started: list[Path]) -> None
     ],
 )
 def test_impossible_rounds_are_one_line(
-    words: list[str], message: str, tmp_path: Path, started: list[Path], capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, started: list[Path], error_line: Callable[[], str]
 ) -> None:
     assert main([*words, "--out", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in error_line()
     assert not started

@@ -15,7 +15,6 @@ from megatron.base.errors import UserError
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import model_tensors
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.convert.command import main
 from megatron.convert.hugging_face import write_hf
 from megatron.convert.ours import read_ours
 from megatron.convert.tokenizer_files import tokenizer_beside
@@ -24,13 +23,27 @@ from megatron.models.bert import BertStage
 from megatron.models.context import ForwardContext
 from megatron.tokenizer.build import build_tokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, convert, saved_model
+from tests.unit.convert.support import (
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    assert_close,
+    assert_same_weights,
+    convert,
+    load_theirs,
+    randomize,
+    refusal,
+    saved_model,
+)
 
 BERT: dict[str, Any] = {"model_type": "bert"}
 KINDS: dict[str, dict[str, Any]] = {
     "two heads": BERT,
     "one head": {**BERT, "bert_binary_head": False, "num_tokentypes": 2},
 }
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
+}  # fmt: skip
 
 
 def _ours(folder: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -61,27 +74,21 @@ def _assert_equal(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tens
     assert float((logits - expected)[text_bs].abs().max() / expected[text_bs].abs().max()) < 1e-5
     assert (order is None) == (expected_order is None)
     if order is not None and expected_order is not None:
-        assert float((order - expected_order).abs().max() / expected_order.abs().max()) < 1e-5
+        assert_close(order, expected_order)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_path: Path) -> None:
-    import transformers
-
     saved, batch = saved_model(tmp_path / "ours", KINDS[name]), tiny_pairs(range(3), LENGTH)
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     (architecture,) = json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"]
-    loaded: Any = getattr(transformers, architecture).from_pretrained(tmp_path / "hf", output_loading_info=True)
-    theirs, report = loaded
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    theirs = load_theirs(architecture, tmp_path / "hf")
     ours = _ours(saved, batch)
     _assert_equal(ours, _theirs(theirs, batch), batch["segment_ids_bs"] == 0)
     assert torch.equal(_ours(tmp_path / "back", batch)[0], ours[0])
     first, second = read_ours(saved), read_ours(tmp_path / "back")
-    assert first.entries.keys() == second.entries.keys()
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(first, second)
     assert second.model == replace(first.model, make_vocab_size_divisible_by=128, init_method_std=0.02)
 
 
@@ -90,19 +97,9 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     from transformers import MegatronBertConfig, MegatronBertForMaskedLM, MegatronBertForPreTraining
 
     torch.manual_seed(2)
-    config = MegatronBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        intermediate_size=48,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.1,
-    )
+    config = MegatronBertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, initializer_range=0.1, **SIZES)
     theirs: Any = (MegatronBertForPreTraining if name == "two heads" else MegatronBertForMaskedLM)(config)
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # biases start at 0, norms at 1
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    randomize(theirs)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     batch = tiny_pairs(range(3), LENGTH)
@@ -140,13 +137,7 @@ def test_their_vocabulary_comes_in(entries: int, tmp_path: Path) -> None:
     """Their models have no entries for Megatron's [BOS] and [EOS] unless they were exported from here."""
     from transformers import BertTokenizer, MegatronBertConfig, MegatronBertForPreTraining
 
-    shape: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 48,
-    }
-    MegatronBertForPreTraining(MegatronBertConfig(vocab_size=entries, **shape)).save_pretrained(tmp_path / "hf")
+    MegatronBertForPreTraining(MegatronBertConfig(vocab_size=entries, **SIZES)).save_pretrained(tmp_path / "hf")
     BertTokenizer(vocab={word: n for n, word in enumerate(WORDS)}, do_lower_case=False).save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
@@ -167,7 +158,7 @@ def test_their_vocabulary_comes_in(entries: int, tmp_path: Path) -> None:
         {"tokenizer_class": "BertTokenizer", "additional_special_tokens": ["<new>"]},
     ],
 )
-def test_tokenizers_with_other_word_rules_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_other_word_rules_use_the_tokenizer_of_hugging_face(config: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
@@ -182,9 +173,9 @@ def test_tokenizers_with_other_word_rules_are_refused(config: dict[str, Any], tm
 
 def test_models_without_a_counterpart_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without = saved_model(tmp_path / "ours", {**BERT, "bert_binary_head": False})
-    assert main(["--load", str(without), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "closest to MegatronBert, which has --num-tokentypes of at least 2" in capsys.readouterr().err
-    assert main(["--load", str(without), "--save", str(tmp_path / "old"), "--to", "classic"]) == 2
-    assert "that layout has no model of kind bert" in capsys.readouterr().err
+    assert "closest to MegatronBert, which has --num-tokentypes of at least 2" in refusal(
+        capsys, without, tmp_path / "hf", "hf"
+    )
+    assert "that layout has no model of kind bert" in refusal(capsys, without, tmp_path / "old", "classic")
     with pytest.raises(UserError, match="holds a model of kind bert, and only gpt generates text"):
         load_model(without, device=torch.device("cpu"))

@@ -25,7 +25,7 @@ from megatron.training import pretrain
 from tests.support.cli import REPO
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.disk import largest_file
-from tests.unit.convert.support import convert, saved_model
+from tests.unit.convert.support import convert, refusal, saved_model
 
 FORMATS = ("hf", "megatron-cc", "classic")
 
@@ -33,16 +33,6 @@ FORMATS = ("hf", "megatron-cc", "classic")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("saved") / "ours", {})
-
-
-def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Error line of a refused call."""
-    capsys.readouterr()
-    assert main(arguments) == 2
-    *bar, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("ckpt_convert: error: ")
-    assert not any(other.strip() and "converted:" not in other for other in bar)
-    return line
 
 
 def test_a_checkpoint_without_a_tracker_loads_as_in_training(saved: Path, tmp_path: Path) -> None:
@@ -77,11 +67,11 @@ def test_weights_that_are_not_finite_are_refused(
     tensors = load_file(file)
     tensors["transformer.h.0.ln_1.weight"][3] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    words = ["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"), "--to", to, "--dtype"]
-    assert "input_layernorm.weight holds infinite or NaN values" in _refusal(capsys, *words, "fp16")
+    line = refusal(capsys, tmp_path / "hf", tmp_path / "out", to, "--dtype", "fp16")
+    assert "input_layernorm.weight holds infinite or NaN values" in line
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     if value == 1e6:
-        assert main([*words, "fp32"]) == 0
+        convert(tmp_path / "hf", tmp_path / "out", to, "--dtype", "fp32")
 
 
 class _Bar:
@@ -193,10 +183,9 @@ def test_save_can_be_an_empty_folder_or_a_link_to_one(to: str, saved: Path, tmp_
 @pytest.mark.parametrize("to", FORMATS)
 def test_save_must_not_name_a_file(to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
-    path = str(tmp_path / "file")
-    assert f"--save {path}: is not a folder" in _refusal(capsys, "--load", str(saved), "--save", path, "--to", to)
-    below = f"{path}/below"
-    assert f"--save {below}: Not a directory" in _refusal(capsys, "--load", str(saved), "--save", below, "--to", to)
+    path = tmp_path / "file"
+    assert f"--save {path}: is not a folder" in refusal(capsys, saved, path, to)
+    assert f"--save {path}/below: Not a directory" in refusal(capsys, saved, path / "below", to)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -206,7 +195,7 @@ def test_a_full_disk_is_one_line(
     to: str, nbytes: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with largest_file(nbytes):
-        line = _refusal(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", to)
+        line = refusal(capsys, saved, tmp_path / "out", to)
     assert str(tmp_path / "out") in line
     assert ".partial" not in line
     assert not list(tmp_path.iterdir())
@@ -219,7 +208,7 @@ def test_an_unwritable_classic_archive_is_one_line(
         raise RuntimeError("[enforce fail at inline_container.cc:820] . PytorchStreamWriter failed writing file data/0")
 
     monkeypatch.setattr(torch, "save", full)
-    line = _refusal(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", "classic")
+    line = refusal(capsys, saved, tmp_path / "out", "classic")
     assert line.endswith(f"--save {tmp_path / 'out'}: the file cannot be written; is the disk full?")
 
 
@@ -227,7 +216,7 @@ def test_flags_that_have_no_effect_are_refused(saved: Path, tmp_path: Path, caps
     convert(saved, tmp_path / "hf", "hf")
     convert(saved, tmp_path / "classic", "classic")
     ranks = tmp_path / "classic" / "iter_0000007"
-    for load, flags, says in (
+    for load, flags, message in (
         (saved, ["--vocab-size", "7"], "--vocab-size 7: only classic files leave it open"),
         (tmp_path / "hf", ["--vocab-size", "7"], "--vocab-size 7: only classic files leave it open"),
         (tmp_path / "hf", ["--iteration", "7"], "is a Hugging Face folder, which has none"),
@@ -236,8 +225,7 @@ def test_flags_that_have_no_effect_are_refused(saved: Path, tmp_path: Path, caps
         (ranks, ["--iteration", "3"], f"--iteration 3: {ranks} is one checkpoint already"),
         (ranks.parent, ["--iteration", "3"], "has no such checkpoint; it has iter_0000007"),
     ):
-        assert says in _refusal(capsys, "--load", str(load), "--save", str(tmp_path / "x"), "--to", "hf", *flags)
-        assert not (tmp_path / "x").exists()
+        assert message in refusal(capsys, load, tmp_path / "x", "hf", *flags)
 
 
 def test_another_iteration_is_advised_by_the_flag(
@@ -245,8 +233,7 @@ def test_another_iteration_is_advised_by_the_flag(
 ) -> None:
     shutil.copytree(saved, tmp_path / "two")
     shutil.copytree(saved / "iter_0000007", tmp_path / "two" / "iter_0000003")
-    words = ["--load", str(tmp_path / "two"), "--save", str(tmp_path / "x"), "--to", "hf", "--iteration", "5"]
-    line = _refusal(capsys, *words)
+    line = refusal(capsys, tmp_path / "two", tmp_path / "x", "hf", "--iteration", "5")
     assert line.endswith(
         "iter_0000005 is not there; complete are, newest first: 7, 3; name one of them (--iteration 7)"
     )

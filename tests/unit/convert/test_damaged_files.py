@@ -7,9 +7,10 @@ import io
 import json
 import shutil
 import sys
+import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from megatron.base.errors import UserError
 from megatron.convert import command
 from megatron.convert.command import main
-from megatron.convert.model import Weights
 from megatron.convert.ours import read_ours
 from megatron.convert.torch_file import TorchFile
-from tests.unit.convert.support import LLAMA, convert, saved_model
+from tests.unit.convert.support import LLAMA, assert_same_weights, change_json, convert, refusal, saved_model
 
 FILE = "model_optim_rng.pt"
 ARCHIVE = pytest.mark.parametrize("archive", [True, False], ids=["archive", "before torch 1.6"])
@@ -40,28 +40,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     convert(saved, root / "hf", "hf")
     shutil.copytree(root / "hf", root / "bin")
     (root / "bin" / "model.safetensors").unlink()
-    with safe_open(root / "hf" / "model.safetensors", framework="pt") as file:
-        torch.save({name: file.get_tensor(name) for name in file.keys()}, root / "bin" / "pytorch_model.bin")  # noqa: SIM118
+    torch.save(load_file(root / "hf" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
     return {name: root / name for name in ("ours", "classic", "hf", "bin")}
 
 
-def _refusal(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
-    capsys.readouterr()
-    save = load.parent / "out"
-    assert main(["--load", str(load), "--save", str(save), "--to", to]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("ckpt_convert: error: ")
-    assert error.count("\n") == 1
-    assert not save.exists()
-    return error
-
-
-@pytest.fixture(scope="module")
-def no_bar() -> Iterator[None]:
-    """Silence the progress bar, which writes to standard error."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(command, "tqdm", lambda **_: _NoBar())
-        yield
+@pytest.fixture
+def capture(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+    """The output without the progress bar, which writes to standard error."""
+    monkeypatch.setattr(command, "tqdm", lambda **_: _NoBar())
+    return capfd
 
 
 class _NoBar(io.StringIO):
@@ -100,7 +87,6 @@ CRAFTED: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     "nested": lambda x: torch.nested.as_nested_tensor([x]),
 }
-NAME = "layers.0.mlp.dense_4h_to_h.weight"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -111,32 +97,19 @@ def _load(path: Path) -> dict[str, Any]:
 
 @ARCHIVE
 @pytest.mark.parametrize("how", CRAFTED)
+@pytest.mark.parametrize("kind", ["classic", "bin"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_classic_file_with_an_invalid_tensor_is_refused(
-    how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
+def test_a_file_with_an_invalid_tensor_is_refused(
+    kind: str, how: str, archive: bool, models: dict[str, Path], tmp_path: Path, capture: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(models["classic"], tmp_path / "classic")
-    path = tmp_path / "classic" / "iter_0000007" / "mp_rank_01" / FILE
+    shutil.copytree(models[kind], tmp_path / "in")
+    (path,) = [*tmp_path.rglob(f"mp_rank_01/{FILE}"), *tmp_path.rglob("*.bin")]
     content = _load(path)
-    encoder = content["model"]["language_model"]["encoder"]
-    encoder[NAME] = CRAFTED[how](encoder[NAME])
+    tensors = content if kind == "bin" else content["model"]["language_model"]["encoder"]
+    name = "model.layers.0.mlp.down_proj.weight" if kind == "bin" else "layers.0.mlp.dense_4h_to_h.weight"
+    tensors[name] = CRAFTED[how](tensors[name])
     torch.save(content, path, _use_new_zipfile_serialization=archive)
-    assert str(path) in _refusal(capfd, tmp_path / "classic")
-
-
-@ARCHIVE
-@pytest.mark.parametrize("how", CRAFTED)
-@pytest.mark.filterwarnings("ignore")
-def test_a_hugging_face_file_with_an_invalid_tensor_is_refused(
-    how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(models["bin"], tmp_path / "bin")
-    path = tmp_path / "bin" / "pytorch_model.bin"
-    content = torch.load(path, weights_only=True)
-    name = "model.layers.0.mlp.down_proj.weight"
-    content[name] = CRAFTED[how](content[name])
-    torch.save(content, path, _use_new_zipfile_serialization=archive)
-    assert str(path) in _refusal(capfd, tmp_path / "bin")
+    assert str(path) in refusal(capture, tmp_path / "in", tmp_path / "out", "megatron-cc")
 
 
 def test_tensor_views_are_read_as_in_torch(tmp_path: Path) -> None:
@@ -180,12 +153,6 @@ def _unchecked(info: zipfile.ZipInfo) -> zipfile.ZipInfo:
 # Files that arrive damaged
 
 
-def _same(first: Weights, second: Weights) -> None:
-    assert first.entries.keys() == second.entries.keys()
-    for name, entry in first.entries.items():
-        assert torch.equal(entry.read(), second.entries[name].read()), name
-
-
 CHANGES = st.one_of(
     st.tuples(st.just("flip"), st.floats(0, 1), st.integers(1, 255)),
     st.tuples(st.just("flip near the end"), st.floats(0, 1), st.integers(1, 255)),
@@ -213,67 +180,52 @@ def _damaged(data: bytes, change: tuple[str, float, int], beginning: int) -> byt
 EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def _convert(folder: Path, to: str, capture: pytest.CaptureFixture[str]) -> Path | None:
+    """The converted folder, or None if ``folder``/in is refused in one line and nothing is written."""
+    capture.readouterr()
+    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", to])
+    error = capture.readouterr().err
+    assert (error.count("\n"), "Traceback" in error) == (1 if status else 0, False), error
+    if status == 0:
+        return folder / "out"
+    assert status == 2
+    assert not (folder / "out").exists()
+    return None
+
+
 @pytest.mark.parametrize("kind", ["classic", "bin"])
 @EXAMPLES
 @given(change=CHANGES)
 def test_a_damaged_pickle_is_refused_or_harmless(
-    kind: str,
-    models: dict[str, Path],
-    no_bar: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    capfd: pytest.CaptureFixture[str],
-    change: tuple[str, float, int],
+    kind: str, models: dict[str, Path], capture: pytest.CaptureFixture[str], change: tuple[str, float, int]
 ) -> None:
-    folder = tmp_path_factory.mktemp("damaged")
-    shutil.copytree(models[kind], folder / "in")
-    (path, *_) = sorted([*folder.rglob(FILE), *folder.rglob("*.bin")])
-    path.write_bytes(_damaged(path.read_bytes(), change, 0))
-    _check(folder, models, capfd)
-
-
-def _check(folder: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    capfd.readouterr()
-    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
-    error = capfd.readouterr().err
-    if status == 0:
-        first, second = read_ours(models["ours"]), read_ours(folder / "out")
-        _same(first, second)
-        assert first.model.norm_epsilon == second.model.norm_epsilon
-    else:
-        assert (status, error.count("\n"), "Traceback" in error) == (2, 1, False), error
-        assert not (folder / "out").exists()
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(models[kind], folder / "in")
+        (path, *_) = sorted([*folder.rglob(FILE), *folder.rglob("*.bin")])
+        path.write_bytes(_damaged(path.read_bytes(), change, 0))
+        if (out := _convert(folder, "megatron-cc", capture)) is not None:
+            first, second = read_ours(models["ours"]), read_ours(out)
+            assert_same_weights(first, second)
+            assert first.model.norm_epsilon == second.model.norm_epsilon
 
 
 @EXAMPLES
 @given(change=CHANGES)
 def test_a_damaged_safetensors_file_is_refused_or_read_by_its_header(
-    models: dict[str, Path],
-    no_bar: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    capfd: pytest.CaptureFixture[str],
-    change: tuple[str, float, int],
+    models: dict[str, Path], capture: pytest.CaptureFixture[str], change: tuple[str, float, int]
 ) -> None:
     """The format has no checksums: the tensors must match the header."""
-    folder = tmp_path_factory.mktemp("damaged")
-    shutil.copytree(models["hf"], folder / "in")
-    path = folder / "in" / "model.safetensors"
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    path.write_bytes(_damaged(path.read_bytes(), change, 8 + length))
-    capfd.readouterr()
-    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "hf"])
-    error = capfd.readouterr().err
-    if status == 0:
-        with (
-            safe_open(path, framework="pt") as before,
-            safe_open(folder / "out" / "model.safetensors", framework="pt") as after,
-        ):
-            for name in after.keys():  # noqa: SIM118
-                assert torch.equal(before.get_tensor(name).view(torch.int32), after.get_tensor(name).view(torch.int32))
-    else:
-        assert (status, error.count("\n"), "Traceback" in error) == (2, 1, False), error
-        assert not (folder / "out").exists()
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(models["hf"], folder / "in")
+        path = folder / "in" / "model.safetensors"
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        path.write_bytes(_damaged(path.read_bytes(), change, 8 + length))
+        if (out := _convert(folder, "hf", capture)) is not None:
+            before, after = load_file(path), load_file(out / "model.safetensors")
+            for name, x in after.items():
+                assert torch.equal(before[name].view(torch.int32), x.view(torch.int32))
 
 
 JSON = st.recursive(
@@ -286,47 +238,25 @@ JSON = st.recursive(
 @EXAMPLES
 @given(data=st.data())
 def test_a_config_of_any_values_is_refused_or_fits(
-    models: dict[str, Path],
-    no_bar: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    capfd: pytest.CaptureFixture[str],
-    data: st.DataObject,
+    models: dict[str, Path], capture: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("config")
-    shutil.copytree(models["hf"], folder / "in")
-    path = folder / "in" / "config.json"
-    config = json.loads(path.read_text())
-    name = data.draw(st.sampled_from([*sorted(config), "rope_parameters", "sliding_window", "use_parallel_residual"]))
-    path.write_text(json.dumps(config | {name: data.draw(JSON)}))
-    capfd.readouterr()
-    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
-    error = capfd.readouterr().err
-    assert status in (0, 2)
-    assert "Traceback" not in error
-    assert error.count("\n") == (1 if status else 0)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(models["hf"], Path(folder, "in"))
+        path = Path(folder, "in", "config.json")
+        names = [*sorted(json.loads(path.read_text())), "rope_parameters", "sliding_window", "use_parallel_residual"]
+        change_json(path, {data.draw(st.sampled_from(names)): data.draw(JSON)})
+        _convert(Path(folder), "megatron-cc", capture)
 
 
 @EXAMPLES
 @given(data=st.data())
 def test_arguments_of_any_values_are_refused_or_fit(
-    models: dict[str, Path],
-    no_bar: None,
-    tmp_path_factory: pytest.TempPathFactory,
-    capfd: pytest.CaptureFixture[str],
-    data: st.DataObject,
+    models: dict[str, Path], capture: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("arguments")
-    shutil.copytree(models["classic"], folder / "in")
-    path = folder / "in" / "iter_0000007" / "mp_rank_00" / FILE
-    content = _load(path)
-    name = data.draw(st.sampled_from(sorted(vars(content["args"]))))
-    setattr(content["args"], name, data.draw(JSON))
-    torch.save(content, path)
-    capfd.readouterr()
-    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
-    error = capfd.readouterr().err
-    assert status in (0, 2)
-    assert "Traceback" not in error
-    assert error.count("\n") == (1 if status else 0)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(models["classic"], Path(folder, "in"))
+        path = Path(folder, "in", "iter_0000007", "mp_rank_00", FILE)
+        content = _load(path)
+        setattr(content["args"], data.draw(st.sampled_from(sorted(vars(content["args"])))), data.draw(JSON))
+        torch.save(content, path)
+        _convert(Path(folder), "megatron-cc", capture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,8 @@ import torch
 
 import megatron.checkpoint.load
 from megatron.config.model import ModelConfig
-from megatron.config.tokenizer import TokenizerConfig
-from megatron.convert.command import main
 from megatron.convert.hugging_face import read_hf, write_hf
 from megatron.convert.ours import read_ours
-from megatron.inference.model import load_model
-from megatron.models.context import ForwardContext
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import (
     EXPERTS,
@@ -29,44 +26,33 @@ from tests.unit.convert.support import (
     MODELS,
     NOT_CLASSIC,
     SHARED,
+    TOKENS_BS,
     WITH_EXPERTS,
+    assert_close,
+    assert_same_weights,
+    change_json,
     convert,
+    load_theirs,
+    our_logits,
+    randomize,
+    refusal,
     saved_model,
 )
-
-TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
-
-
-def _logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    loaded = load_model(folder, tokenizer=TOKENIZER, device=torch.device("cpu"))
-    with torch.no_grad():
-        return loaded.stage.logits(loaded.stage(tokens, ForwardContext())).transpose(0, 1)
-
 
 ALL = MODELS | NOT_CLASSIC | WITH_EXPERTS
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_exported_and_imported_models_have_our_logits(name: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     saved = saved_model(tmp_path / "ours", ALL[name])
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    ours = _logits(saved, tokens)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    theirs, report = loaded
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    ours, theirs = our_logits(saved), load_theirs("AutoModelForCausalLM", tmp_path / "hf")
     with torch.no_grad():
-        logits = theirs.eval()(input_ids=tokens).logits
-    assert logits.shape == ours.shape
-    assert float((logits - ours).abs().max() / ours.abs().max()) < 1e-5
-    assert torch.equal(_logits(tmp_path / "back", tokens), ours)
+        assert_close(theirs(input_ids=TOKENS_BS).logits, ours)
+    assert torch.equal(our_logits(tmp_path / "back"), ours)
     first, second = read_ours(saved), read_ours(tmp_path / "back")
-    assert first.entries.keys() == second.entries.keys()
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(first, second)
     assert replace(first.model, hidden_dropout=0.0) == replace(second.model, **_not_in_a_config(first.model))
 
 
@@ -235,16 +221,11 @@ def test_their_models_come_in(name: str, tmp_path: Path) -> None:
             "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
         }  # fmt: skip
     theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # biases start at 0, norms at 1
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    randomize(theirs)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        expected = theirs.eval()(input_ids=tokens).logits
-    ours = _logits(tmp_path / "ours", tokens)
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert_close(our_logits(tmp_path / "ours"), theirs.eval()(input_ids=TOKENS_BS).logits)
 
 
 def test_the_older_name_of_rope_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
@@ -252,23 +233,19 @@ def test_the_older_name_of_rope_scaling_counts_as_in_transformers(tmp_path: Path
 
     saved = saved_model(tmp_path / "ours", {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0})
     convert(saved, tmp_path / "hf", "hf")
-    file = tmp_path / "hf" / "config.json"
     plain = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | plain))
+    change_json(tmp_path / "hf" / "config.json", plain)
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(input_ids=tokens).logits
-    ours = _logits(tmp_path / "back", tokens)
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert_close(our_logits(tmp_path / "back"), theirs(input_ids=TOKENS_BS).logits)
 
 
 def test_a_mistral_with_layer_types_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     convert(saved_model(tmp_path / "ours", NOT_CLASSIC["ministral"]), tmp_path / "hf", "hf")
-    file = tmp_path / "hf" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"}))
+    change_json(tmp_path / "hf" / "config.json", {"model_type": "mistral"})
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "MinistralForCausalLM"
     assert read_hf(tmp_path / "hf").model.window_attn_skip_freq == [1, 1, 0]
 
@@ -308,23 +285,21 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     torch.save(tensors, tmp_path / "hf" / "pytorch_model.bin")
     (tmp_path / "hf" / "model.safetensors").unlink()
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    first, second = read_ours(saved), read_ours(tmp_path / "back")
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(read_ours(saved), read_ours(tmp_path / "back"))
 
 
 def test_a_checkpoint_from_before_yarn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration lacks numbers that now have a default."""
     flags = {**LLAMA, "rotary_scaling": "llama3", "rotary_base": 20.0, "rotary_scaling_original_length": 24}
     saved = saved_model(tmp_path / "ours", flags)
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    expected, read = _logits(saved, tokens), megatron.checkpoint.load.load_config_yaml
+    expected, read = our_logits(saved), megatron.checkpoint.load.load_config_yaml
 
     def without(*keys: Any) -> str:
         lines = read(*keys).splitlines()
         return "\n".join(line for line in lines if "attention_factor" not in line and "round_to_int" not in line)
 
     monkeypatch.setattr(megatron.checkpoint.load, "load_config_yaml", without)
-    assert torch.equal(_logits(saved, tokens), expected)
+    assert torch.equal(our_logits(saved), expected)
 
 
 def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,8 +316,7 @@ def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFi
     index = tmp_path / "hf" / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    first, second = read_ours(saved), read_ours(tmp_path / "back")
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(read_ours(saved), read_ours(tmp_path / "back"))
     name = next(iter(places))
     for change, message in (
         ({name: files[1]}, f"{files[1]} does not hold {name}, which pytorch_model.bin.index.json says it does"),
@@ -350,12 +324,10 @@ def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFi
         ({name: "../hf/x.bin"}, "'../hf/x.bin' lies outside the folder"),
     ):
         index.write_text(json.dumps({"weight_map": places | change}))
-        assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(capsys, tmp_path / "hf", tmp_path / "x", "megatron-cc")
     index.write_text(json.dumps({"weight_map": places}))
     torch.save({name: torch.nn.Linear(1, 1)}, tmp_path / "hf" / places[name])
-    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
-    assert "cannot be read safely" in capsys.readouterr().err
+    assert "cannot be read safely" in refusal(capsys, tmp_path / "hf", tmp_path / "x", "megatron-cc")
 
 
 def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,70 +341,51 @@ def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path, capsys: pytes
     convert(tmp_path / "hf", tmp_path / "same", "megatron-cc")
     tensors["lm_head.weight"][3, 2] += 1
     save_file(tensors, file)
-    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
-    assert "lm_head.weight is not the embedding, though config.json ties both; write" in capsys.readouterr().err
-    config = tmp_path / "hf" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    assert "lm_head.weight is not the embedding, though config.json ties both; write" in refusal(
+        capsys, tmp_path / "hf", tmp_path / "x", "megatron-cc"
+    )
+    change_json(tmp_path / "hf" / "config.json", {"tie_word_embeddings": False})
     convert(tmp_path / "hf", tmp_path / "untied", "megatron-cc")
     assert torch.equal(read_ours(tmp_path / "untied").entries["output_layer.weight"].read(), tensors["lm_head.weight"])
 
 
-def _damaged(folder: Path, how: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    weights = folder / "model.safetensors"
-    if how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    elif how == "gone":
-        weights.unlink()
-    elif how == "another shape":
-        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
-    elif how == "another model":
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    elif how == "no json":
-        (folder / "config.json").write_text("{")
-    elif how == "no size":
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "n_layer"}))
-    elif how == "more layers":
-        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
-    elif how == "fewer layers":
-        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
-
-
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("change", "message"),
     [
-        ("truncated", "model.safetensors: cannot be read"),
-        ("gone", "holds neither model.safetensors"),
-        ("another shape", "config.json asks for"),
-        ("another model", "model_type 'bert' cannot be converted"),
-        ("no json", "is not JSON"),
-        ("no size", "n_layer is missing"),
-        ("more layers", "there is no tensor transformer.h.3.ln_1.weight"),
-        ("fewer layers", "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
+        ({"n_embd": 64}, "config.json asks for"),
+        ({"model_type": "bert"}, "model_type 'bert' cannot be converted"),
+        ({"n_layer": 4}, "there is no tensor transformer.h.3.ln_1.weight"),
+        ({"n_layer": 2}, "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "model.safetensors: cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds neither model.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'), " is missing"),
     ],
 )
-def test_errors_in_a_folder_are_named(how: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_a_folder_are_named(
+    change: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
-    _damaged(tmp_path / "hf", how)
-    capsys.readouterr()
-    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "back"), "--to", "megatron-cc"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("ckpt_convert: error: ")
-    assert says in error
-    assert not (tmp_path / "back").exists() or not any((tmp_path / "back").iterdir())
+    if callable(change):
+        change(tmp_path / "hf")
+    else:
+        change_json(tmp_path / "hf" / "config.json", change)
+    assert message in refusal(capsys, tmp_path / "hf", tmp_path / "back", "megatron-cc")
 
 
 def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {**EXPERTS, "moe_router_enable_expert_bias": True})
     convert(saved, tmp_path / "half", "megatron-cc", "--dtype", "bf16")
     assert read_ours(tmp_path / "half").entries["layers.2.mlp.router.expert_bias"].shape == (4,)
-    for to, says in (("hf", "has no --moe-router-enable-expert-bias"), ("classic", "that layout has no --num-experts")):
-        assert main(["--load", str(saved), "--save", str(tmp_path / to), "--to", to]) == 2
-        assert says in capsys.readouterr().err
+    for to, message in (
+        ("hf", "has no --moe-router-enable-expert-bias"),
+        ("classic", "that layout has no --num-experts"),
+    ):
+        assert message in refusal(capsys, saved, tmp_path / to, to)
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         ({"swiglu": True, "ffn_hidden_size": 48}, "closest to GPT-2, which has no --swiglu"),
         ({**LLAMA, "rotary_percent": 0.5}, "closest to Llama, which has --rotary-percent 1"),
@@ -467,13 +420,10 @@ def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest
     ],
 )
 def test_models_without_a_hugging_face_architecture_are_refused(
-    model: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = saved_model(tmp_path / "ours", model)
-    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-    assert not (tmp_path / "hf").exists()
+    assert message in refusal(capsys, saved, tmp_path / "hf", "hf")
     assert not list(tmp_path.glob(".*"))
 
 
@@ -483,16 +433,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "do not have their checksum" in capsys.readouterr().err
-    assert not (tmp_path / "hf").exists()
+    assert "do not have their checksum" in refusal(capsys, saved, tmp_path / "hf", "hf")
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {})
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("mine")
-    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), "--to", "hf"]) == 2
-    assert "holds neither a checkpoint" in capsys.readouterr().err
+    assert "is not empty" in refusal(capsys, saved, tmp_path / "hf", "hf")
+    assert "holds neither a checkpoint" in refusal(capsys, tmp_path, tmp_path / "x", "hf")

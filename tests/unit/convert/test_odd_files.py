@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,39 +16,40 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.convert.classic import find_classic
-from megatron.convert.command import main
 from megatron.convert.hugging_face import read_hf
 from megatron.convert.ours import read_ours
-from tests.unit.convert.support import EXPERTS, GEMMA, LLAMA, SHARED, convert, saved_model
+from tests.unit.convert.support import (
+    EXPERTS,
+    GEMMA,
+    GEMMA3,
+    LLAMA,
+    SHARED,
+    assert_same_weights,
+    change_json,
+    convert,
+    refusal,
+    saved_model,
+)
 
 FILE = "model_optim_rng.pt"
 
 
-def _refusal(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
-    """Error line of a refused call, which leaves nothing behind."""
-    capsys.readouterr()
-    save = load.parent / "out"
-    assert main(["--load", str(load), "--save", str(save), "--to", to]) == 2
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error
-    assert not save.exists()
-    return error
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of ours by model type."""
+    """Checkpoints of ours by model type, and Hugging Face's formats of them."""
     root = tmp_path_factory.mktemp("models")
-    gemma3 = {**GEMMA, "qk_layernorm": True, "rope_local_base_freq": 50.0}
+    gemma3 = {**GEMMA3, "rope_local_base_freq": 50.0}
     kinds = {"gpt2": {}, "llama": LLAMA, "mixtral": EXPERTS, "qwen2_moe": SHARED, "gemma2": GEMMA, "gemma3": gemma3}
-    return {kind: saved_model(root / kind, model) for kind, model in kinds.items()}
+    for kind, model in kinds.items():
+        convert(saved_model(root / kind, model), root / f"{kind} hf", "hf")
+    return {path.name: path for path in root.iterdir()}
 
 
 # Hugging Face
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "message"),
     [
         ("gpt2", {"n_embd": "32"}, "n_embd: '32' is not an integer"),
         ("gpt2", {"vocab_size": 50257.0}, "vocab_size: 50257.0 is not an integer"),
@@ -68,11 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"rope_scaling": [1]}, "rope_scaling: expected names and values, not a list"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope scaling of type 'dynamic' cannot be converted"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 0.5}},
-            "--rotary-scaling-factor is 0.5; it must be",
-        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "--rotary-scaling-factor is 0.5; it must be"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 cannot be converted"),
         ("llama", {"mlp_bias": True}, "attention_bias and mlp_bias differ"),
         ("llama", {"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "layer_types must name"),
@@ -116,11 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("qwen2_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers: 'a' is not an integer"),
         ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers: expected a list, not 1"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be at least 1"),
-        (
-            "qwen2_moe",
-            {"num_hidden_layers": 4000, "layer_types": None},
-            "num_hidden_layers is 4_000; it must be at",
-        ),
+        ("qwen2_moe", {"num_hidden_layers": 4000, "layer_types": None}, "num_hidden_layers is 4_000; it must be at"),
         (
             "llama",
             {"model_type": "qwen2", "num_hidden_layers": 10**9, "use_sliding_window": True},
@@ -132,20 +126,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_malformed_configuration_is_refused(
     kind: str,
     change: dict[str, Any],
-    says: str,
+    message: str,
     models: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    convert(models[kind], tmp_path / "hf", "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    line = _refusal(capsys, tmp_path / "hf")
-    assert f"{path}: {says}" in line
+    shutil.copytree(models[f"{kind} hf"], tmp_path / "hf")
+    change_json(tmp_path / "hf" / "config.json", change)
+    line = refusal(capsys, tmp_path / "hf", tmp_path / "out", "megatron-cc")
+    assert f"{tmp_path / 'hf' / 'config.json'}: {message}" in line
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"num_experts": 3}, "mlp.gate.weight has shape (4, 32), config.json asks for (3, 32)"),
         ({"num_experts": 5}, "mlp.gate.weight has shape (4, 32), config.json asks for (5, 32)"),
@@ -155,16 +148,15 @@ def test_a_malformed_configuration_is_refused(
     ],
 )
 def test_experts_that_contradict_the_configuration_are_refused(
-    change: dict[str, Any], says: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], message: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(models["qwen2_moe"], tmp_path / "hf", "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert says in _refusal(capsys, tmp_path / "hf")
+    shutil.copytree(models["qwen2_moe hf"], tmp_path / "hf")
+    change_json(tmp_path / "hf" / "config.json", change)
+    assert message in refusal(capsys, tmp_path / "hf", tmp_path / "out", "megatron-cc")
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "says"),
+    ("weight_map", "message"),
     [
         (None, "weight_map is missing"),
         (["a"], "weight_map: expected names and values, not a list"),
@@ -173,22 +165,24 @@ def test_experts_that_contradict_the_configuration_are_refused(
     ],
 )
 def test_a_malformed_index_is_refused(
-    weight_map: Any, says: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weight_map: Any, message: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(models["gpt2"], tmp_path / "hf", "hf")
+    shutil.copytree(models["gpt2 hf"], tmp_path / "hf")
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert f"{index}: {says}" in _refusal(capsys, tmp_path / "hf")
+    assert f"{index}: {message}" in refusal(capsys, tmp_path / "hf", tmp_path / "out", "megatron-cc")
 
 
 def test_a_shard_that_is_a_pipe_is_refused(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(models["gpt2"], tmp_path / "hf", "hf")
+    shutil.copytree(models["gpt2 hf"], tmp_path / "hf")
     names = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "p")}))
     os.mkfifo(tmp_path / "hf" / "p")
-    assert f"{tmp_path / 'hf' / 'p'}: is not a file" in _refusal(capsys, tmp_path / "hf")
+    assert f"{tmp_path / 'hf' / 'p'}: is not a file" in refusal(
+        capsys, tmp_path / "hf", tmp_path / "out", "megatron-cc"
+    )
 
 
 def _as_bin(folder: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -> Path:
@@ -200,11 +194,10 @@ def _as_bin(folder: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -
 
 
 def test_files_from_before_torch_1_6_are_read(models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models["gpt2"], tmp_path / "hf", "hf")
+    shutil.copytree(models["gpt2 hf"], tmp_path / "hf")
     _as_bin(tmp_path / "hf", dict, _use_new_zipfile_serialization=False)
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    first, second = read_ours(models["gpt2"]), read_ours(tmp_path / "back")
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(read_ours(models["gpt2"]), read_ours(tmp_path / "back"))
 
 
 class _Evil:
@@ -217,7 +210,7 @@ class _Evil:
 def test_torch_files_without_weights_are_refused(
     how: str, archive: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(models["gpt2"], tmp_path / "hf", "hf")
+    shutil.copytree(models["gpt2 hf"], tmp_path / "hf")
     changes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "list": lambda tensors: list(tensors.values()),
         "code": lambda tensors: tensors | {"x": _Evil()},
@@ -227,14 +220,14 @@ def test_torch_files_without_weights_are_refused(
     path = _as_bin(tmp_path / "hf", changes[how], _use_new_zipfile_serialization=archive)
     if how == "junk":
         path.write_bytes(path.read_bytes()[:1000] if archive else b"junk" * 100)
-    line = _refusal(capsys, tmp_path / "hf")
-    says = {
+    line = refusal(capsys, tmp_path / "hf", tmp_path / "out", "megatron-cc")
+    messages = {
         "list": f"{path}: holds a list instead of tensors by name",
         "code": f"{path}: cannot be read safely: it names print",
         "junk": f"{path}: cannot be read safely: it is damaged",
         "int64": "holds int64, which is no type of weights",
     }
-    assert says[how] in line
+    assert messages[how] in line
     assert "weights_only" not in line
 
 
@@ -242,7 +235,7 @@ def test_torch_files_without_weights_are_refused(
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("to", ["classic", "megatron-cc", "hf"])
 def test_mixed_precision_stays_as_it_is(half: str, kind: str, to: str, models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models[kind], tmp_path / "hf", "hf")
+    shutil.copytree(models[f"{kind} hf"], tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     tensors = {
         name: tensor.bfloat16() if (".wte." in name or "embed_tokens" in name) == (half == "the embedding") else tensor
@@ -296,7 +289,7 @@ def _smaller_projection(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda c: c.update(checkpoint_version="x"), "checkpoint_version: 'x' is not a number"),
         (lambda c: c.update(checkpoint_version=9.0), "checkpoint_version 9 is not known; 0, 1, 2, 3 are"),
@@ -332,15 +325,15 @@ def _smaller_projection(content: dict[str, Any]) -> None:
 )
 def test_a_malformed_classic_file_is_refused(
     change: Callable[[dict[str, Any]], Any],
-    says: str,
+    message: str,
     models: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (path,) = _classic(models["gpt2"], tmp_path / "classic")
     _change(path, change)
-    line = _refusal(capsys, tmp_path / "classic")
-    assert says in line
+    line = refusal(capsys, tmp_path / "classic", tmp_path / "out", "megatron-cc")
+    assert message in line
     assert str(tmp_path / "classic") in line
 
 
@@ -356,10 +349,12 @@ def test_ranks_that_do_not_match_are_refused(
 ) -> None:
     stages = _classic(models["gpt2"], tmp_path / "stages" / "classic", pp=3)
     _change(stages[1], lambda content: content.update(model0=content.pop("model")))
-    assert f"{stages[1]}: model is not there" in _refusal(capsys, tmp_path / "stages" / "classic")
+    assert f"{stages[1]}: model is not there" in refusal(
+        capsys, tmp_path / "stages" / "classic", tmp_path / "out", "megatron-cc"
+    )
     shards = _classic(models["gpt2"], tmp_path / "parts" / "classic", tp=2)
     _change(shards[1], lambda content: _encoder(content).update({QKV: _encoder(content)[QKV].bfloat16()}))
-    line = _refusal(capsys, tmp_path / "parts" / "classic")
+    line = refusal(capsys, tmp_path / "parts" / "classic", tmp_path / "out", "megatron-cc")
     assert re.search(rf"{re.escape(str(shards[1]))}: {re.escape(QKV)} is torch.bfloat16, another rank's part", line)
 
 
@@ -370,4 +365,4 @@ def test_a_tracker_of_a_missing_checkpoint_is_refused(
     _classic(models["gpt2"], tmp_path / "classic")
     (tmp_path / "classic" / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
     assert find_classic(tmp_path / "classic") is None
-    assert "instead of an iteration" in _refusal(capsys, tmp_path / "classic")
+    assert "instead of an iteration" in refusal(capsys, tmp_path / "classic", tmp_path / "out", "megatron-cc")

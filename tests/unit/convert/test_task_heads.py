@@ -12,13 +12,24 @@ from torch import Tensor
 
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.model_state import model_tensors
-from megatron.convert.command import main
 from megatron.convert.ours import read_ours
 from megatron.models.classification import ClassifierStage
 from megatron.models.context import ForwardContext
 from megatron.models.losses import Targets
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs, tiny_texts
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, convert, saved_model
+from tests.unit.convert.support import (
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    assert_close,
+    assert_same_weights,
+    change_json,
+    convert,
+    load_theirs,
+    randomize,
+    refusal,
+    saved_model,
+)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, classes": ("MegatronBertForSequenceClassification", {"task_head": "classification", "task_classes": 3}),
@@ -79,22 +90,14 @@ def _theirs(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_path: Path) -> None:
-    import transformers
-
     saved, batch = saved_model(tmp_path / "ours", _model(name)), _batch(_model(name)["model_type"])
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [MODELS[name][0]]
-    loaded: Any = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "hf", output_loading_info=True)
-    theirs, report = loaded
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    ours, expected = _ours(saved, batch), _theirs(theirs, batch)
-    assert ours.shape == expected.shape
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+    theirs = load_theirs(MODELS[name][0], tmp_path / "hf")
+    assert_close(_ours(saved, batch), _theirs(theirs, batch))
     first, second = read_ours(saved), read_ours(tmp_path / "back")
-    assert first.entries.keys() == second.entries.keys()
-    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert_same_weights(first, second)
     assert second.model.type_and_task == first.model.type_and_task
 
 
@@ -115,14 +118,11 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     sizes |= {"num_choices": 4} if "choices" in name else {"num_labels": head.get("task_classes", 1)}
     form = transformers.GPT2Config if name.startswith("gpt") else transformers.MegatronBertConfig
     theirs: Any = getattr(transformers, architecture)(form(**sizes))
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # biases start at 0, norms at 1
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    randomize(theirs)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     batch = _batch(_model(name)["model_type"])
-    ours, expected = _ours(tmp_path / "ours", batch), _theirs(theirs, batch)
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert_close(_ours(tmp_path / "ours", batch), _theirs(theirs, batch))
 
 
 @pytest.mark.parametrize(
@@ -138,15 +138,10 @@ def test_other_heads_are_refused_in_one_line(
     name: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(saved_model(tmp_path / "ours", _model(name)), tmp_path / "hf", "hf")
-    file = tmp_path / "hf" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    capsys.readouterr()
-    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "back"), "--to", "megatron-cc"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    change_json(tmp_path / "hf" / "config.json", change)
+    assert message in refusal(capsys, tmp_path / "hf", tmp_path / "back", "megatron-cc")
 
 
 def test_a_gpt_with_a_choice_head_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {"task_head": "choice", "task_classes": 4})
-    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "closest to GPT-2, which has no --task-head choice" in capsys.readouterr().err
+    assert "closest to GPT-2, which has no --task-head choice" in refusal(capsys, saved, tmp_path / "hf", "hf")

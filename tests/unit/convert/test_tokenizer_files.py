@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_the_owner_of_vocab_json_is_recognized(
 
 
 def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
-    classic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    classic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], error_line: Callable[[], str]
 ) -> None:
     shutil.copytree(classic, tmp_path / "classic")
     files = tmp_path / "files"
@@ -166,7 +167,7 @@ def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
         convert(tmp_path / "classic", tmp_path / f"half{number}", "hf")
         assert not (tmp_path / f"half{number}" / "merges.txt").exists()
     save = ["--load", str(tmp_path / "classic"), "--save", str(tmp_path / "x"), "--to", "hf"]
-    for extra, says in (
+    for extra, message in (
         ([*flags, "--no-tokenizer"], "--no-tokenizer contradicts --vocab-file"),
         (["--vocab-file", "gone", *flags[2:]], "--vocab-file gone: no such file"),
         (flags[:2], "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
@@ -174,10 +175,8 @@ def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
         (["--tokenizer-model", str(files)], "cannot be"),
     ):
         capsys.readouterr()
-        if says == "cannot be":
+        if message == "cannot be":
             (files / "tokenizer.json").write_text("{")
         assert main([*save, *extra]) == 2
-        error = capsys.readouterr().err
-        assert says in error
-        assert error.count("\n") == 1
+        assert message in error_line()
         assert not (tmp_path / "x").exists()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.data.build import build_datasets
+from megatron.data.build import Dataset, build_datasets
 from megatron.data.indexed import IndexedWriter
+from megatron.data.loader import MicroBatches, build_loader
+from megatron.data.source import SampleSource
 
 
 def flags(**overrides: Any) -> DataConfig:
@@ -25,16 +27,39 @@ def write(prefix: Path, lengths: list[int], first_token: int) -> str:
     return str(prefix)
 
 
-def served(data: DataConfig, case: dict[str, Any]) -> list[list[list[int]] | None]:
-    splits = build_datasets(
-        data,
-        seq_length=case["seq_length"],
-        seed=case["seed"],
-        train_valid_test_num_samples=case["sizes"],
-        eod_token=0,
-        vocab_size=None,
+T = TypeVar("T")
+
+
+def present(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def build(data: DataConfig, sizes: list[int | None], **options: Any) -> list[Dataset | None]:
+    arguments: dict[str, Any] = {"seq_length": 8, "seed": 5, "eod_token": -1, "vocab_size": None, **options}
+    return list(build_datasets(data, train_valid_test_num_samples=sizes, **arguments))
+
+
+def build_train(data: DataConfig, samples: int | None, **options: Any) -> Dataset:
+    """The training set."""
+    return present(build(data, [samples, 0, 0], **options)[0])
+
+
+def rows(dataset: Dataset) -> list[list[int]]:
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def load(
+    dataset: SampleSource, micro: int, consumed: int = 0, rank: int = 0, ranks: int = 1, **options: Any
+) -> MicroBatches:
+    return build_loader(
+        dataset, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **options
     )
-    return [None if split is None else [split[i].tolist() for i in range(len(split))] for split in splits]
+
+
+def served(data: DataConfig, case: dict[str, Any]) -> list[list[list[int]] | None]:
+    splits = build(data, case["sizes"], seq_length=case["seq_length"], seed=case["seed"], eod_token=0)
+    return [None if split is None else rows(split) for split in splits]
 
 
 def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
@@ -45,13 +70,7 @@ def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
     cases = []
 
     def single(path: str, seq_length: int, sizes: list[int | None], split: str, seed: int) -> None:
-        case = {
-            "blend": [[path], None],
-            "split": split,
-            "sizes": sizes,
-            "seq_length": seq_length,
-            "seed": seed,
-        }
+        case = {"blend": [[path], None], "split": split, "sizes": sizes, "seq_length": seq_length, "seed": seed}
         cases.append((flags(data_path=[path], split=split), case))
 
     # Part of an epoch, a full epoch, several epochs whose last is barely or mostly used.
@@ -71,13 +90,7 @@ def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
         ([many], [1.0], 60),
     ]
     for paths, weights, count in blends:
-        case = {
-            "blend": [paths, weights],
-            "split": "1,0,0",
-            "sizes": [count, 0, 0],
-            "seq_length": 20,
-            "seed": 11,
-        }
+        case = {"blend": [paths, weights], "split": "1,0,0", "sizes": [count, 0, 0], "seq_length": 20, "seed": 11}
         values = [word for pair in zip(map(str, weights), paths, strict=True) for word in pair]
         cases.append((flags(data_path=values, split="1,0,0"), case))
     case = {"blend": [[many, small, holes], None], "split": "1,0,0", "sizes": [150, 0, 0], "seq_length": 20}

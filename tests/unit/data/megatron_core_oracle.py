@@ -142,11 +142,7 @@ def masks(case: dict[str, Any]) -> dict[str, Any]:
     attention, loss, positions = core("gpt_dataset")._get_ltor_masks_and_position_ids(
         torch.tensor(case["tokens"]), case["eod"], True, True, True, True
     )
-    return {
-        "masked": attention[0].tolist(),
-        "loss": loss.tolist(),
-        "positions": positions.tolist(),
-    }
+    return {"masked": attention[0].tolist(), "loss": loss.tolist(), "positions": positions.tolist()}
 
 
 def main() -> None:

@@ -12,20 +12,14 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.config.data import parse_split
-from megatron.data.build import Dataset, build_datasets, split_bounds
-from megatron.data.indexed import IndexedDataset
+from megatron.data.build import Dataset, split_bounds
+from megatron.data.indexed import IndexedDataset, IndexedWriter
 from tests.support.shared import shared_path
-from tests.unit.data.cases import flags, write
+from tests.unit.data.cases import build, build_train, flags, present, rows, write
 
 
-def build(data: Any, sizes: list[int | None], **options: Any) -> list[Dataset | None]:
-    arguments: dict[str, Any] = {"seq_length": 6, "seed": 1, "eod_token": 0, "vocab_size": None, **options}
-    return list(build_datasets(data, train_valid_test_num_samples=sizes, **arguments))
-
-
-def tokens_of(dataset: Dataset | None, count: int | None = None) -> set[int]:
-    assert dataset is not None
-    return {int(t) for i in range(len(dataset) if count is None else count) for t in dataset[i]}
+def tokens_of(dataset: Dataset | None) -> set[int]:
+    return {int(t) for row_t in rows(present(dataset)) for t in row_t}
 
 
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
@@ -36,7 +30,7 @@ def test_splits_take_separate_documents(tmp_path: Path, order: str) -> None:
     # Documents 0 to 13, 14 to 17, 18 and 19. Every token is read, except the tail of an epoch.
     for tokens, (start, end) in zip(split_tokens, [(0, 140), (140, 180), (180, 200)], strict=True):
         assert tokens <= set(range(start, end))
-        assert len(tokens) > (end - start) - 6
+        assert len(tokens) > (end - start) - 8
 
 
 def test_split_of_the_real_index(tmp_path: Path) -> None:
@@ -57,8 +51,7 @@ def test_split_of_the_real_index(tmp_path: Path) -> None:
         vocab_size=50257,
     )
     assert [len(split) for split in splits if split is not None] == [300_000_000, 642_951 // 2048, 168_402 // 2048]
-    assert splits[0] is not None
-    assert splits[0][299_999_999].shape == (2049,)
+    assert present(splits[0])[299_999_999].shape == (2049,)
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,8 +78,7 @@ def test_separate_paths(tmp_path: Path) -> None:
 def test_blend_by_weight(tmp_path: Path, order: str) -> None:
     paths = [write(tmp_path / name, [50] * 8, start) for name, start in (("a", 0), ("b", 1000))]
     data = flags(data_path=["3", paths[0], "1", paths[1]], split="1,0,0", sample_order=order)
-    train, _, _ = build(data, [400, 0, 0])
-    assert train is not None
+    train = build_train(data, 400)
     for prefix in (40, 100, 400):
         share = sum(int(train[i][0]) < 1000 for i in range(prefix)) / prefix
         assert share == pytest.approx(0.75, abs=0.03)
@@ -97,19 +89,16 @@ def test_blend_by_weight(tmp_path: Path, order: str) -> None:
 
 def test_lazy_blend_without_weights_follows_the_sizes(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a", [60] * 10, 0), write(tmp_path / "b", [60] * 30, 1000)]
-    train, _, _ = build(flags(data_path=paths, split="1,0,0", sample_order="lazy"), [None, 0, 0])
-    assert train is not None
+    data = flags(data_path=paths, split="1,0,0", sample_order="lazy")
+    train = build_train(data, None, seq_length=6)
     assert len(train) == 99 + 299
     assert sum(int(train[i][0]) < 1000 for i in range(len(train))) == pytest.approx(99, abs=1)
-    longer, _, _ = build(flags(data_path=paths, split="1,0,0", sample_order="lazy"), [1000, 0, 0])
-    assert longer is not None
-    assert len(longer) == 1000
+    assert len(build_train(data, 1000)) == 1000
 
 
 def test_two_uses_of_one_file_differ(tmp_path: Path) -> None:
     path = write(tmp_path / "a", [40] * 20, 0)
-    train, _, _ = build(flags(data_path=["1", path, "1", path], split="1,0,0", sample_order="lazy"), [100, 0, 0])
-    assert train is not None
+    train = build_train(flags(data_path=["1", path, "1", path], split="1,0,0", sample_order="lazy"), 100)
     first, second = ([train[i].tolist() for i in range(start, 100, 2)] for start in (0, 1))
     assert first != second
 
@@ -159,8 +148,6 @@ def test_tokens_beyond_the_vocabulary_stop_the_start(tmp_path: Path) -> None:
 
 
 def test_legacy_files_serve_the_same_samples(tmp_path: Path) -> None:
-    from megatron.data.indexed import IndexedWriter
-
     source = IndexedDataset(write(tmp_path / "mmap", [13, 40, 7, 22], 0))
     with IndexedWriter(tmp_path / "legacy", impl="lazy") as writer:
         for index in range(len(source)):
@@ -168,7 +155,5 @@ def test_legacy_files_serve_the_same_samples(tmp_path: Path) -> None:
     served = []
     for name, impl in (("mmap", "infer"), ("legacy", "infer"), ("legacy", "lazy"), ("legacy", "cached")):
         data = flags(data_path=[str(tmp_path / name)], split="1,0,0", data_impl=impl, sample_order="lazy")
-        train, _, _ = build(data, [40, 0, 0])
-        assert train is not None
-        served.append([train[i].tolist() for i in range(40)])
+        served.append(rows(build_train(data, 40)))
     assert served[0] == served[1] == served[2] == served[3]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.data.build import Dataset, build_datasets
+from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets
 from megatron.data.masked_dataset import MaskedDataset
-from tests.unit.data.cases import flags, write
+from tests.unit.data.cases import build_train, flags, present, rows, write
 from tests.unit.data.sentence_cases import random_documents, tokenizer, write_sentences
 
 EPOCH = 61
@@ -25,20 +25,7 @@ def gpt(folder: Path, samples: int | None, words: list[str] | None = None, **opt
     if words is None:
         words = [write(folder / "data", [37] * (TOKENS // 37) + [TOKENS % 37], 0)]
     data = flags(data_path=words, split="1,0,0", dataloader_type="cyclic", **options)
-    train, _, _ = build_datasets(
-        data,
-        seq_length=8,
-        seed=5,
-        train_valid_test_num_samples=[samples, 0, 0],
-        eod_token=-1,
-        vocab_size=None,
-    )
-    assert train is not None
-    return train
-
-
-def rows(dataset: Dataset) -> list[list[int]]:
-    return [dataset[index].tolist() for index in range(len(dataset))]
+    return build_train(data, samples)
 
 
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
@@ -55,15 +42,7 @@ def test_each_pass_draws_every_sample_once(tmp_path: Path, order: str) -> None:
 
 def test_the_recurring_order_already_consists_of_passes(tmp_path: Path) -> None:
     cyclic = gpt(tmp_path, 130, sample_order="fixed")
-    single, _, _ = build_datasets(
-        flags(data_path=[str(tmp_path / "data")], split="1,0,0", sample_order="fixed"),
-        seq_length=8,
-        seed=5,
-        train_valid_test_num_samples=[130, 0, 0],
-        eod_token=-1,
-        vocab_size=None,
-    )
-    assert single is not None
+    single = build_train(flags(data_path=[str(tmp_path / "data")], split="1,0,0", sample_order="fixed"), 130)
     assert rows(cyclic) == rows(single)
     assert cyclic.lanes == single.lanes
 
@@ -84,11 +63,8 @@ def test_an_extended_run_reads_each_sample_once_per_pass(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("order", "weights"),
-    [
-        ("lazy", None),
-        ("fixed", None),
-        *((order, (0.2, 0.8)) for order in ORDERS),
-    ],  # megatron reads datasets without weights once
+    # megatron reads datasets without weights once
+    [("lazy", None), ("fixed", None), *((order, (0.2, 0.8)) for order in ORDERS)],
 )
 def test_blends_pass_over_each_dataset_separately(
     tmp_path: Path, order: str, weights: tuple[float, float] | None
@@ -113,15 +89,9 @@ def test_sentences_are_read_once_per_pass_with_new_masks(tmp_path: Path, order: 
     path = write_sentences(tmp_path / "data", random_documents(50, 1))
 
     def bert(samples: int | None) -> Dataset:
-        train, _, _ = build_bert_datasets(
-            flags(data_path=[path], split="1,0,0", sample_order=order, dataloader_type="cyclic"),
-            seq_length=40,
-            seed=5,
-            train_valid_test_num_samples=[samples, 0, 0],
-            tokenizer=tokenizer(tmp_path),
-        )
-        assert train is not None
-        return train
+        data = flags(data_path=[path], split="1,0,0", sample_order=order, dataloader_type="cyclic")
+        options: dict[str, Any] = {"seq_length": 40, "seed": 5, "tokenizer": tokenizer(tmp_path)}
+        return present(build_bert_datasets(data, train_valid_test_num_samples=[samples, 0, 0], **options)[0])
 
     epoch = len(bert(None))
     train = bert(3 * epoch)

@@ -245,15 +245,7 @@ def test_real_index(tmp_path: Path) -> None:
 
 
 def test_dtype_codes_of_all_types(tmp_path: Path) -> None:
-    numbers: dict[str, Any] = {
-        "uint8": 1,
-        "int8": 2,
-        "int16": 3,
-        "int32": 4,
-        "int64": 5,
-        "float64": 6,
-        "float32": 7,
-    }
+    numbers: dict[str, Any] = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7}
     for dtype, code in {**numbers, "uint16": 8}.items():
         prefix = tmp_path / dtype
         if dtype.startswith("float"):

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.data.batch import Batch, CollateOptions, collate
-from megatron.data.build import Dataset, build_datasets
+from megatron.data.build import Dataset
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.loader import build_loader
-from tests.unit.data.cases import flags, write
+from tests.unit.data.cases import build_train, flags, load, present, write
 
 SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -27,16 +26,7 @@ def dataset(folder: Path, samples: int = 64, **given_flags: Any) -> Dataset:
     lengths = np.random.RandomState(1).randint(1, 40, 60).tolist()
     path = write(folder / "data", lengths, 0)
     data = flags(**{"data_path": [path], "split": "1,0,0", "sample_order": "lazy", **given_flags})
-    train, _, _ = build_datasets(
-        data,
-        seq_length=8,
-        seed=5,
-        train_valid_test_num_samples=[samples, 0, 0],
-        eod_token=3,
-        vocab_size=None,
-    )
-    assert train is not None
-    return train
+    return build_train(data, samples, eod_token=3)
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +44,13 @@ def stream(train: Dataset, micro: int, ranks: int, consumed: int, count: int, **
     """Tokens by draw, of `count` micro-batches of all ranks."""
     rows_by_draw: dict[int, list[int]] = {}
     for rank in range(ranks):
-        with build_loader(
-            train, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **options
-        ) as loader:
+        with load(train, micro, consumed, rank, ranks, **options) as loader:
             for number in range(count):
                 batch = next(loader)
-                assert batch.tokens_bs is not None
                 start = consumed + number * micro * ranks + rank * micro
                 assert batch.draw_ids_b.tolist() == list(range(start, start + micro))
-                for draw, sample_id, tokens in zip(
-                    batch.draw_ids_b.tolist(), batch.sample_ids_b.tolist(), batch.tokens_bs.tolist(), strict=True
-                ):
+                samples = zip(batch.sample_ids_b.tolist(), present(batch.tokens_bs).tolist(), strict=True)
+                for draw, (sample_id, tokens) in zip(batch.draw_ids_b.tolist(), samples, strict=True):
                     assert draw not in rows_by_draw
                     rows_by_draw[draw] = [sample_id, *tokens]
     return rows_by_draw
@@ -94,16 +80,7 @@ def test_an_island_has_the_same_samples_on_any_layout(train: Dataset, islands: i
     size, consumed = 24, 12
     for island in range(islands):
         loaders = [
-            build_loader(
-                train,
-                consumed_samples=consumed,
-                micro_batch_size=micro,
-                dp_rank=rank,
-                dp_size=ranks,
-                num_workers=0,
-                island=island,
-                islands=islands,
-            )
+            load(train, micro, consumed, rank, ranks, num_workers=0, island=island, islands=islands)
             for rank in range(ranks)
         ]
         for batch in range(2):
@@ -114,26 +91,20 @@ def test_an_island_has_the_same_samples_on_any_layout(train: Dataset, islands: i
 
 
 def test_batch_holds_the_samples_of_the_dataset(train: Dataset) -> None:
-    loader = build_loader(train, consumed_samples=4, micro_batch_size=3, dp_rank=1, dp_size=2, num_workers=0)
-    batch = next(loader)
-    assert batch.tokens_bs is not None
-    assert batch.labels_bs is not None
+    batch = next(load(train, 3, consumed=4, rank=1, ranks=2, num_workers=0))
+    tokens_bs, labels_bs = present(batch.tokens_bs), present(batch.labels_bs)
     for row, index in enumerate((7, 8, 9)):
         sample_t = train[index]
-        assert batch.tokens_bs[row].tolist() == sample_t[:-1].tolist()
-        assert batch.labels_bs[row].tolist() == sample_t[1:].tolist()
+        assert tokens_bs[row].tolist() == sample_t[:-1].tolist()
+        assert labels_bs[row].tolist() == sample_t[1:].tolist()
         assert batch.sample_ids_b[row] == train.sample_id(index)
-    assert (batch.tokens_bs.dtype, batch.sample_ids_b.dtype) == (torch.int64, torch.int64)
-    assert batch.loss_mask_bs is not None
-    assert batch.loss_mask_bs.dtype == torch.float32
+    assert (tokens_bs.dtype, batch.sample_ids_b.dtype) == (torch.int64, torch.int64)
+    assert present(batch.loss_mask_bs).dtype == torch.float32
     assert batch.segment_ids_bs is None
 
 
 def test_without_tokens_the_ids_are_the_same(train: Dataset) -> None:
-    loaders = [
-        build_loader(train, consumed_samples=0, micro_batch_size=4, dp_rank=0, dp_size=2, needs_tokens=needed)
-        for needed in (True, False)
-    ]
+    loaders = [load(train, 4, ranks=2, needs_tokens=needed) for needed in (True, False)]
     batches: list[list[Batch]] = [list(loader) for loader in loaders]
     assert len(batches[0]) == len(batches[1]) == 8
     for full, bare in zip(*batches, strict=True):
@@ -145,17 +116,8 @@ def test_without_tokens_the_ids_are_the_same(train: Dataset) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_stream_ends_for_all_ranks_together(train: Dataset, workers: int) -> None:
-    counts = [
-        len(
-            list(
-                build_loader(
-                    train, consumed_samples=1, micro_batch_size=5, dp_rank=rank, dp_size=4, num_workers=workers
-                )
-            )
-        )
-        for rank in range(4)
-    ]
-    assert counts == [3, 3, 3, 3]
+    loaders = [load(train, 5, 1, rank, 4, num_workers=workers) for rank in range(4)]
+    assert [len(list(loader)) for loader in loaders] == [3, 3, 3, 3]
 
 
 class Failing(GPTDataset):
@@ -171,7 +133,7 @@ class Failing(GPTDataset):
 def test_an_error_is_raised_at_its_batch(train: Dataset, workers: int) -> None:
     assert isinstance(train, GPTDataset)
     broken = Failing(train.indexed, train.order, train.seq_length, train.collate_options)
-    loader = build_loader(broken, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
+    loader = load(broken, 2, num_workers=workers)
     assert [next(loader).draw_ids_b.tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(OSError, match="disk gone"):
         next(loader)
@@ -179,7 +141,7 @@ def test_an_error_is_raised_at_its_batch(train: Dataset, workers: int) -> None:
 
 def test_close_ends_the_threads(train: Dataset) -> None:
     before = threading.active_count()
-    loader = build_loader(train, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=4)
+    loader = load(train, 1, num_workers=4)
     next(loader)
     assert threading.active_count() > before
     loader.close()
@@ -191,7 +153,7 @@ def test_close_ends_the_threads(train: Dataset) -> None:
 
 def test_a_consumed_dataset_is_refused(train: Dataset) -> None:
     with pytest.raises(UserError, match="60 of 64 samples are consumed"):
-        build_loader(train, consumed_samples=60, micro_batch_size=3, dp_rank=0, dp_size=2)
+        load(train, 3, consumed=60, ranks=2)
 
 
 @SHORT

@@ -14,6 +14,7 @@ from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import build_loader
+from tests.unit.data.cases import load, present
 from tests.unit.data.sentence_cases import FIRST_WORD, flags, random_documents, tokenizer, write_sentences
 
 EXTRA_IDS = 20
@@ -24,9 +25,7 @@ def bert(folder: Path, samples: int | None = 90, lengths: list[list[int]] | None
     path = write_sentences(folder / "data", random_documents(50, 1) if lengths is None else lengths)
     data = flags(data_path=[path], split="1,0,0", sample_order=options.pop("order", "lazy"))
     values = {"seq_length": 40, "seed": 5, "tokenizer": tokenizer(folder, options.pop("extra_ids", 0)), **options}
-    train, _, _ = build_bert_datasets(data, train_valid_test_num_samples=[samples, 0, 0], **values)
-    assert train is not None
-    return train
+    return present(build_bert_datasets(data, train_valid_test_num_samples=[samples, 0, 0], **values)[0])
 
 
 def t5(folder: Path, samples: int | None = 90, lengths: list[list[int]] | None = None, **options: Any) -> Dataset:
@@ -34,16 +33,12 @@ def t5(folder: Path, samples: int | None = 90, lengths: list[list[int]] | None =
     data = flags(data_path=[path], split="1,0,0", sample_order=options.pop("order", "lazy"))
     values = {"encoder_seq_length": 40, "decoder_seq_length": 30, "seed": 5, **options}
     values = {"tokenizer": tokenizer(folder, values.pop("extra_ids", EXTRA_IDS)), **values}
-    train, _, _ = build_t5_datasets(data, train_valid_test_num_samples=[samples, 0, 0], **values)
-    assert train is not None
-    return train
+    return present(build_t5_datasets(data, train_valid_test_num_samples=[samples, 0, 0], **values)[0])
 
 
 def as_one_batch(dataset: Dataset) -> Batch:
     """All draws as a single batch."""
-    with build_loader(
-        dataset, consumed_samples=0, micro_batch_size=len(dataset), dp_rank=0, dp_size=1, num_workers=0
-    ) as loader:
+    with load(dataset, len(dataset), num_workers=0) as loader:
         return next(loader)
 
 
@@ -91,9 +86,7 @@ def test_labels_restore_the_text_of_bert(tmp_path: Path, order: str, binary_head
         if binary_head and length < 40 and words([*second, *first] if swapped else [*first, *second]) in text:
             orders.discard(swapped)
     assert not orders or not binary_head
-    assert batch.loss_mask_bs is not None
-    assert batch.segment_ids_bs is not None
-    assert batch.loss_mask_bs.sum() > 0.1 * (batch.segment_ids_bs == 0).sum()
+    assert present(batch.loss_mask_bs).sum() > 0.1 * (present(batch.segment_ids_bs) == 0).sum()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -189,8 +182,7 @@ def test_splits_take_documents_and_blends_mix(tmp_path: Path) -> None:
     data = flags(data_path=["1", first, "3", second], split="1,0,0", sample_order="lazy")
     train, valid, _ = build_bert_datasets(data, train_valid_test_num_samples=[40, 0, 0], **options)
     assert valid is None
-    assert train is not None
-    lengths = [row(train, index)[-2] for index in range(40)]
+    lengths = [row(present(train), index)[-2] for index in range(40)]
     assert {length: lengths.count(length) for length in set(lengths) if length > 15} == {16: 30}
 
 
@@ -199,11 +191,9 @@ def test_the_megatron_order_comes_from_the_cache(tmp_path: Path, monkeypatch: py
     data = flags(data_path=[path], split="1,0,0", data_cache_path=str(tmp_path / "cache"))
     options: dict[str, Any] = {"seq_length": 40, "seed": 5, "tokenizer": tokenizer(tmp_path)}
     options["train_valid_test_num_samples"] = [100, 0, 0]
-    first, _, _ = build_bert_datasets(data, **options)
+    first = present(build_bert_datasets(data, **options)[0])
     monkeypatch.setattr("megatron.data.sentence_order.cut_in_order", None)
-    again, _, _ = build_bert_datasets(data, **options)
-    assert first is not None
-    assert again is not None
+    again = present(build_bert_datasets(data, **options)[0])
     assert [row(again, index) for index in range(100)] == [row(first, index) for index in range(100)]
     assert again.epoch_samples == first.epoch_samples
 
@@ -211,11 +201,9 @@ def test_the_megatron_order_comes_from_the_cache(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("decoder", [3, 4, 9])
 def test_spans_without_room_stay_in_the_text(tmp_path: Path, decoder: int) -> None:
     batch = as_one_batch(t5(tmp_path, decoder_seq_length=decoder, extra_ids=2, mask_prob=0.9))
-    assert batch.decoder_segment_ids_bs is not None
-    assert batch.labels_bs is not None
     sentinels = tokenizer(tmp_path, 2).ids.sentinels
-    assert int((batch.labels_bs >= sentinels[0]).sum(dim=1).max()) <= 2
-    assert int((batch.decoder_segment_ids_bs == 0).sum()) > 0
+    assert int((present(batch.labels_bs) >= sentinels[0]).sum(dim=1).max()) <= 2
+    assert int((present(batch.decoder_segment_ids_bs) == 0).sum()) > 0
 
 
 @pytest.mark.parametrize(

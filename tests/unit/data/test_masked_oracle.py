@@ -25,22 +25,14 @@ def bert_case(blend: list[Any], split: str, sizes: list[int], **options: Any) ->
     case = {"model": "BERT", "blend": blend, "split": split, "sizes": sizes, "seed": 1234, "seq_length": 48}
     case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, "classification_head": True, **options}
     head = case.pop("classification_head")
-    case["more"] = {
-        "classification_head": head,
-        "masking_max_ngram": 3,
-        "masking_use_geometric_distribution": False,
-    }
+    case["more"] = {"classification_head": head, "masking_max_ngram": 3, "masking_use_geometric_distribution": False}
     return case
 
 
 def t5_case(blend: list[Any], split: str, sizes: list[int], **options: Any) -> dict[str, Any]:
     case = {"model": "T5", "blend": blend, "split": split, "sizes": sizes, "seed": 7, "seq_length": 64}
     case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, **options}
-    case["more"] = {
-        "sequence_length_decoder": 32,
-        "masking_max_ngram": 10,
-        "masking_use_geometric_distribution": True,
-    }
+    case["more"] = {"sequence_length_decoder": 32, "masking_max_ngram": 10, "masking_use_geometric_distribution": True}
     return case
 
 
@@ -50,7 +42,7 @@ def all_cases(folder: Path) -> list[dict[str, Any]]:
     single, blend = [[many], None], [[many, few], [0.3, 0.7]]
     cases = [
         bert_case(single, "8,1,1", [1, 9, 3]),
-        bert_case(single, "1,0,0", [400, 0, 0], seed=3),
+        bert_case(single, "1,0,0", [200, 0, 0], seed=3),
         bert_case(single, "1,0,0", [150, 0, 0], short_seq_prob=0.0),
         bert_case(single, "1,0,0", [150, 0, 0], short_seq_prob=0.5, seq_length=20, mask_prob=0.4),
         bert_case(single, "1,0,0", [120, 0, 0], classification_head=False),
@@ -58,7 +50,7 @@ def all_cases(folder: Path) -> list[dict[str, Any]]:
         bert_case(blend, "1,0,0", [200, 0, 0]),
         bert_case([[few], [1.0]], "1,0,0", [30, 0, 0]),
         t5_case(single, "8,1,1", [100, 9, 3]),
-        t5_case(single, "1,0,0", [300, 0, 0], short_seq_prob=0.5),
+        t5_case(single, "1,0,0", [150, 0, 0], short_seq_prob=0.5),
         t5_case(blend, "1,0,0", [150, 0, 0], mask_prob=0.1),
     ]
     common: dict[str, Any] = {"what": "masked_samples", "cache": str(folder / "cache")}

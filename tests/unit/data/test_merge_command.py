@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("--input {0}/mixed", "two.idx: holds int32 tokens and cannot join the uint16 ones of"),
         ("--input {0}/formats", "two.idx: is in the legacy lazy/cached format and cannot join"),
@@ -86,7 +87,7 @@ def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
     ],
 )
 def test_datasets_that_cannot_be_joined_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, says: str
+    tmp_path: Path, error_line: Callable[[], str], words: str, message: str
 ) -> None:
     write(tmp_path / "mixed" / "one", "uint16", 1)
     write(tmp_path / "mixed" / "two", "int32", 2)
@@ -99,18 +100,18 @@ def test_datasets_that_cannot_be_joined_are_refused(
     (tmp_path / "damaged.bin").write_bytes(b"")
     before = sorted(os.listdir(tmp_path))
     assert main([*words.format(tmp_path).split(), "--output-prefix", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_line()
     assert line.startswith("error: ")
-    assert says.format(tmp_path) in line
+    assert message.format(tmp_path) in line
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_dataset_in_the_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_in_the_folder_is_not_overwritten(tmp_path: Path, error_line: Callable[[], str]) -> None:
     """A dataset other than the join of the others would be lost."""
     documents = [write(tmp_path / f"part{number}", "int32", number) for number in range(2)]
     flags = ["--input", str(tmp_path), "--output-prefix"]
     assert main([*flags, str(tmp_path / "part1")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_line()
     assert line.startswith(f"error: --output-prefix {tmp_path}/part1: is a data set in --input {tmp_path} and not")
     assert read(tmp_path / "part1") == documents[1]
     assert main([*flags, str(tmp_path / "all")]) == 0
@@ -132,9 +133,9 @@ def test_an_output_without_a_name_is_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_missing_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_flags_are_named_together(error_line: Callable[[], str]) -> None:
     assert main([]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_line()
     assert "--input" in line
     assert "--prefixes" in line
     assert "--output-prefix" in line

@@ -10,23 +10,16 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.data import DataConfig, check_data, check_data_given
-from megatron.data.build import build_datasets
 from megatron.data.build_masked import build_bert_datasets
 from megatron.data.mock import SEQUENCE_TOKENS, MockDataset
-from tests.unit.data.cases import flags
+from tests.unit.data.cases import build, flags, present, rows
 from tests.unit.data.sentence_cases import tokenizer
 
 
 def gpt(seed: int = 1, vocab_size: int | None = 97, **options: Any) -> Any:
-    return build_datasets(
-        flags(mock_data=True, split="8,1,1", **{"sample_order": "lazy", **options}),
-        seq_length=300,
-        seed=seed,
-        train_valid_test_num_samples=[50, 20, 20],
-        eod_token=96,
-        vocab_size=vocab_size,
-        check_tokens=False,
-    )
+    data = flags(mock_data=True, split="8,1,1", **{"sample_order": "lazy", **options})
+    shape: dict[str, Any] = {"seq_length": 300, "seed": seed, "vocab_size": vocab_size, "check_tokens": False}
+    return build(data, [50, 20, 20], eod_token=96, **shape)
 
 
 @pytest.mark.parametrize("order", ["lazy", "fixed"])
@@ -54,15 +47,10 @@ def test_slices_equal_the_full_sequence() -> None:
 
 
 def test_bert_reads_mock_sentences(tmp_path: Path) -> None:
-    train, _, _ = build_bert_datasets(
-        flags(mock_data=True, split="1,0,0", sample_order="lazy"),
-        seq_length=64,
-        seed=5,
-        train_valid_test_num_samples=[10, 0, 0],
-        tokenizer=tokenizer(tmp_path),
-    )
-    assert train is not None
-    assert len({tuple(train[index].tolist()) for index in range(10)}) == 10
+    data = flags(mock_data=True, split="1,0,0", sample_order="lazy")
+    options: dict[str, Any] = {"seq_length": 64, "seed": 5, "tokenizer": tokenizer(tmp_path)}
+    train, _, _ = build_bert_datasets(data, train_valid_test_num_samples=[10, 0, 0], **options)
+    assert len({tuple(row) for row in rows(present(train))}) == 10
 
 
 def test_conflicting_flags_are_refused() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.batch import CollateOptions, collate
 from megatron.data.indexed import IndexedDataset, IndexedWriter
-from tests.unit.data.cases import order_cases, served
+from tests.unit.data.cases import order_cases, present, served
 
 ORACLE = os.environ.get("MEGATRON_CORE_ORACLE")
 pytestmark = [
@@ -31,22 +31,14 @@ def ask(tmp_path: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("megatron_core_oracle.py")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(ORACLE), str(cases_path), str(answers_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        cwd=tmp_path, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return list(json.loads(answers_path.read_text()))
 
 
 def file_cases(tmp_path: Path) -> list[dict[str, Any]]:
-    documents: list[tuple[list[int], list[int]]] = [
-        ([3, 1, 2], [2, 1]),
-        ([], []),
-        ([65000, 9], [2]),
-        ([7], [1]),
-    ]
+    documents: list[tuple[list[int], list[int]]] = [([3, 1, 2], [2, 1]), ([], []), ([65000, 9], [2]), ([7], [1])]
     cases = []
     for dtype in ("uint16", "int32"):
         prefix = str(tmp_path / f"theirs-{dtype}")
@@ -106,12 +98,9 @@ def test_masks_and_positions_equal_megatron_core(answers: Answers) -> None:
     for row, answer in zip(mask_rows(), answers.masks, strict=True):
         ids = np.zeros(1, dtype=np.int64)
         batch = collate(np.array([row]), ids, ids, CollateOptions(0, True, True, True))
-        assert batch.loss_mask_bs is not None
-        assert batch.position_ids_bs is not None
-        assert batch.segment_ids_bs is not None
-        assert batch.loss_mask_bs[0].tolist() == answer["loss"]
-        assert batch.position_ids_bs[0].tolist() == answer["positions"]
-        segments_s = batch.segment_ids_bs[0]
+        assert present(batch.loss_mask_bs)[0].tolist() == answer["loss"]
+        assert present(batch.position_ids_bs)[0].tolist() == answer["positions"]
+        segments_s = present(batch.segment_ids_bs)[0]
         causal = np.tril(np.ones((len(row) - 1,) * 2, dtype=bool))
         allowed = causal & (segments_s[:, None] == segments_s[None, :]).numpy()
         assert (~allowed).tolist() == answer["masked"]

@@ -19,6 +19,7 @@ from megatron.data.tasks.glue import FORMATS, read_glue
 from megatron.data.tasks.race import read_race
 from megatron.tokenizer.wordpiece import BertWordPieceTokenizer
 from tests.support.tasks import columns_of, write_race, write_tsv, write_vocabulary
+from tests.unit.data.cases import present
 
 
 @pytest.mark.parametrize("task", FORMATS)
@@ -183,24 +184,19 @@ def test_a_batch_holds_tokens_types_labels_and_lengths(tmp_path: Path) -> None:
     rows = np.stack([dataset[draw] for draw in range(4)])
     batch = dataset.collate(rows, np.arange(4), np.arange(4))
     w = [0, *range(5, 45)]
-    assert batch.tokens_bs is not None
-    assert batch.tokens_bs.tolist() == [
+    assert present(batch.tokens_bs).tolist() == [
         [2, w[2], w[3], 3, w[5], 3, 0, 0, 0, 0],
         [2, w[6], 3, 0, 0, 0, 0, 0, 0, 0],
         [2, w[7], 3, w[8], 3, 0, 0, 0, 0, 0],
         [2, w[2], w[3], 3, w[5], 3, 0, 0, 0, 0],
     ]
-    assert batch.types_bs is not None
-    assert batch.types_bs.tolist()[:2] == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 0], [0] * 10]
-    assert batch.labels_bs is not None
-    assert batch.labels_bs.dtype == torch.float64
-    assert batch.labels_bs.tolist() == [[1.25], [4.0], [0.5], [1.25]]
-    assert batch.loss_mask_bs is not None
-    assert batch.loss_mask_bs.tolist() == [[1.0], [1.0], [1.0], [0.0]]
-    assert batch.lengths_b is not None
-    assert batch.lengths_b.tolist() == [6, 3, 5, 6]
-    assert batch.segment_ids_bs is not None
-    assert (batch.segment_ids_bs == 0).sum(dim=1).tolist() == [6, 3, 5, 6]
+    assert present(batch.types_bs).tolist()[:2] == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 0], [0] * 10]
+    labels_bs = present(batch.labels_bs)
+    assert labels_bs.dtype == torch.float64
+    assert labels_bs.tolist() == [[1.25], [4.0], [0.5], [1.25]]
+    assert present(batch.loss_mask_bs).tolist() == [[1.0], [1.0], [1.0], [0.0]]
+    assert present(batch.lengths_b).tolist() == [6, 3, 5, 6]
+    assert (present(batch.segment_ids_bs) == 0).sum(dim=1).tolist() == [6, 3, 5, 6]
     assert [dataset.sample_id(draw) for draw in range(5)] == [0, 1, 2, 0, 0]
 
 

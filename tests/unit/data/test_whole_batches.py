@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data.build import Dataset, build_datasets
+from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets
-from megatron.data.loader import build_loader
 from megatron.data.source import BlendedDataset
 from megatron.data.whole_batches import NO_ORDER, FilledSource, WholeBatches
-from tests.unit.data.cases import flags, write
+from tests.unit.data.cases import build, flags, load, present, rows, write
 from tests.unit.data.sentence_cases import random_documents, tokenizer, write_sentences
 
 ORDERS = ["lazy", "fixed", "megatron"]
@@ -21,11 +20,7 @@ ORDERS = ["lazy", "fixed", "megatron"]
 
 def valid_set(words: list[str], samples: int | None, **options: Any) -> Dataset:
     data = flags(train_data_path=words, valid_data_path=words, **options)
-    _, valid, _ = build_datasets(
-        data, seq_length=8, seed=5, train_valid_test_num_samples=[1, samples, 0], eod_token=-1, vocab_size=None
-    )
-    assert valid is not None
-    return valid
+    return present(build(data, [1, samples, 0])[1])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -36,33 +31,26 @@ def test_each_sample_counts_once(tmp_path: Path, order: str, ranks: int) -> None
     assert isinstance(filled, FilledSource)
     firsts = []
     for rank in range(ranks):
-        with build_loader(filled, consumed_samples=0, micro_batch_size=4, dp_rank=rank, dp_size=ranks) as loader:
+        with load(filled, 4, rank=rank, ranks=ranks) as loader:
             for batch in loader:
-                assert batch.tokens_bs is not None
-                assert batch.loss_mask_bs is not None
-                counts_b = batch.loss_mask_bs.all(dim=1)
-                assert torch.equal(counts_b, batch.loss_mask_bs.any(dim=1))
+                loss_mask_bs = present(batch.loss_mask_bs)
+                counts_b = loss_mask_bs.all(dim=1)
+                assert torch.equal(counts_b, loss_mask_bs.any(dim=1))
                 assert torch.equal(counts_b, batch.draw_ids_b < 37)
-                firsts += batch.tokens_bs[counts_b, 0].tolist()
+                firsts += present(batch.tokens_bs)[counts_b, 0].tolist()
     assert sorted(firsts) == [sample * 8 for sample in range(37)]
 
 
 def test_filler_draws_have_no_sentence_order(tmp_path: Path) -> None:
     path = write_sentences(tmp_path / "data", random_documents(50, 1))
-    _, valid, _ = build_bert_datasets(
-        flags(train_data_path=[path], valid_data_path=[path], sample_order="lazy"),
-        seq_length=40,
-        seed=5,
-        train_valid_test_num_samples=[1, None, 0],
-        tokenizer=tokenizer(tmp_path),
-    )
-    assert valid is not None
+    data = flags(train_data_path=[path], valid_data_path=[path], sample_order="lazy")
+    options: dict[str, Any] = {"seq_length": 40, "seed": 5, "tokenizer": tokenizer(tmp_path)}
+    valid = present(build_bert_datasets(data, train_valid_test_num_samples=[1, None, 0], **options)[1])
     filled = WholeBatches(valid, len(valid) - 1)
-    with build_loader(filled, consumed_samples=0, micro_batch_size=len(filled), dp_rank=0, dp_size=1) as loader:
-        batch = next(loader)
-    assert batch.order_b is not None
-    assert batch.order_b[: len(valid)].min() >= 0
-    assert set(batch.order_b[len(valid) :].tolist()) == {NO_ORDER}
+    with load(filled, len(filled)) as loader:
+        order_b = present(next(loader).order_b)
+    assert order_b[: len(valid)].min() >= 0
+    assert set(order_b[len(valid) :].tolist()) == {NO_ORDER}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -93,4 +81,4 @@ def test_separate_validation_sets_have_equally_many_draws(tmp_path: Path, order:
     assert sizes == [37, 5] if samples is None else min(sizes) >= samples
     for path, member in zip(paths, valid.datasets, strict=True):
         alone = valid_set([path], samples, sample_order=order)
-        assert [member[n].tolist() for n in range(len(member))] == [alone[n].tolist() for n in range(len(alone))]
+        assert rows(member) == rows(alone)

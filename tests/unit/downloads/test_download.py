@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,11 +40,6 @@ def _run(published: Published, folder: Path, *words: str) -> int:
     return main(["--mirror", published.address, "--output-dir", str(folder), *words])
 
 
-def _error(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def _zip(files: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -66,10 +62,7 @@ def test_the_vocabulary_of_gpt2_is_downloaded(
     vocab, merges = shared_path("data/gpt2-vocab.json"), shared_path("data/gpt2-merges.txt")
     if vocab is None or merges is None:
         pytest.skip("GPT-2's vocabulary is not here")
-    published.files |= {
-        f"{S3}/gpt2-vocab.json": vocab.read_bytes(),
-        f"{S3}/gpt2-merges.txt": merges.read_bytes(),
-    }
+    published.files |= {f"{S3}/gpt2-vocab.json": vocab.read_bytes(), f"{S3}/gpt2-merges.txt": merges.read_bytes()}
     assert _run(published, tmp_path, "vocab") == 0
     assert (tmp_path / "gpt2-vocab.json").read_bytes() == vocab.read_bytes()
     assert (tmp_path / "gpt2-merges.txt").read_bytes() == merges.read_bytes()
@@ -103,12 +96,19 @@ def test_a_checkpoint_in_an_archive_is_unpacked(published: Published, tmp_path: 
     assert len(published.requests) == 1
 
 
-def test_a_file_that_is_not_an_archive_is_refused(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def _damaged_zip() -> bytes:
+    archive = bytearray(_zip({"model.pt": os.urandom(1000)}))
+    archive[500] ^= 1
+    return bytes(archive)
+
+
+@pytest.mark.parametrize("data", [b"<html>sorry</html>", _damaged_zip()], ids=["no archive", "damaged"])
+def test_a_damaged_archive_is_refused(
+    data: bytes, published: Published, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
-    published.files[NGC] = b"<html>sorry</html>"
+    published.files[NGC] = data
     assert _run(published, tmp_path, "ckpt") == 2
-    assert "is no sound zip file" in _error(capsys)
+    assert "is no sound zip file" in error_line()
     assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
 
 
@@ -116,17 +116,6 @@ def test_an_archive_never_writes_outside_of_its_folder(published: Published, tmp
     published.files[NGC] = _zip({"../outside": bytes(100)})
     assert _run(published, tmp_path / "checkpoint", "ckpt") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_an_archive_with_a_damaged_file_is_refused(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = bytearray(_zip({"model.pt": os.urandom(1000)}))
-    archive[500] ^= 1
-    published.files[NGC] = bytes(archive)
-    assert _run(published, tmp_path, "ckpt") == 2
-    assert "is no sound zip file" in _error(capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
 
 
 def test_a_checkpoint_of_the_hub_is_downloaded(
@@ -143,12 +132,12 @@ def test_a_checkpoint_of_the_hub_is_downloaded(
 
 
 def test_a_file_missing_from_the_hub_is_named(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: Published, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     published.add_hub("models", "openai-community/gpt2", {"config.json": b"{}", "model.bin": b""})
     assert _run(published, tmp_path, "ckpt", "gpt2") == 2
     message = "openai-community/gpt2 on the hub has no model.safetensors; it has config.json, model.bin"
-    assert _error(capsys) == f"download: error: {message}"
+    assert error_line() == f"download: error: {message}"
 
 
 def _parquet(rows: list[dict[str, str]]) -> bytes:
@@ -159,7 +148,9 @@ def _parquet(rows: list[dict[str, str]]) -> bytes:
 
 
 @pytest.mark.slow
-def test_wikipedia_becomes_lines(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wikipedia_becomes_lines(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], error_line: Callable[[], str]
+) -> None:
     """Stopped in the second of three files, and run again."""
     pytest.importorskip("datasets")
     rows = [[{"url": f"u{shard}{n}", "text": f"text {shard} {n}"} for n in range(3)] for shard in range(3)]
@@ -168,7 +159,7 @@ def test_wikipedia_becomes_lines(published: Published, tmp_path: Path, capsys: p
     second = f"/huggingface.co/datasets/wikimedia/wikipedia/resolve/main/{sorted(files)[1]}"
     published.statuses[second] = [403]
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 2
-    assert "returned error: 403; run it again to go on" in _error(capsys)
+    assert "returned error: 403; run it again to go on" in error_line()
     assert not (tmp_path / "wikipedia.jsonl").exists()
     published.requests.clear()
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 0
@@ -221,10 +212,10 @@ def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_flags_are_refused(
-    published: Published, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    published: Published, tmp_path: Path, words: list[str], message: str, error_line: Callable[[], str]
 ) -> None:
     assert _run(published, tmp_path, *words) == 2
-    assert _error(capsys) == f"download: error: {message}"
+    assert error_line() == f"download: error: {message}"
     assert published.requests == []
 
 
@@ -321,12 +312,12 @@ def test_a_full_disk_is_one_line_and_keeps_the_partial_file(published: Published
 
 
 def test_a_hub_without_a_file_list_is_one_line(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: Published, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     published.files["/huggingface.co/api/models/openai-community/gpt2/tree/main"] = b"<html>"
     for name in ("gpt2", "gpt2-xl"):
         assert _run(published, tmp_path, "ckpt", name) == 2
-        assert f"openai-community/{name} on the hub: " in _error(capsys)
+        assert f"openai-community/{name} on the hub: " in error_line()
 
 
 def test_each_kind_has_a_script() -> None:

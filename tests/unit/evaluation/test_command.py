@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,8 @@ def test_wikitext_is_the_mean_over_all_tokens(
             loss -= float(logprobs[position - start, tokens[position + 1]])
         done += new
     loss /= len(tokens) - 1
-    flags = [
-        "--task",
-        "WIKITEXT103",
-        "--valid-data",
-        str(path),
-        "--load",
-        str(saved),
-        "--overlapping-eval",
-        str(stride),
-    ]
-    assert main([*flags, "--micro-batch-size", "3"]) == 0
+    flags = ["--task", "WIKITEXT103", "--valid-data", str(path), "--load", str(saved), "--micro-batch-size", "3"]
+    assert main([*flags, "--overlapping-eval", str(stride)]) == 0
     rule, line, again = capsys.readouterr().out.splitlines()
     assert rule == again == "-" * (len(line) + 1)
     expected = f"{loss:.4E} | ppl: {math.exp(loss):.4E} | adjusted ppl: {math.exp(loss):.4E} | token ratio: 1.0 |"
@@ -258,13 +250,11 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
     ],
 )
 def test_bad_input_is_one_line(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, content: str | bytes | None,
+    saved: Path, tmp_path: Path, error_line: Callable[[], str], task: str, content: str | bytes | None,
     flags: list[str], message: str,
 ) -> None:  # fmt: skip
     path = tmp_path / "data"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["--task", task, "--valid-data", str(path), "--load", str(saved), *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in error_line()

@@ -22,19 +22,8 @@ def test_a_fine_tuned_folder_has_the_losses_of_transformers(tmp_path: Path, caps
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 0
     shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_file")
     unset = dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by"))
-    flags = task_flags(
-        tmp_path,
-        "RTE",
-        [],
-        [file],
-        model_type="deberta",
-        epochs=0,
-        load=tmp_path / "ours",
-        seq_length=40,
-        finetune=True,
-        **unset,
-    )
-    assert main(flags) == 0
+    options = {"model_type": "deberta", "epochs": 0, "load": tmp_path / "ours", "seq_length": 40, "finetune": True}
+    assert main(task_flags(tmp_path, "RTE", [], [file], **options, **unset)) == 0
     match = re.search(r"classification loss value: (\S+) ", capsys.readouterr().out)
     assert match is not None
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "hf" / "spm.model"))

@@ -62,17 +62,10 @@ def test_losses_and_weights_of_each_step_equal_hugging_face(tmp_path: Path) -> N
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 0
     shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_file")
     changes: dict[str, Any] = {
-        **dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by")),
-        "model_type": "gpt",
-        "load": tmp_path / "ours",
-        "finetune": True,
-        "seq_length": 32,
-        "weight_decay": 0.0,
-        "epochs": EPOCHS,
-        "lr": LR,
-        "micro_batch_size": 4,
-        "global_batch_size": BATCH,
-    }
+        **dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by")), "model_type": "gpt",
+        "load": tmp_path / "ours", "finetune": True, "seq_length": 32, "weight_decay": 0.0, "epochs": EPOCHS, "lr": LR,
+        "micro_batch_size": 4, "global_batch_size": BATCH,
+    }  # fmt: skip
     log = tmp_path / "log.jsonl"
     changes |= {"log_json_file": log, "save": tmp_path / "tuned"}
     assert main(task_flags(tmp_path, "CoLA", [files[0]], [files[1]], **changes)) == 0

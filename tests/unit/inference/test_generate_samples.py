@@ -42,10 +42,7 @@ def test_an_unwritable_output_is_refused_before_generation(
 ) -> None:
     monkeypatch.chdir(prompts.parent)
     Path("folder").mkdir()
-    for flags in (
-        {"genfile": name, "num_samples": 2},
-        {"sample_output_file": name, "sample_input_file": str(prompts)},
-    ):
+    for flags in ({"genfile": name, "num_samples": 2}, {"sample_output_file": name, "sample_input_file": str(prompts)}):
         flag = f"--{next(iter(flags)).replace('_', '-')} {name}"
         assert refusal(**flags).startswith(flag)
     assert sorted(os.listdir()) == ["folder", "prompts"]
@@ -61,10 +58,7 @@ def test_a_writable_output_is_unchanged_by_the_check(prompts: Path) -> None:
     output.write_text("before")
     assert check(
         GenerationTaskFlags(sample_input_file=str(prompts), sample_output_file=str(output)), SamplingFlags()
-    ) == [
-        "1 2",
-        "3",
-    ]
+    ) == ["1 2", "3"]
     assert output.read_text() == "before"
     assert len(list(prompts.parent.iterdir())) == 2
 
@@ -123,12 +117,8 @@ def test_a_full_disk_is_one_line_and_texts_are_printed(
 
 def test_flags_of_penalties_and_stop_tokens_reach_the_generation() -> None:
     model = trained_model()
-    penalties: dict[str, Any] = {
-        "min_p": 0.1,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.25,
-        "frequency_penalty": 0.5,
-    }
+    penalties: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.5}
+    penalties |= {"presence_penalty": 0.25, "frequency_penalty": 0.5}
     flags = SamplingFlags(**penalties, out_seq_length=6)
     assert flags.sampling() == Sampling(**penalties)
     (sample,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_all(["1 2"])

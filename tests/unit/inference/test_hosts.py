@@ -84,7 +84,7 @@ def test_a_given_name_reaches_the_server(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "code", "says"),
+    ("method", "path", "status", "code", "message"),
     [
         ("GET", "/v2", 404, "unknown_url", "/v1/completions"),
         ("POST", "/v1/embeddings", 404, "unknown_url", "there is no POST /v1/embeddings here"),
@@ -96,13 +96,13 @@ def test_a_given_name_reaches_the_server(running: Running) -> None:
     ],
 )  # fmt: skip
 def test_unknown_paths_give_errors_in_openai_format(
-    running: Running, method: str, path: str, status: int, code: str, says: str
+    running: Running, method: str, path: str, status: int, code: str, message: str
 ) -> None:
     answer, body, headers = _ask(running, method, path)
     assert answer == status
     assert headers["content-type"] == "application/json"
     assert body["error"] == {**body["error"], "type": "invalid_request_error", "param": None, "code": code}
-    assert says in body["error"]["message"]
+    assert message in body["error"]["message"]
     assert body["message"] == body["error"]["message"]
     assert (status == 405) == ("Allow" in headers)
 

@@ -1,12 +1,11 @@
-"""Small files for the cleaning tools, and the error of a refusal."""
+"""Small files for the cleaning tools."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from megatron.data.lines import lines, writing
 
@@ -35,9 +34,5 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines(path)]
 
 
-def refused(tool: Any, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Error line of a refused call."""
-    assert tool.main(flags) == 2
-    error_lines = capsys.readouterr().err.splitlines()
-    assert sum("error" in line for line in error_lines) == 1
-    return error_lines[-1]
+Refusal = Callable[[Any, list[str]], str]
+"""Calls a tool with flags and returns its error line."""

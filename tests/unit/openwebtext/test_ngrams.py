@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.lines import lines
-from tests.unit.openwebtext.support import FILL, RUN, read, refused, write
+from tests.unit.openwebtext.support import FILL, RUN, Refusal, read, write
 from tools.openwebtext import filter_ngrams
 
 
@@ -28,14 +28,12 @@ def flags_of(tmp_path: Path, *extra: str) -> list[str]:
         ["--remove-char-each-side", "-500"],
     ],
 )  # fmt: skip
-def test_impossible_thresholds_are_refused(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert " ".join(flags) in refused(filter_ngrams, flags_of(tmp_path, *flags), capsys)
+def test_impossible_thresholds_are_refused(flags: list[str], tmp_path: Path, refused: Refusal) -> None:
+    assert " ".join(flags) in refused(filter_ngrams, flags_of(tmp_path, *flags))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_read_once(tmp_path: Path, refused: Refusal) -> None:
     saved, pipe = tmp_path / "dictionary.json.gz", tmp_path / "pipe"
     assert filter_ngrams.main(flags_of(tmp_path, "--save-dictionary", str(saved))) == 0
     expected = read(tmp_path / "out")
@@ -43,7 +41,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     os.mkfifo(pipe)
     flags = flags_of(tmp_path)
     flags[1] = str(pipe)
-    assert "only once" in refused(filter_ngrams, flags, capsys)
+    assert "only once" in refused(filter_ngrams, flags)
     feeder = threading.Thread(target=lambda: pipe.write_bytes((tmp_path / "data").read_bytes()), daemon=True)
     feeder.start()
     assert filter_ngrams.main([*flags[:-3], "--load-dictionary", str(saved)]) == 0
@@ -52,25 +50,19 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("flag", ["--save-dictionary", "--report"])
-def test_outputs_must_differ_from_inputs_and_each_other(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_must_differ_from_inputs_and_each_other(flag: str, tmp_path: Path, refused: Refusal) -> None:
     for name, message in (("data", "overwritten"), ("task", "overwritten"), ("out", "twice")):
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        assert message in refused(filter_ngrams, flags_of(tmp_path, flag, str(tmp_path / name)), capsys)
+        assert message in refused(filter_ngrams, flags_of(tmp_path, flag, str(tmp_path / name)))
         assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("text", ['{"a b c": null}', '{"a b c": 1e999}', '{"a b c": -1}', "[1]", "{", "[" * 9999])
-def test_a_malformed_dictionary_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_dictionary_is_refused(text: str, tmp_path: Path, refused: Refusal) -> None:
     saved = tmp_path / "saved.json"
     saved.write_text(text)
-    assert f"--load-dictionary {saved}" in refused(
-        filter_ngrams, flags_of(tmp_path, "--load-dictionary", str(saved)), capsys
-    )
-    assert "No such file" in refused(
-        filter_ngrams, flags_of(tmp_path, "--load-dictionary", str(tmp_path / "none")), capsys
-    )
+    assert f"--load-dictionary {saved}" in refused(filter_ngrams, flags_of(tmp_path, "--load-dictionary", str(saved)))
+    assert "No such file" in refused(filter_ngrams, flags_of(tmp_path, "--load-dictionary", str(tmp_path / "none")))
 
 
 def test_a_dictionary_may_have_several_lines(tmp_path: Path) -> None:
@@ -83,18 +75,16 @@ def test_a_dictionary_may_have_several_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "message"), [('{"x": 1}', "no text 'q'"), ("{", "no JSON"), ("3", "no JSON object")])
-def test_a_broken_task_is_named(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_task_is_named(line: str, message: str, tmp_path: Path, refused: Refusal) -> None:
     flags = flags_of(tmp_path)
     (tmp_path / "task").write_text(f'\n{{"q": "a"}}\n\n{line}\n')
-    error = refused(filter_ngrams, flags, capsys)
+    error = refused(filter_ngrams, flags)
     assert f"{tmp_path / 'task'}, line 4" in error
     assert message in error
     assert "--skip-bad-lines" not in error  # that flag is for the data
 
 
-def test_a_missing_network_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_network_is_one_line(tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
 
     def fail(*_: object, **__: object) -> None:
@@ -102,4 +92,4 @@ def test_a_missing_network_is_one_line(
 
     monkeypatch.setattr(hub.HfApi, "dataset_info", fail)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("is slow to give up"))
-    assert "--tasks squad" in refused(filter_ngrams, flags_of(tmp_path, "--tasks", "squad"), capsys)
+    assert "--tasks squad" in refused(filter_ngrams, flags_of(tmp_path, "--tasks", "squad"))

@@ -21,14 +21,16 @@ from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
 from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import check_output, lines, numbered_lines, writing
 from tests.support.disk import largest_file
-from tests.unit.openwebtext.support import read, write
+from tests.unit.openwebtext.support import Refusal, read, write
 from tools.openwebtext import (
     add_id,
     blacklist_urls,
     cleanup_dataset,
     cleanup_fix_dataset,
     download_openwebtext,
+    fetch_pages,
     filter_ngrams,
+    find_duplicates,
     merge_jsons,
     pipeline,
 )  # fmt: skip
@@ -176,10 +178,7 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
         ("out.xz", r"\.gz or \.zst"),
     ],
 )
-def test_unwritable_outputs_are_refused_at_once(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_unwritable_outputs_are_refused_at_once(name: str, message: str, tmp_path: Path) -> None:
     Path("folder").mkdir()
     Path("file").write_bytes(b"")
     os.mkfifo("pipe")
@@ -206,8 +205,7 @@ def test_unknown_compressions_are_refused(tmp_path: Path) -> None:
         list(lines(tmp_path / "in.bz2"))
 
 
-def test_outputs_must_differ_from_inputs_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_outputs_must_differ_from_inputs_and_each_other(tmp_path: Path) -> None:
     Path("link").symlink_to("a")
     check_apart(["a", None], [None, "b", None, "c"])
     for name in ("a", "./a", "link", str(tmp_path / "a")):
@@ -231,11 +229,8 @@ NUMERALS = ["9" * 5000, "-" + "8" * 1_000_000, "1e400", "1.50", "-0", "0.1000000
         ),
     ],
 )
-def test_numbers_in_other_fields_keep_their_spelling(
-    module: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_in_other_fields_keep_their_spelling(module: Any, flags: list[str], tmp_path: Path) -> None:
     """Each of these tools rewrites the line: with a number, a repaired text, a text without a piece."""
-    monkeypatch.chdir(tmp_path)
     leak = "one two three four five six seven eight nine ten eleven twelve thirteen."
     write(tmp_path / "t.jsonl", [{"text": leak}])
     numerals = ", ".join(NUMERALS)
@@ -256,24 +251,25 @@ def test_the_last_pipeline_step_keeps_the_spelling_of_numbers(tmp_path: Path) ->
     assert (tmp_path / "out").read_text() == f'{{"n": [{numerals}], "adlr_id": "x-0000000001"}}\n'
 
 
-def test_a_number_instead_of_a_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_instead_of_a_text_is_named(tmp_path: Path, refused: Refusal) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": {"9" * 5000}}}\n')
-    assert cleanup_dataset.main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert "a.jsonl, line 1: 'text' is a number and no text" in capsys.readouterr().err
+    assert "a.jsonl, line 1: 'text' is a number and no text" in refused(
+        cleanup_dataset, [str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--workers", "1"]
+    )
 
 
 # Tools
 
 
-def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
-    def unreached(options: argparse.Namespace) -> Report:
+def tool(flags: list[str]) -> int:
+    def run(options: argparse.Namespace) -> Report:
         raise AssertionError("the work has begun")
 
     def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output")
         add_common(parser)
 
-    return Tool("tool.py", "", add_flags, run or unreached)(flags)
+    return Tool("tool.py", "", add_flags, run)(flags)
 
 
 @pytest.mark.parametrize(
@@ -286,23 +282,10 @@ def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
         (["--output", "same", "--report", "same"], "same would be written twice"),
     ],
 )
-def test_flags_are_checked_before_the_work(
-    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_flags_are_checked_before_the_work(flags: list[str], message: str, error_line: Callable[[], str]) -> None:
     Path("folder").mkdir()
     assert tool(flags) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(_: object) -> Report:
-        raise ModuleNotFoundError("No module named 'ftfy'", name="ftfy")
-
-    assert tool([], run) == 2
-    assert "error: ftfy is missing: pip install -e '.[cleaning]'" in capsys.readouterr().err
+    assert message in error_line()
 
 
 @pytest.mark.parametrize(
@@ -315,37 +298,40 @@ def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
         (blacklist_urls, [".", "out", "--domains-file", "a.jsonl"]),
     ],
 )
-def test_no_tool_overwrites_its_input(
-    tool: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_tool_overwrites_its_input(tool: Any, flags: list[str], tmp_path: Path, refused: Refusal) -> None:
     write(Path("a.jsonl"), [{"text": TEXT}])
     Path("a.txt").write_text("https://example.org/one\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     outputs = [("a.jsonl", "report"), ("out", "a.jsonl")] if "{}" in flags else [("out", "a.jsonl")]
     for output, report in outputs:
         arguments = [output if flag == "{}" else flag for flag in flags]
-        assert tool.main([*arguments, "--report", report]) == 2
-        assert "read and overwritten" in capsys.readouterr().err
+        assert "read and overwritten" in refused(tool, [*arguments, "--report", report])
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("library", ["ftfy", "py3langid", "tldextract", "zstandard", "datasets"])
+FETCH = ["a.txt", "out", "--allow-private-hosts", "--delay", "0", "--workers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("library", "tool", "flags"),
+    [
+        ("ftfy", cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
+        ("py3langid", cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
+        ("tldextract", blacklist_urls, [".", "out"]),
+        ("zstandard", add_id, ["--input-file", "a.jsonl", "--output-file", "out.zst", "--id-prefix", "x"]),
+        ("datasets", download_openwebtext, ["--output", "out"]),
+        ("rensa", find_duplicates, ["--inputs", "a.jsonl", "url", "--output", "out", "--workers", "1"]),
+        ("requests", fetch_pages, FETCH),
+        ("trafilatura", fetch_pages, FETCH),
+    ],
+)
 def test_tools_name_the_missing_library(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: str, tool: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, "megatron.data.cleaning.fetching", raising=False)
     blacklist_urls._host_parser.cache_clear()
-    write(Path("a.jsonl"), [{"text": TEXT}])
-    Path("a.txt").write_text("https://example.org/one\n")
-    tool, flags = {
-        "ftfy": (cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
-        "py3langid": (cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
-        "tldextract": (blacklist_urls, [".", "out"]),
-        "zstandard": (add_id, ["--input-file", "a.jsonl", "--output-file", "out.zst", "--id-prefix", "x"]),
-        "datasets": (download_openwebtext, ["--output", "out"]),
-    }[library]
-    assert tool.main(flags) == 2
-    assert f"error: {library} is missing: pip install -e '.[cleaning]'\n" in capsys.readouterr().err
+    write(Path("a.jsonl"), [{"text": TEXT, "url": "u"}])
+    Path("a.txt").write_text("http://127.0.0.1:9/\n")
+    assert refused(tool, flags).endswith(f"error: {library} is missing: pip install -e '.[cleaning]'")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.txt"]

@@ -30,11 +30,7 @@ def test_the_schedule_is_1f1b() -> None:
     assert len(operations) == 2 * STAGES * MICRO_BATCHES
     ends = {(slot.op.is_forward, slot.stage, slot.op.micro_batch): slot.end for slot in operations}
     for slot in operations:
-        before = (
-            slot.op.is_forward,
-            slot.stage - 1 if slot.op.is_forward else slot.stage + 1,
-            slot.op.micro_batch,
-        )
+        before = (slot.op.is_forward, slot.stage - 1 if slot.op.is_forward else slot.stage + 1, slot.op.micro_batch)
         assert slot.start >= ends.get(before, 0.0)
     for stage in range(STAGES):
         stage_operations = [slot for slot in operations if slot.stage == stage]

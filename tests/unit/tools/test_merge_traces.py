@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,12 @@ def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, error_line: Callable[[], str]) -> None:
     _write(tmp_path, 0, None, 0.0, world_size=1)
     out = tmp_path / "out.json"
     with largest_file(20):
         assert main([str(tmp_path), "-o", str(out)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: -o {out}: cannot be written (File too large)")
+    assert error_line().startswith(f"error: -o {out}: cannot be written (File too large)")
     assert [path.name for path in tmp_path.iterdir()] == ["trace_rank_00000.json"]
 
 
@@ -149,13 +149,11 @@ _SPAN = {"name": "forward", "ph": "X", "ts": 0.0, "dur": 1.0}
     ],
 )
 def test_malformed_events_are_named(
-    events: Any, about: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    events: Any, about: dict[str, Any], message: str, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     path = _write(tmp_path, 0, None, 0.0)
     metadata = json.loads(path.read_text())["otherData"]
     path.write_text(json.dumps({"traceEvents": events, "otherData": {**metadata, **about}}))
     assert main([str(path), "-o", str(tmp_path / "out.json")]) == 2
-    error = capsys.readouterr().err
-    assert f"{path}: {message}" in error
-    assert error.count("\n") == 1
+    assert f"{path}: {message}" in error_line()
     assert not (tmp_path / "out.json").exists()

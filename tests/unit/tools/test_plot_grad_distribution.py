@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,11 @@ def test_values_that_are_not_finite_are_counted_gaps(tmp_path: Path, capsys: pyt
     ],
 )
 def test_a_malformed_record_is_named(
-    changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any], message: str, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     log = _log(tmp_path / "a.jsonl", {}, changed)
     assert main([str(log), "-o", str(tmp_path / "a.png")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in error_line()
     assert not (tmp_path / "a.png").exists()
 
 
@@ -98,11 +97,7 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
     ("counts", "words", "message"),
     [
         ([[1, 2], [1, 2, 3]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 3 counts"),
-        (
-            [[1, 2], 3],
-            ["--places", "b.png"],
-            "a.jsonl:2: parameters layers.0.mlp.weight: places: expected a list",
-        ),
+        ([[1, 2], 3], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: expected a list"),
         ([[1, 2], [1, None]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 2 counts"),
         ([[]], ["--places", "b.png"], "a.jsonl:1: parameters layers.0.mlp.weight: places: 0 counts"),
         ([[1, 2]], ["--places", "b.zzz"], "b.zzz: no picture ends so"),
@@ -112,12 +107,10 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
     ],
 )
 def test_undrawable_positions_are_one_line(
-    counts: list[Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    counts: list[Any], words: list[str], message: str, tmp_path: Path, error_line: Callable[[], str]
 ) -> None:
     log = _log(tmp_path / "a.jsonl", *(_placed(*counts) if counts else [{}]))
     words = [str(tmp_path / word) if word.startswith("b.") else word for word in words]
     assert main([str(log), "-o", str(tmp_path / "a.png"), *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in error_line()
     assert not list(tmp_path.glob("*.png"))

@@ -81,7 +81,7 @@ def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"--vocab-size": "256"}, "--vocab-size 256 must exceed the 256 byte values"),
         ({"--vocab-size": str(10**18)}, "at most 10,000,000"),
@@ -98,7 +98,7 @@ def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: py
 )
 def test_errors_are_one_line(
     change: dict[str, str],
-    says: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -110,5 +110,5 @@ def test_errors_are_one_line(
     assert main([word for pair in flags.items() for word in pair]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert says in error
+    assert message in error
     assert not list(tmp_path.glob("out/*"))
