@@ -20,6 +20,6 @@ def test_an_address_is_read_and_written(text: str, address: tuple[str, int]) -> 
     "text",
     ["host", "host:", ":1", "host:0", "host:65536", "host:99999", "::1:29711", "[host]:1", "[]:1", "a:b"],
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"write HOST:PORT, such as .* with a port from 1 to 65535"):
         read_address(text)

@@ -1,4 +1,4 @@
-"""Files are there whole or not at all, under the name that was asked for, and what killed processes began goes."""
+"""Atomic writes of files, and removal of files left by killed processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.base.atomic import atomic_write, check_writable, holding, remove_l
 from megatron.base.errors import UserError
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     link, target = tmp_path / "link", tmp_path / "folder" / "file"
     link.symlink_to(target)
@@ -30,7 +30,7 @@ def _write_half(stream: BinaryIO) -> None:
     raise OSError("the disk is full")
 
 
-def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"before")
     with pytest.raises(OSError, match="full"), atomic_write(tmp_path / "file") as stream:
         _write_half(stream)
@@ -38,7 +38,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_names_as_long_as_there_may_be(tmp_path: Path) -> None:
+def test_names_of_maximum_length(tmp_path: Path) -> None:
     longest = "x" * os.pathconf(tmp_path, "PC_NAME_MAX")
     path = check_writable(tmp_path / longest)
     with atomic_write(path) as stream:
@@ -58,7 +58,7 @@ def test_names_as_long_as_there_may_be(tmp_path: Path) -> None:
         ("pipe", "is no plain file"),
     ],
 )
-def test_what_cannot_be_written_is_said(name: str, reason: str, tmp_path: Path) -> None:
+def test_unwritable_paths_are_refused_with_a_reason(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "itself").symlink_to("itself")
     os.mkfifo(tmp_path / "pipe")
@@ -68,7 +68,7 @@ def test_what_cannot_be_written_is_said(name: str, reason: str, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_leftovers_go_unless_they_are_held(tmp_path: Path) -> None:
+def test_leftovers_are_removed_unless_a_process_holds_them(tmp_path: Path) -> None:
     names = [".file.1.partial", ".file.2.partial", ".file.x.partial", ".other.1.partial", ".file.1.tmp"]
     for name in names:
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Freed memory that the process keeps: no page faults where a step touches it again."""
+"""Freed memory that the process keeps, so that the next step has no page faults."""
 
 from __future__ import annotations
 
@@ -44,47 +44,47 @@ for _ in range(6):
 print(keeps, from_system, kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 """
 BYTES = 6 * 24 << 20
-"""Of the blocks of a step, which touches them page by page, at 4 KiB or more."""
+"""Bytes of the blocks of a step, in pages of at least 4 KiB."""
 
 
 def _printed(keeps: bool) -> list[str]:
-    given = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "GLIBC" not in name}
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "GLIBC" not in name}
     done = subprocess.run(
-        [sys.executable, "-c", STEPS.format(keeps=keeps)], env=given, capture_output=True, text=True, check=True
+        [sys.executable, "-c", STEPS.format(keeps=keeps)], env=environment, capture_output=True, text=True, check=True
     )
     return done.stdout.split()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="measures glibc's heap")
-def test_what_a_step_has_freed_is_there_for_the_next_one() -> None:
+def test_memory_freed_by_a_step_is_reused_by_the_next() -> None:
     assert _printed(keeps=False)[:2] == ["False", "1"]
-    *found, faults = _printed(keeps=True)
-    assert found == ["True", "0", "True"]
+    *facts, faults = _printed(keeps=True)
+    assert facts == ["True", "0", "True"]
     assert int(faults) < BYTES / 4096 / 50
 
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What the C library is asked for, in place of a change to this process."""
-    asked: list[tuple[int, int]] = []
+    """Recorded calls of mallopt, which do not change this process."""
+    calls: list[tuple[int, int]] = []
 
     def mallopt(name: int, value: int) -> int:
-        asked.append((name, value))
+        calls.append((name, value))
         return 1
 
     for name in [name for name in os.environ if "MALLOC" in name or "GLIBC" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    return asked
+    return calls
 
 
-def test_what_glibc_is_asked_for(settings: list[tuple[int, int]]) -> None:
+def test_glibc_keeps_freed_memory(settings: list[tuple[int, int]]) -> None:
     assert keep_freed_memory()
     assert settings == [(-3, 32 << 20), (-1, 2**31 - 1)]
 
 
 @pytest.mark.parametrize("library", [SimpleNamespace(), SimpleNamespace(mallopt=lambda name, value: 0)])
-def test_other_libraries_are_left_alone(
+def test_other_c_libraries_are_not_changed(
     library: SimpleNamespace, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
@@ -94,7 +94,7 @@ def test_other_libraries_are_left_alone(
 @pytest.mark.parametrize(
     "name", ["GLIBC_TUNABLES", *(f"MALLOC_{n}_" for n in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX"))]
 )
-def test_settings_of_the_environment_remain(
+def test_settings_of_the_environment_have_priority(
     name: str, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "131072")
@@ -103,20 +103,18 @@ def test_settings_of_the_environment_remain(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_training_on_cpus_keeps_what_is_freed(
-    backend: Literal["gloo", "nccl"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_on_cpus_keeps_freed_memory(backend: Literal["gloo", "nccl"], monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):
         pass
 
     def stop(*_: object) -> None:
         raise Stop
 
-    asked: list[str] = []
-    monkeypatch.setattr(pretrain, "keep_freed_memory", lambda: asked.append("kept"))
+    calls: list[str] = []
+    monkeypatch.setattr(pretrain, "keep_freed_memory", lambda: calls.append("kept"))
     monkeypatch.setattr(pretrain, "check_machine", stop)
     config = tiny_config({}, 1)
     config = replace(config, parallel=replace(config.parallel, distributed_backend=backend))
     with pytest.raises(Stop):
         pretrain.train(Ranks(), config, [], 0.0)
-    assert asked == (["kept"] if backend == "gloo" else [])
+    assert calls == (["kept"] if backend == "gloo" else [])

@@ -1,4 +1,4 @@
-"""A program's first and last line."""
+"""Start and end of a program."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _run(
     return subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
 
 
-def test_threads_and_exit_handlers_come_before_the_end(tmp_path: Path) -> None:
+def test_threads_and_exit_handlers_run_before_the_end(tmp_path: Path) -> None:
     done = _run(tmp_path, "torch")
     assert (done.returncode, done.stdout) == (7, "main thread\nhandler\n")
 
 
 @pytest.mark.parametrize("words", [("no",), ("-m", "cProfile", "torch")], ids=["without torch", "profiled"])
-def test_python_ends_in_its_own_way_where_nothing_is_in_it(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_python_ends_normally_without_torch_or_with_a_profiler(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = _run(tmp_path, *words)
     assert done.stdout.startswith("main ")
     assert "thread\nhandler\n" in done.stdout
@@ -58,8 +58,8 @@ def test_python_ends_in_its_own_way_where_nothing_is_in_it(tmp_path: Path, words
 
 
 @pytest.mark.parametrize("tool", ["cProfile", None])
-def test_a_profiler_that_comes_by_way_of_sys_monitoring_is_seen(tmp_path: Path, tool: str | None) -> None:
-    """As cProfile does from Python 3.12 on; its numbers are for the interpreter's end."""
+def test_a_profiler_of_sys_monitoring_is_noticed(tmp_path: Path, tool: str | None) -> None:
+    """Like cProfile from Python 3.12 on, which prints at the end of the interpreter."""
     program = f"import sys, types; sys.monitoring = types.SimpleNamespace(get_tool={{2: {tool!r}}}.get)\n{_MAIN}"
     done = _run(tmp_path, "torch", program=program)
     assert done.stdout == "main thread\nhandler\n" + "torn down" * (tool is not None)

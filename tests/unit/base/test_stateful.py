@@ -1,4 +1,4 @@
-"""The registry of what survives a restart: saving and loading read the same one."""
+"""The registry of state that survives a restart, shared by saving and loading."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ class _Counter:
         self.count = state["count"]
 
 
-def _parts(one: _Counter, other: _Counter) -> StatefulParts:
-    parts = StatefulParts()
-    parts.register("one", one, Scope.OPTIMIZER)
-    parts.register("other", other, Scope.POSITION)
-    parts.register_value("kind", lambda: "a", None, Scope.DESCRIPTION)
-    return parts
+def _registry(optimizer: _Counter, position: _Counter) -> StatefulParts:
+    registry = StatefulParts()
+    registry.register("one", optimizer, Scope.OPTIMIZER)
+    registry.register("other", position, Scope.POSITION)
+    registry.register_value("kind", lambda: "a", None, Scope.DESCRIPTION)
+    return registry
 
 
-def test_what_is_registered_is_saved_and_comes_back() -> None:
-    saved = _parts(_Counter(3), _Counter(4)).state_dict()
+def test_registered_state_is_saved_and_restored() -> None:
+    saved = _registry(_Counter(3), _Counter(4)).state_dict()
     assert saved == {"one": {"count": 3}, "other": {"count": 4}, "kind": "a"}
-    one, other = _Counter(), _Counter()
-    parts = _parts(one, other)
-    parts.check_names(saved)
-    parts.load_state_dict(saved, [Scope.OPTIMIZER, Scope.POSITION])
-    assert (one.count, other.count) == (3, 4)
+    optimizer, position = _Counter(), _Counter()
+    registry = _registry(optimizer, position)
+    registry.check_names(saved)
+    registry.load_state_dict(saved, [Scope.OPTIMIZER, Scope.POSITION])
+    assert (optimizer.count, position.count) == (3, 4)
 
 
-def test_a_scope_that_is_not_asked_for_stays_as_it_is() -> None:
-    one, other = _Counter(1), _Counter(2)
-    _parts(one, other).load_state_dict({"other": {"count": 9}}, [Scope.POSITION])
-    assert (one.count, other.count) == (1, 9)
+def test_other_scopes_are_not_restored() -> None:
+    optimizer, position = _Counter(1), _Counter(2)
+    _registry(optimizer, position).load_state_dict({"other": {"count": 9}}, [Scope.POSITION])
+    assert (optimizer.count, position.count) == (1, 9)
 
 
-def test_what_was_saved_and_is_not_restored_is_an_error() -> None:
+def test_saved_but_unregistered_state_is_an_error() -> None:
     with pytest.raises(UserError, match=r"^third: .*cannot restore it; .*--finetune"):
-        _parts(_Counter(), _Counter()).check_names({"one": {}, "third": {}})
+        _registry(_Counter(), _Counter()).check_names({"one": {}, "third": {}})
 
 
-def test_what_is_registered_and_was_not_saved_is_an_error() -> None:
+def test_registered_but_unsaved_state_is_an_error() -> None:
     with pytest.raises(KeyError, match="one"):
-        _parts(_Counter(), _Counter()).load_state_dict({}, [Scope.OPTIMIZER])
+        _registry(_Counter(), _Counter()).load_state_dict({}, [Scope.OPTIMIZER])
 
 
-def test_nothing_can_be_registered_that_would_be_lost() -> None:
-    parts = _parts(_Counter(), _Counter())
+def test_state_that_would_be_lost_cannot_be_registered() -> None:
+    registry = _registry(_Counter(), _Counter())
     with pytest.raises(ValueError, match="registered already"):
-        parts.register("one", _Counter(), Scope.OPTIMIZER)
+        registry.register("one", _Counter(), Scope.OPTIMIZER)
     with pytest.raises(ValueError, match="never restored"):
-        parts.register_value("new", lambda: 1, None, Scope.OPTIMIZER)
+        registry.register_value("new", lambda: 1, None, Scope.OPTIMIZER)
 
 
-def test_an_earlier_versions_values_get_todays_names() -> None:
+def test_values_of_earlier_versions_get_current_names() -> None:
     old = {"optimizer_steps": 4, "rank_controller": {"rank": 8.0}}
     controllers = {"dp-grad": {"compressor": "edgc", "state": {"rank": 8.0}}}
     today = {"optimizer_steps": 4, "variance_frozen_at": 0, "controllers": controllers, "expert_loads": {}, "outer": {}}

@@ -1,4 +1,4 @@
-"""The reader of one value: what each source may write, and the same words for the same mistake."""
+"""Readers of values: forms of each source, and the same message for the same mistake."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ KINDS = [RANK, SHARE, SWITCH, TEXT, DEVICE]
         (DEVICE, "off", [False, "OFF"], "off", "off"),
     ],
 )
-def test_each_source_writes_a_value_in_its_way(
-    kind: ValueType, text: str, plain: list[Any], exact: Any, value: Any
-) -> None:
-    for found in (kind.from_text(text, "x"), *(kind.from_plain(one, "x") for one in plain), kind.from_json(exact, "x")):
-        assert (found, type(found)) == (value, type(value))
+def test_each_source_has_its_forms_of_a_value(kind: ValueType, text: str, plain: list[Any], exact: Any, value: Any) -> None:
+    for result in (
+        kind.from_text(text, "x"),
+        *(kind.from_plain(source, "x") for source in plain),
+        kind.from_json(exact, "x"),
+    ):
+        assert (result, type(result)) == (value, type(value))
 
 
-def test_what_a_program_wrote_is_not_guessed_at() -> None:
+def test_json_values_are_not_converted() -> None:
     cases: list[tuple[ValueType, list[Any]]] = [
         (RANK, ["12", 12.0, True, None, [1], {}]),
         (SHARE, ["0.5", True, None]),
@@ -49,8 +51,8 @@ def test_what_a_program_wrote_is_not_guessed_at() -> None:
         for value in values:
             with pytest.raises(UserError):
                 kind.from_json(value, "x")
-    whole = ValueType(element=float).from_json(2, "x")
-    assert (whole, type(whole)) == (2.0, float)
+    number = ValueType(element=float).from_json(2, "x")
+    assert (number, type(number)) == (2.0, float)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +68,15 @@ def test_what_a_program_wrote_is_not_guessed_at() -> None:
         (DEVICE, "tpu", "tpu", "x: 'tpu' is not one of cpu, cuda-graph, off"),
     ],
 )
-def test_a_mistake_has_one_message_whatever_the_source(kind: ValueType, text: str, value: Any, message: str) -> None:
-    for read, given_value, shown in (
+def test_a_mistake_has_the_same_message_in_all_sources(kind: ValueType, text: str, value: Any, message: str) -> None:
+    for read, given_value, text_of_value in (
         (kind.from_text, text, repr(text)),
         (kind.from_plain, value, repr(value)),
         (kind.from_json, value, repr(value)),
     ):
         with pytest.raises(UserError) as caught:
             read(given_value, "x")
-        assert str(caught.value) == message.format(shown)
+        assert str(caught.value) == message.format(text_of_value)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +88,14 @@ def test_a_mistake_has_one_message_whatever_the_source(kind: ValueType, text: st
         (SHARE, 1.0, "x is 1.0; it must be above 0 and below 1"),
     ],
 )
-def test_bounds_are_said_in_words(kind: ValueType, value: float, message: str) -> None:
+def test_bounds_are_named_in_words(kind: ValueType, value: float, message: str) -> None:
     for check in (kind.check_bounds, kind.from_json):
         with pytest.raises(UserError) as caught:
             check(value, "x")
         assert str(caught.value) == message
 
 
-def test_the_ends_of_inclusive_bounds_are_inside() -> None:
+def test_inclusive_bounds_are_valid_values() -> None:
     assert [RANK.from_json(value, "x") for value in (1, 128)] == [1, 128]
     assert [SHARE.from_json(value, "x") for value in (1e-9, 1 - 1e-9)] == [1e-9, 1 - 1e-9]
 
@@ -111,11 +113,11 @@ def test_any_value_is_read_or_refused_in_one_short_line(kind: ValueType, value: 
     reads = [kind.from_plain, kind.from_json] + ([kind.from_text] if isinstance(value, str) else [])
     for read in reads:
         try:
-            found = read(value, "x")
+            result = read(value, "x")
         except UserError as error:
-            found = str(error)
-            said = len(found.splitlines()), len(found) < 300
+            result = str(error)
+            shape = len(result.splitlines()), len(result) < 300
         else:
-            said = 1, True
-        assert said == (1, True)
-        json.dumps(found, allow_nan=False)
+            shape = 1, True
+        assert shape == (1, True)
+        json.dumps(result, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The reader of documents: places, defaults and remedies around the reader of one value."""
+"""Reader of documents: locations, defaults and remedies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.base.values import Values
 CONTENT = {"layers": 4, "lr": 1, "tied": False, "name": "x", "names": ["a", "b"], "rope": {"base": 1.5}, "gone": None}
 
 
-def test_values_are_what_the_document_holds() -> None:
+def test_values_are_those_of_the_document() -> None:
     values = Values(CONTENT)
     assert (values.integer("layers"), values.number("lr"), values.flag("tied"), values.text("name")) == (
         4,
@@ -28,7 +28,7 @@ def test_values_are_what_the_document_holds() -> None:
     assert (values.get("name"), values.get("other")) == ("x", None)
 
 
-def test_null_is_missing_and_is_told_apart_all_the_same() -> None:
+def test_null_counts_as_missing_but_can_be_distinguished() -> None:
     values = Values(CONTENT)
     assert (values.integer("gone", 7), values.table("gone", {}), values.flag("other", True)) == (7, {}, True)
     assert (values.has("gone"), values.says("gone"), values.says("other")) == (False, True, False)
@@ -48,14 +48,19 @@ def test_null_is_missing_and_is_told_apart_all_the_same() -> None:
         (lambda v: v.table("names"), "names: expected names and values, not a list"),
     ],
 )
-def test_a_message_has_the_place_before_it_and_the_remedy_behind(ask: Callable[[Values], Any], message: str) -> None:
-    for place, remedy, whole in (("", "", message), ("a.json:3", "delete it", f"a.json:3: {message}; delete it")):
+def test_a_message_starts_with_the_location_and_ends_with_the_remedy(
+    ask: Callable[[Values], Any], message: str
+) -> None:
+    for location, remedy, full_message in (
+        ("", "", message),
+        ("a.json:3", "delete it", f"a.json:3: {message}; delete it"),
+    ):
         with pytest.raises(UserError) as caught:
-            ask(Values(CONTENT, place, remedy))
-        assert str(caught.value) == whole
+            ask(Values(CONTENT, location, remedy))
+        assert str(caught.value) == full_message
 
 
-def test_sizes_have_a_bound_unless_they_ask_for_none() -> None:
+def test_sizes_are_bounded_by_default() -> None:
     values = Values({"size": MOST + 1, "negative": -5})
     with pytest.raises(UserError, match="size is 16_777_217; it must be at least 1 and at most 16_777_216"):
         values.integer("size")

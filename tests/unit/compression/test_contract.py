@@ -1,4 +1,4 @@
-"""What ``check_compressor`` says about compressors that break a promise, and that documented ones keep them all."""
+"""``check_compressor`` names broken promises; the documented compressors pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.documented import REPO, python_blocks
 
 @dataclass(frozen=True)
 class _Options:
-    """None."""
+    """No options."""
 
 
 class _Halved(Codec):
@@ -71,25 +71,25 @@ class _Proud(_Halved):
 
 
 class _Forgetful(_Halved):
-    """Counts its messages in itself."""
+    """Counts its messages in an attribute instead of the state."""
 
-    made = 0
+    calls = 0
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        self.made += 1
-        return super().encode(x * self.made, state, key)
+        self.calls += 1
+        return super().encode(x * self.calls, state, key)
 
 
 class _Hasty(_Halved):
-    """Changes what it has kept at once."""
+    """Changes its state in place instead of staging it."""
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        kept = state.get("kept")
-        if kept is None:
-            kept = torch.zeros(1)
-            state.stage("kept", kept)
-        kept.add_(1)
-        return super().encode(x * float(kept), state, key)
+        calls = state.get("kept")
+        if calls is None:
+            calls = torch.zeros(1)
+            state.stage("kept", calls)
+        calls.add_(1)
+        return super().encode(x * float(calls), state, key)
 
 
 class _Borrowing(_Halved):
@@ -110,7 +110,7 @@ class _Failing(_Halved):
 
 
 @pytest.mark.parametrize(
-    ("codec", "said"),
+    ("codec", "message"),
     [
         (_Long, "round trip, a message of (6, 2, 8) torch.float32: encode makes a message of (97,) torch.bfloat16, but "
          "empty_payload has room for (6, 2, 8) torch.bfloat16"),
@@ -123,11 +123,11 @@ class _Failing(_Halved):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_a_broken_promise_of_messages_is_named(codec: type[Codec], said: str) -> None:
+def test_a_codec_that_breaks_a_promise_is_named(codec: type[Codec], message: str) -> None:
     with pytest.raises(CompressorFault) as caught:
         check_compressor(Registration(_Options, codec=codec))
     lines = str(caught.value).splitlines()
-    assert any(said in line for line in lines)
+    assert any(message in line for line in lines)
     assert len({line.partition(",")[0] for line in lines}) == len(lines), "a promise is named twice"
 
 
@@ -160,7 +160,7 @@ class _Selfish(_Plain):
 
 
 class _Private(_Plain):
-    """Keeps the last sum in itself."""
+    """Remembers the last sum in an attribute."""
 
     last = 0.0
 
@@ -173,7 +173,7 @@ class _Private(_Plain):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "said"),
+    ("rounds", "message"),
     [
         (_Boastful, "sum, a sum of (2, 12, 8): the ranks' Aggregate.local do not add up to Aggregate.total"),
         (_Boastful, "error feedback of sums, a sum of (2, 12, 8): over six steps, sums and residuals do not add up"),
@@ -182,13 +182,13 @@ class _Private(_Plain):
         (_Private, "state of sums, a sum of (2, 12, 8): a run resumed from a checkpoint computes a different sum"),
     ],
 )
-def test_a_broken_promise_of_sums_is_named(rounds: type[RoundCompressor], said: str) -> None:
+def test_a_sum_that_breaks_a_promise_is_named(rounds: type[RoundCompressor], message: str) -> None:
     with pytest.raises(CompressorFault) as caught:
         check_compressor(Registration(_Options, rounds=rounds))
-    assert any(said in line for line in str(caught.value).splitlines())
+    assert any(message in line for line in str(caught.value).splitlines())
 
 
-def test_what_keeps_its_promises_passes() -> None:
+def test_compressors_that_keep_their_promises_pass() -> None:
     check_compressor(Registration(_Options, codec=_Halved, rounds=_Plain))
 
 
@@ -223,16 +223,16 @@ def test_the_documented_check_runs_anywhere(tmp_path: Path, monkeypatch: pytest.
     assert str(caught.value).splitlines()[0] in page.splitlines()
 
 
-def test_a_documented_majority_vote_sums_what_it_says(tmp_path: Path) -> None:
+def test_the_documented_majority_vote_computes_its_formula(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(python_blocks("extend/advanced-compressors.md")[0])
     vote = build_registry([str(tmp_path / "mine.py")])["majority-vote"]
     assert vote.rounds is not None
     xs = [torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     votes = torch.stack([torch.where(x >= 0, 1.0, -1.0) for x in xs]).sum(dim=0)
-    wanted = votes.sign() * torch.stack(xs).abs().mean(dim=(2, 3)).sum(dim=0).view(2, 1, 1)
+    expected = votes.sign() * torch.stack(xs).abs().mean(dim=(2, 3)).sum(dim=0).view(2, 1, 1)
     results = run_lockstep(vote.rounds(vote.config()), [x.clone() for x in xs], [CompressorState() for _ in xs])
     for result in results:
-        torch.testing.assert_close(result.total, wanted)
+        torch.testing.assert_close(result.total, expected)
 
 
 @pytest.mark.parametrize("op", Op)

@@ -1,4 +1,4 @@
-"""A compressor is one file: what it needs it says there, and nothing else knows it by name."""
+"""All declarations of a compressor are in its file, and no other file names it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.compression.spec import read_spec
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron"
 ALONE = ("edgc", "quantized_adam", "delta", "topk", "chunked_topk")
-"""Files that nothing else names: each needs something of the engines."""
+"""Compressors with special needs of the engines, which no other file may name."""
 
 
 @cache
@@ -36,68 +36,68 @@ def _classes(path: Path) -> set[str]:
 
 @cache
 def _named(path: Path) -> set[str]:
-    """The names that a file's code uses; prose may say what it likes."""
-    found = set()
+    """Names used by the code of a file, prose aside."""
+    names = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-            found |= {alias.name for alias in node.names if path.name != "builtin.py"}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            names |= {alias.name for alias in node.names if path.name != "builtin.py"}
+    return names
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_names_a_compressor_outside_its_file(name: str) -> None:
-    own = PACKAGE / "compression" / f"{name}.py"
+    source = PACKAGE / "compression" / f"{name}.py"
     assert f"megatron.compression.{name}" in {module.__name__ for module in MODULES}
-    secret = _classes(own) | {f"megatron.compression.{name}"}
+    secret = _classes(source) | {f"megatron.compression.{name}"}
     assert len(secret) > 2
     listed = {"compression/builtin.py": {f"megatron.compression.{name}"}}
     for path in sorted(PACKAGE.rglob("*.py")):
-        where = str(path.relative_to(PACKAGE))
-        if path != own:
-            assert _named(path) & secret == listed.get(where, set()), where
+        relative = str(path.relative_to(PACKAGE))
+        if path != source:
+            assert _named(path) & secret == listed.get(relative, set()), relative
 
 
 def test_no_file_compares_the_name_of_a_compressor() -> None:
-    """What a spec is it says itself (``Spec.identity``), so that a plug-in can say it, too."""
-    secret = {*BUILTIN, "lazy", "lazy-reset"} - {"cast", "delta"}  # words of other things, too
+    """Engines read declarations such as ``Spec.identity``, which a plug-in can make as well."""
+    secret = {*BUILTIN, "lazy", "lazy-reset"} - {"cast", "delta"}  # words with other meanings
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name in ("error_feedback.py", "legacy.py"):
-            continue  # whose own words they are: a kind of residual, and switches of other systems
+            continue  # a kind of residual, and switches of other systems
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute | ast.Name):
-                own = node.left.attr if isinstance(node.left, ast.Attribute) else node.left.id
+                compared = node.left.attr if isinstance(node.left, ast.Attribute) else node.left.id
                 words = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
-                assert own not in ("name", "feedback") or not words & secret, f"{path.name}:{node.lineno}"
+                assert compared not in ("name", "feedback") or not words & secret, f"{path.name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("name", [name for name, found in BUILTIN.items() if not found.no_feedback])
-def test_error_feedback_asks_for_what_its_compressor_asks_for(name: str) -> None:
-    found = BUILTIN[name]
-    if found.rounds is not None:
-        inner = found.rounds(found.config())
+@pytest.mark.parametrize("name", [name for name, entry in BUILTIN.items() if not entry.no_feedback])
+def test_error_feedback_has_the_traits_of_its_compressor(name: str) -> None:
+    entry = BUILTIN[name]
+    if entry.rounds is not None:
+        inner = entry.rounds(entry.config())
         assert ErrorFeedback(inner).traits == inner.traits
-    if found.codec is not None:
-        codec = found.codec(found.config())
+    if entry.codec is not None:
+        codec = entry.codec(entry.config())
         assert ErrorFeedbackCodec(codec).traits == codec.traits
 
 
-def test_a_trait_that_is_misspelled_is_an_error() -> None:
+def test_a_misspelled_trait_is_an_error() -> None:
     with pytest.raises(TypeError, match="freeze_variance"):
         SumTraits(freeze_variance=True)  # type: ignore[call-arg]
 
 
-def test_only_what_overrides_finalize_has_all_ranks_agree() -> None:
-    finalizing = {name for name, found in BUILTIN.items() if found.rounds and found.rounds(found.config()).finalizes}
+def test_only_quantized_adam_and_error_feedback_finalize() -> None:
+    finalizing = {name for name, entry in BUILTIN.items() if entry.rounds and entry.rounds(entry.config()).finalizes}
     assert finalizing == {"quantized-adam"}
-    assert all(ErrorFeedback(found.rounds(found.config())).finalizes for found in BUILTIN.values() if found.rounds)
+    assert all(ErrorFeedback(entry.rounds(entry.config())).finalizes for entry in BUILTIN.values() if entry.rounds)
 
 
-def test_a_controller_has_nothing_to_measure_where_gradients_are_not_reduced() -> None:
+def test_a_controller_is_refused_where_gradients_are_not_reduced() -> None:
     class Tuned(EDGC):
         def controller(self) -> Controller:
             return super().controller()
@@ -113,14 +113,14 @@ def test_a_controller_has_nothing_to_measure_where_gradients_are_not_reduced() -
 FLAGS: dict[str, Any] = {"optimizer": "adam", "adam_beta1": 0.9}
 
 
-def test_a_compressor_refuses_the_runs_it_cannot_work_in() -> None:
+def test_quantized_adam_refuses_other_optimizers_and_betas() -> None:
     adam = QuantizedAdam(QuantizedAdamConfig())
     assert adam.check(Point.DP_GRAD, FLAGS) == ""
     assert "use --optimizer adam" in adam.check(Point.DP_GRAD, {**FLAGS, "optimizer": "sgd"})
     assert "write beta=0.8" in adam.check(Point.DP_GRAD, {**FLAGS, "adam_beta1": 0.8})
 
 
-def test_a_warm_up_of_epochs_counts_before_their_length_is_known() -> None:
+def test_quantized_adam_needs_a_warm_up_which_may_be_in_epochs() -> None:
     text = "dp-grad=quantized-adam,warmup=1epochs"
     assert read_spec(text, Registry(BUILTIN), RunLength()).activation.warms_up
     for wrong, why in (("", "add warmup=N"), (",warmup=0", "add warmup=N"), (",warmup=5,stages=first:1", "^stages: ")):

@@ -1,4 +1,4 @@
-"""Delta messages against a plain loop, evictions in lockstep, receives posted ahead."""
+"""Delta messages against a reference loop, evictions in lockstep, receives posted early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ S, H = 6, 16
 
 
 def _activation(samples: tuple[int, ...], step: int) -> Tensor:
-    """(s, b, h): each sample's own pattern, which drifts slowly, in fp32."""
+    """Activations of samples with a slow drift, (s, b, h) in fp32."""
     rows = []
     for sample in samples:
         base = torch.randn((S, H), generator=torch.Generator().manual_seed(sample))
@@ -34,12 +34,12 @@ def _activation(samples: tuple[int, ...], step: int) -> Tensor:
 
 
 def _same(a: CompressorState, b: CompressorState) -> bool:
-    left, right = a.export_tensors(), b.export_tensors()
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    sender, receiver = a.export_tensors(), b.export_tensors()
+    return sender.keys() == receiver.keys() and all(torch.equal(sender[name], receiver[name]) for name in sender)
 
 
-def test_the_formula_against_a_plain_loop() -> None:
-    """m <- x at a first visit, in fp32; then m <- m + Q(x - m)."""
+def test_delta_messages_match_a_reference_loop() -> None:
+    """m <- x at the first visit, in fp32; then m <- m + Q(x - m)."""
     options = {"bits": 3, "scale": "channel", "grid": "asymmetric"}
     codec = DeltaCodec(DeltaConfig(first_bits=32, cache_dtype="fp32", **options))  # type: ignore[arg-type]
     quantizer = Quantizer(FixpointConfig(**options))  # type: ignore[arg-type]
@@ -52,13 +52,13 @@ def test_the_formula_against_a_plain_loop() -> None:
         room = codec.empty_payload(x.shape, x.dtype, x.device, ends[1], samples)
         assert room.wire.shape == payload.wire.shape
         got = codec.decode(payload, x.shape, x.dtype, ends[1], samples)
-        for place, sample in enumerate(samples):
-            own = x[:, place]
+        for column, sample in enumerate(samples):
+            expected = x[:, column]
             if sample in memory:
-                difference = own - memory[sample]
-                own = memory[sample] + quantizer.decode(quantizer.encode(difference, None), difference.shape)
-            memory[sample] = own
-            assert torch.equal(got[:, place], own)
+                difference = expected - memory[sample]
+                expected = memory[sample] + quantizer.decode(quantizer.encode(difference, None), difference.shape)
+            memory[sample] = expected
+            assert torch.equal(got[:, column], expected)
         for state in ends:
             state.commit()
         assert _same(*ends)
@@ -66,8 +66,8 @@ def test_the_formula_against_a_plain_loop() -> None:
 
 @pytest.mark.parametrize("cache_bits", [0, 4])
 @pytest.mark.parametrize("capacity", [1, 5, 9])
-def test_200_steps_with_evictions_and_skipped_steps(capacity: int, cache_bits: int) -> None:
-    """Receives are posted ahead of the decoding of earlier messages; both ends stay equal bit by bit."""
+def test_both_ends_stay_equal_through_evictions_and_skipped_steps(capacity: int, cache_bits: int) -> None:
+    """Receives are posted before earlier messages are decoded."""
     codec = DeltaCodec(DeltaConfig(bits=4, cache=capacity, cache_bits=cache_bits))
     ends = CompressorState(), CompressorState()
     generator = random.Random(capacity)
@@ -109,7 +109,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
-def test_differences_are_small_messages_and_better_than_fixed_point() -> None:
+def test_differences_are_as_small_as_fixed_point_with_less_error() -> None:
     codec = DeltaCodec(DeltaConfig(bits=2))
     state, x = CompressorState(), _activation((1,), 0)
     first = codec.encode(x, state, (1,))
@@ -130,8 +130,8 @@ def test_a_signed_grid_needs_two_bits(option: str) -> None:
         DeltaConfig(grid="signed", **{option: 1})  # type: ignore[arg-type]
 
 
-def test_the_grid_of_remembered_rows_is_that_of_earlier_checkpoints() -> None:
-    """Rows that a checkpoint holds decode to what they were: the default grid of messages may become a better one."""
+def test_rows_of_earlier_checkpoints_decode_to_the_same_values() -> None:
+    """The grid of the memory stays symmetric, whatever the default grid of messages is."""
     row = _activation((1,), 0)[:, 0]
     for bits in (1, 2, 3, 4):
         before = Quantizer(FixpointConfig(bits=bits, grid="symmetric"))
@@ -140,7 +140,7 @@ def test_the_grid_of_remembered_rows_is_that_of_earlier_checkpoints() -> None:
         assert torch.equal(codec.memory.decode(wire, row.shape), before.decode(wire, row.shape))
 
 
-def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:
+def test_the_least_recently_visited_sample_is_evicted() -> None:
     cache = SampleCache(2)
     assert [cache.visit(sample, 1) for sample in (1, 2, 1, 3, 2, 1)] == [False, False, True, False, False, False]
     for sample in (1, 2):
@@ -172,7 +172,7 @@ def _visited(codec: DeltaCodec, steps: int) -> tuple[list[Tensor], tuple[Compres
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_bits": 4}, {"cache": 6}])
-def test_a_file_holds_what_does_not_fit_into_memory(options: dict[str, int], tmp_path: Path) -> None:
+def test_rows_beyond_the_memory_limit_go_to_a_file(options: dict[str, int], tmp_path: Path) -> None:
     near, its_ends = _visited(DeltaCodec(DeltaConfig(bits=3, **options)), 60)  # type: ignore[arg-type]
     config = DeltaConfig(bits=3, memory=2, folder=str(tmp_path / "new"), **options)  # type: ignore[arg-type]
     far, ends = _visited(DeltaCodec(config), 60)
@@ -182,7 +182,7 @@ def test_a_file_holds_what_does_not_fit_into_memory(options: dict[str, int], tmp
     assert _same(ends[0], its_ends[0])
 
 
-def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     store = RowStore(memory=1, folder=str(tmp_path))
     for name in range(4):
         store.put(name, torch.full((3,), 1.0 + name))
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
         store.get(0)
 
 
-def test_rows_that_are_called_for_are_read_before_they_are_needed(tmp_path: Path) -> None:
+def test_prefetched_rows_are_read_ahead(tmp_path: Path) -> None:
     store = RowStore(memory=1, folder=str(tmp_path))
     for name in range(4):
         store.put(name, torch.full((3,), 1.0 + name))
@@ -209,20 +209,20 @@ def test_rows_that_are_called_for_are_read_before_they_are_needed(tmp_path: Path
     assert float(store.get(0)[0]) == 0.0
 
 
-def test_a_codec_calls_for_what_it_will_need(tmp_path: Path) -> None:
-    """The sender when it is told what comes, the receiver when it posts the receive."""
+def test_a_codec_prefetches_the_rows_of_coming_messages(tmp_path: Path) -> None:
+    """The sender in ``expect``, the receiver when it posts the receive."""
     codec = DeltaCodec(DeltaConfig(memory=1, folder=str(tmp_path)))
     _, (sender, receiver) = _visited(codec, 6)
-    shape, known = torch.Size((S, 1, H)), (next(iter(sender.cache("samples", 9)._order)),)
-    codec.expect(torch.Size((S + 1, 1, H)), sender, known)
-    assert not sender.cache("samples", 9)._rows._ahead, "a row of another length is called for"
-    codec.expect(shape, sender, known)
+    shape, key = torch.Size((S, 1, H)), (next(iter(sender.cache("samples", 9)._order)),)
+    codec.expect(torch.Size((S + 1, 1, H)), sender, key)
+    assert not sender.cache("samples", 9)._rows._ahead, "a row of another length is prefetched"
+    codec.expect(shape, sender, key)
     assert len(sender.cache("samples", 9)._rows._ahead) == 1
-    codec.empty_payload(shape, torch.float32, torch.device("cpu"), receiver, known)
+    codec.empty_payload(shape, torch.float32, torch.device("cpu"), receiver, key)
     assert len(receiver.cache("samples", 9)._rows._ahead) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = RowStore(memory=1, folder=str(tmp_path / "file"))
     store.put(0, torch.zeros(3))
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     st.lists(st.tuples(st.sampled_from(["put", "get", "discard", "prefetch"]), st.integers(0, 9)), max_size=60),
     st.integers(1, 4),
 )
-def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) -> None:
+def test_a_store_behaves_like_a_dictionary(actions: list[tuple[str, int]], memory: int) -> None:
     store, plain = RowStore(memory), dict[int, float]()
     for number, (action, name) in enumerate(actions):
         if action == "put":
@@ -255,12 +255,12 @@ def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_dtype": "fp32"}, {"cache_bits": 3}])
-def test_the_memory_of_a_sample_is_foreseen(options: dict[str, Any]) -> None:
+def test_remembered_bytes_is_the_memory_of_a_sample(options: dict[str, Any]) -> None:
     codec = DeltaCodec(DeltaConfig(**options))
     _, (sender, receiver) = _visited(codec, 2)
     for state in (sender, receiver):
         exported = state.cache("samples", 9).exported()
         assert exported is not None
         samples, rows = exported
-        held = rows.numel() * rows.element_size() / len(samples)
-        assert codec.remembered_bytes(torch.Size((S, H))) == held
+        row_bytes = rows.numel() * rows.element_size() / len(samples)
+        assert codec.remembered_bytes(torch.Size((S, H))) == row_bytes

@@ -1,4 +1,4 @@
-"""EDGC's entropy, its two rules and its windows."""
+"""EDGC: entropy, the two rules, windows and the controller."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron.compression.stage_times import StageTimes
 
 
 def test_the_entropy_of_a_gaussian_follows_its_size() -> None:
-    """H = ln(2 pi e sigma^2) / 2; the published histogram gives the same figure for every sigma."""
+    """H = ln(2 pi e sigma^2) / 2. The published histogram gives the same entropy for every sigma."""
     for sigma in (1e-4, 1.0, 30.0):
         x = sigma * torch.randn(400_000, generator=torch.Generator().manual_seed(0))
         assert differential_entropy(x) == pytest.approx(0.5 * math.log(2 * math.pi * math.e * sigma**2), abs=0.01)
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_non_finite_numbers_do_not_count() -> None:
     x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     spoiled = torch.cat([x, torch.tensor([torch.inf, -torch.inf, torch.nan])])
     assert differential_entropy(spoiled) == differential_entropy(x)
@@ -35,7 +35,7 @@ def test_what_is_not_finite_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("shape", [(200, 200), (100, 400), (300, 60)])
-def test_the_residual_of_noise_is_that_of_its_singular_values(shape: tuple[int, int]) -> None:
+def test_residual_shares_are_those_of_the_singular_values_of_noise(shape: tuple[int, int]) -> None:
     values = torch.linalg.svdvals(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     shares = residual_shares(*shape)
     assert len(shares) == min(shape) + 1
@@ -62,7 +62,7 @@ def test_the_linear_rule() -> None:
     assert _windows(quick, [5.0, 4.0, 3.5, 3.25, 3.25, 9.0]) == [64, 64, 40, 28, 16, 64]
 
 
-def test_a_window_without_a_measurement_moves_nothing() -> None:
+def test_a_window_without_a_measurement_keeps_the_rank() -> None:
     rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
     assert _windows(rule, [5.0, 4.0, 3.5]) == [64, 64, 60]
     rule.add_entropy(math.nan)
@@ -80,8 +80,8 @@ def test_the_rank_waits_for_the_end_of_the_dense_warm_up() -> None:
     assert _windows(rule, [3.3]) == [60]
 
 
-def test_a_standstill_at_the_start_keeps_the_greatest_rank() -> None:
-    """The published code divides by the first change, which it makes zero."""
+def test_equal_first_entropies_keep_the_greatest_rank() -> None:
+    """The published code divides by the first change, zero here."""
     rule = RankByEntropy(EDGCConfig(rank=32), (512, 512))
     assert _windows(rule, [2.0, 2.0, 2.0, 1.0]) == [32, 32, 32, 32]
 
@@ -97,14 +97,14 @@ def test_the_formula_keeps_the_error() -> None:
     assert _windows(rule, [3.5])[-1] == 64
 
 
-def test_state_goes_through_json() -> None:
+def test_the_state_of_a_rule_goes_through_json() -> None:
     config = EDGCConfig(rank=64, max_step=100)
-    one, other = RankByEntropy(config, (64, 64)), RankByEntropy(config, (64, 64))
-    _windows(one, [5.0, 4.0, 3.6])
-    one.add_entropy(3.3)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert one.close_window() == other.close_window()
-    assert one.state_dict() == other.state_dict()
+    rule, restored = RankByEntropy(config, (64, 64)), RankByEntropy(config, (64, 64))
+    _windows(rule, [5.0, 4.0, 3.6])
+    rule.add_entropy(3.3)
+    restored.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert rule.close_window() == restored.close_window()
+    assert rule.state_dict() == restored.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_state_goes_through_json() -> None:
         {"sum": []},
     ],
 )
-def test_a_state_that_no_run_saved_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
     rule = RankByEntropy(EDGCConfig(rank=64, max_step=100), (64, 64))
     _windows(rule, [5.0, 4.0, 3.6])
     before = rule.state_dict()
@@ -129,11 +129,11 @@ def test_a_state_that_no_run_saved_is_refused_and_changes_nothing(changes: dict[
 
 TIMES = StageTimes([2, 4, 8], [9.0, 9.0], [[2.0, 4.0, 8.0], [2.0, 4.0, 8.0]], [0.0, 3.0]).state_dict()
 OLD = {"rank": 4.0, "means": [3.0, 2.5], "sum": 0.0, "count": 0.0}
-"""What versions without a probe have saved."""
+"""State saved by a version without a probe."""
 
 
 def test_the_state_of_a_version_without_a_probe_loads() -> None:
-    """As that of a run whose probe is to come, and which compresses already, unless the error is to say when."""
+    """The probe comes later; compression is on, unless it waits for the error."""
     controller = RankController(EDGCConfig(rank=8, min_rank=2))
     controller.load_state_dict(OLD)
     assert [controller.options(stage) for stage in range(2)] == [{"rank": 4}, {"rank": 4}]
@@ -169,7 +169,7 @@ def test_the_state_of_a_controller_goes_through_json() -> None:
     assert controller.options(1) == {"rank": 4}
 
 
-def test_a_given_slack_measures_no_times_and_forgets_them() -> None:
+def test_stage_slack_replaces_measured_times() -> None:
     controller = RankController(EDGCConfig(rank=8, min_rank=2, stage_slack=0.5))
     controller.load_state_dict({**OLD, "times": TIMES, "warm": True, "measured": {}})
     assert not any(controller.meets(iteration) for iteration in range(30))
@@ -180,7 +180,7 @@ def test_a_given_slack_measures_no_times_and_forgets_them() -> None:
     "changes",
     [{"times": [1]}, {"times": {}}, {"measured": {"entropy": float("nan")}}, {"measured": [1.0]}, {"rank": "x"}],
 )
-def test_a_controllers_state_that_no_run_saved_changes_nothing(changes: dict[str, Any]) -> None:
+def test_an_invalid_state_of_a_controller_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
     controller = RankController(EDGCConfig(rank=8, min_rank=2))
     controller.load_state_dict({**OLD, "times": TIMES, "warm": True, "measured": {"entropy": 1.0}})
     before = controller.state_dict()
@@ -190,40 +190,39 @@ def test_a_controllers_state_that_no_run_saved_changes_nothing(changes: dict[str
 
 
 def _trials(controller: RankController, iteration: int) -> list[Trial]:
-    """What a controller has tried in a step of one process."""
+    """Trials that a controller asks for in a step of a single process."""
     generator = controller.after_reduction(Reduced(iteration, [torch.ones(6)], [(2, 3)], 1.0, True, 0))
     tried: list[Trial] = []
     with contextlib.suppress(StopIteration):
-        asked = next(generator)
+        request = next(generator)
         while True:
-            if isinstance(asked, Trial):
-                tried.append(asked)
-                asked = generator.send(torch.ones(3, dtype=torch.float64))
+            if isinstance(request, Trial):
+                tried.append(request)
+                request = generator.send(torch.ones(3, dtype=torch.float64))
             else:
-                assert isinstance(asked, Request)
-                asked = generator.send(asked.tensor[None] if asked.op is Op.GATHER else asked.tensor)
+                assert isinstance(request, Request)
+                request = generator.send(request.tensor[None] if request.op is Op.GATHER else request.tensor)
     return tried
 
 
 @pytest.mark.parametrize("first", [0, 7, 8, 9, 10])
-def test_times_are_measured_after_three_meetings_of_the_same_process(first: int) -> None:
-    """A process that has just started compiles, opens connections and loads: its first step says nothing."""
+def test_times_are_measured_in_the_third_meeting_of_a_process(first: int) -> None:
+    """A new process compiles, connects and loads in its first steps."""
     controller = RankController(EDGCConfig(rank=8, min_rank=2))
     tried = [iteration for iteration in range(first, 25) if _trials(controller, iteration)]
     assert tried == [9 if first <= 7 else 19]
 
 
-def test_a_greater_rank_than_was_tried_is_measured_anew() -> None:
+def test_a_rank_above_all_tried_ranks_is_measured_again() -> None:
     state = {**OLD, "times": TIMES, "warm": True, "measured": {}}
-    for rank, kept in ((4, True), (8, True), (16, False)):
+    for rank, keeps_times in ((4, True), (8, True), (16, False)):
         controller = RankController(EDGCConfig(rank=rank, min_rank=2))
         controller.load_state_dict(state)
-        assert (controller.times is not None) is kept
-        assert controller.meets(9) is not kept
+        assert (controller.times is not None) is keeps_times
+        assert controller.meets(9) is not keeps_times
 
 
-def test_without_the_first_stage_no_error_ends_a_warm_up() -> None:
-    """It is the first stage's error, and of what is exact there is none."""
+def test_a_warm_up_that_ends_by_error_needs_the_first_stage() -> None:
     registry, length = build_registry([]), RunLength(10)
     for stages in ("stages=first:1,warmup-ends=error", "stages=last:1"):
         read_specs([f"dp-grad=edgc,{stages}"], registry, length)

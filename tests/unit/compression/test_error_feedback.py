@@ -1,4 +1,4 @@
-"""Residuals: nothing is lost, and lazy error propagation is what the formulas say."""
+"""Residuals: conservation, and lazy error propagation against its formulas."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("kind", ["local", "aggregate"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_was_sent_and_the_residuals_are_what_was_meant(name: str, kind: str) -> None:
-    """Over 100 steps, a tenth of them skipped: sum of sums + residuals = sum of the inputs of the taken steps."""
+def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: str) -> None:
+    """Over 40 steps, a tenth of them skipped: sum of sums + residuals = sum of the inputs of the taken steps."""
     ranks = 3
     compressor = ErrorFeedback(ALGORITHMS[name](), kind)  # type: ignore[arg-type]
     generator = np.random.default_rng(3)
     shape = (2, int(generator.integers(3, 9)), int(generator.integers(3, 9)))
     states = [CompressorState() for _ in range(ranks)]
-    meant, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for step in range(100):
+    inputs_sum, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for step in range(40):
         xs = [_noise(shape, 1000 * step + rank) for rank in range(ranks)]
         inputs = torch.stack(xs).sum(dim=0)
-        taken = step % 10 != 7
-        total = run_lockstep(compressor, [x.clone() for x in xs], states, step_taken=taken)[0].total
+        step_taken = step % 10 != 7
+        total = run_lockstep(compressor, [x.clone() for x in xs], states, step_taken=step_taken)[0].total
         for state in states:
-            state.commit() if taken else state.rollback()
-        if taken:
-            meant += inputs
+            state.commit() if step_taken else state.rollback()
+        if step_taken:
+            inputs_sum += inputs
             sent += total
-        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
-        torch.testing.assert_close(sent + left, meant, rtol=0, atol=1e-10)
-        assert left.norm() > 0
+        residual = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        torch.testing.assert_close(sent + residual, inputs_sum, rtol=0, atol=1e-10)
+        assert residual.norm() > 0
 
 
 def test_the_residual_stays_bounded() -> None:
-    """The error of a compressor that makes progress does not pile up."""
     compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2)))
     states = [CompressorState(), CompressorState()]
     norms = []
@@ -73,7 +72,7 @@ def _orthonormal(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("basis", ["tokens", "channels"])
 @pytest.mark.parametrize("warm_start", [True, False])
-def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool, basis: Any) -> None:
+def test_lazy_error_propagation_matches_a_reference_loop(warm_start: bool, basis: Any) -> None:
     """M <- M + e; P = orth(M orth(Q)); Q = M^T P; e <- M - P Q^T, carried over 20 messages, in fp64.
 
     With a basis of channels Q = orth(M^T P), and then P = M Q.
@@ -98,9 +97,9 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool, basis: An
         if basis == "channels":
             q = _orthonormal(q)
             p = matrix @ q
-        wanted = p @ q.T
-        error = matrix - wanted
-        np.testing.assert_allclose(got.reshape(n, m).numpy(), wanted, atol=1e-12)
+        expected = p @ q.T
+        error = matrix - expected
+        np.testing.assert_allclose(got.reshape(n, m).numpy(), expected, atol=1e-12)
         residual = sender.get(RESIDUAL)
         assert residual is not None
         np.testing.assert_allclose(residual.reshape(n, m).numpy(), error, atol=1e-12)
@@ -109,9 +108,9 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool, basis: An
 
 
 @pytest.mark.parametrize("factors", ["fp32", "bf16"])
-def test_a_basis_of_channels_gives_no_token_the_error_of_another(factors: Any) -> None:
-    """A message of two parts, of which one is a thousandth of the other, as in a decoder with its encoder's text: each
-    loses a part of itself. With a basis of the tokens the large one's error ends up in the small one."""
+def test_a_basis_of_channels_keeps_errors_within_their_tokens(factors: Any) -> None:
+    """Half of a message is a thousandth of the other half, as in a decoder beside its encoder's text. With a basis of
+    tokens the error of the large half would end up in the small half."""
     lost = {}
     for basis in ("tokens", "channels"):
         config = LowRankConfig(rank=2, factors=factors, basis=basis)
@@ -127,21 +126,20 @@ def test_a_basis_of_channels_gives_no_token_the_error_of_another(factors: Any) -
     assert lost["tokens"] > 5 * lost["channels"]
 
 
-def test_the_mean_of_what_tokens_were_sent_is_conserved() -> None:
-    """lazy-mean: over the messages, the means over the tokens of what was sent and of what was meant differ by the
-    residual, one number for each channel."""
+def test_lazy_mean_conserves_the_mean_over_tokens() -> None:
+    """Over the messages, the means of outputs and inputs over the tokens differ by the residual, (channels,)."""
     codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=1)), "lazy-mean")
     sender, receiver = CompressorState(), CompressorState()
-    sent, meant = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    sent, input_mean = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
     for message in range(50):
         x = _noise((4, 3, 7), message)
         got = codec.decode(codec.encode(x, sender, message), x.shape, x.dtype, receiver, message)
         sent += got.reshape(12, 7).mean(dim=0)
-        meant += x.reshape(12, 7).mean(dim=0)
+        input_mean += x.reshape(12, 7).mean(dim=0)
         residual = sender.get(RESIDUAL)
         assert residual is not None
         assert residual.shape == (7,)
-        torch.testing.assert_close(sent + residual, meant, rtol=0, atol=1e-12)
+        torch.testing.assert_close(sent + residual, input_mean, rtol=0, atol=1e-12)
         sender.commit()
 
 
@@ -153,7 +151,7 @@ def _first_q(m: int, rank: int, n: int) -> np.ndarray:
 
 
 def test_a_rank_deficient_or_empty_matrix_is_sent_exactly() -> None:
-    """Gram-Schmidt divides rounding noise by itself there, and returns columns that are not orthogonal."""
+    """Gram-Schmidt would normalize rounding noise to columns that are not orthogonal."""
     codec = LowRankCodec(LowRankConfig(rank=4))
     for x in (torch.zeros(20, 16), torch.outer(_noise((20,), 0), _noise((16,), 1)).float()):
         state = CompressorState()
@@ -165,8 +163,7 @@ def test_a_rank_deficient_or_empty_matrix_is_sent_exactly() -> None:
             assert torch.isfinite(q).all()
 
 
-def test_a_skipped_step_leaves_no_inf_behind() -> None:
-    """An overflow of fp16 poisons neither the residual nor the factors."""
+def test_a_skipped_step_leaves_residuals_and_factors_finite() -> None:
     compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2)))
     states = [CompressorState(), CompressorState()]
     for step in range(6):

@@ -1,4 +1,4 @@
-"""Formats of thin factors: bytes, what is lost, and what makes up for it."""
+"""Formats of low-rank factors: bytes, error, and error feedback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.compression.state import CompressorState
 
 FORMATS: tuple[Any, ...] = ("bf16", "fixpoint8", "fixpoint4")
 BITS = {"fp32": 32.0, "bf16": 16.0, "fixpoint8": 8 + 16 / 128, "fixpoint4": 4 + 16 / 64}
-"""Of a number on the wire, with its share of a scale in bf16."""
+"""Bits on the wire for each number, its share of a bf16 scale included."""
 GPT2_LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
 
 
@@ -29,7 +29,7 @@ def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 
 
 def _sent(compressor: RoundCompressor, x: Tensor, ranks: int) -> int:
-    """Bytes that all of ``ranks`` send for an all-reduce, where each contributes ``x``."""
+    """Bytes sent by all ranks together in an all-reduce to which each contributes ``x``."""
     sent, state = 0, CompressorState()
     rounds = compressor.rounds(x, state, Peers(0, ranks))
     request = next(rounds)
@@ -47,16 +47,16 @@ def _sent(compressor: RoundCompressor, x: Tensor, ranks: int) -> int:
 @pytest.mark.parametrize("rank", [4, 32])
 @pytest.mark.parametrize("factors", BITS)
 def test_bytes_are_those_of_the_format(factors: Any, rank: int) -> None:
-    """Scales, and the padding of every part, cost no more than the documented table says, at small ranks too."""
+    """Scales and padding cost no more than the documented table says, at small ranks too."""
     compressor = PowerSGD(PowerSGDConfig(rank=rank, factors=factors))
     ranks = 4
     for shape in GPT2_LAYER:
         numbers = rank * sum(shape)
-        wanted = 2 * (ranks - 1) * numbers * BITS[factors] / 8
-        assert wanted <= _sent(compressor, torch.zeros(1, *shape), ranks) <= 1.005 * wanted
+        expected = 2 * (ranks - 1) * numbers * BITS[factors] / 8
+        assert expected <= _sent(compressor, torch.zeros(1, *shape), ranks) <= 1.005 * expected
 
 
-def test_a_quarter_and_an_eighth_of_gpt2_smalls_factors() -> None:
+def test_gpt2_small_takes_the_documented_megabytes() -> None:
     """The table of docs/reference/compressors/factors.md: rank 32, four replicas, all ranks together."""
     matrices = [*(GPT2_LAYER * 12), (50304, 768), (1024, 768)]
     exact = 6 * 4 * (12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768)
@@ -69,7 +69,7 @@ def test_a_quarter_and_an_eighth_of_gpt2_smalls_factors() -> None:
     }  # fmt: skip
 
 
-def test_smaller_factors_pay_where_numbers_do_not() -> None:
+def test_quantized_factors_pay_where_fp32_factors_do_not() -> None:
     shape = (64, 64)
     for factors, pays in {"fp32": False, "bf16": True, "fixpoint8": True, "fixpoint4": True}.items():
         assert PowerSGD(PowerSGDConfig(rank=40, factors=factors)).should_compress(shape) == pays  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_smaller_factors_pay_where_numbers_do_not() -> None:
 
 
 def _decoded(codec: LowRankCodec, x: Tensor, messages: int = 1) -> Tensor:
-    """What the receiver gets of the last of some equal messages."""
+    """Last of some equal messages, decoded by the receiver."""
     sender, receiver = CompressorState(), CompressorState()
     for _ in range(messages):
         payload = codec.encode(x, sender, 0)
@@ -88,10 +88,10 @@ def _decoded(codec: LowRankCodec, x: Tensor, messages: int = 1) -> Tensor:
     return codec.decode(payload, x.shape, x.dtype, receiver, 0)
 
 
-def _summed(factors: Any, x: Tensor, steps: int = 1, **more: Any) -> Tensor:
-    """The last of some equal all-reduces over two ranks, halved."""
+def _summed(factors: Any, x: Tensor, steps: int = 1, **options: Any) -> Tensor:
+    """Last of some equal all-reduces over two ranks, halved."""
     states = [CompressorState(), CompressorState()]
-    compressor = PowerSGD(PowerSGDConfig(factors=factors, **more))
+    compressor = PowerSGD(PowerSGDConfig(factors=factors, **options))
     for _ in range(steps):
         total = run_lockstep(compressor, [x.clone(), x.clone()], states)[0].total
         for state in states:
@@ -99,7 +99,7 @@ def _summed(factors: Any, x: Tensor, steps: int = 1, **more: Any) -> Tensor:
     return total / 2
 
 
-BOTH: dict[str, Callable[..., Tensor]] = {
+TRANSPORTS: dict[str, Callable[..., Tensor]] = {
     "message": lambda factors, x, rank: _decoded(LowRankCodec(LowRankConfig(rank=rank, factors=factors)), x[0], 8)[
         None
     ],
@@ -111,8 +111,8 @@ BOTH: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("factors", ["bf16", "fixpoint8"])
-def test_rows_of_tokens_that_a_batch_lacks_are_as_with_factors_in_full(factors: Any) -> None:
-    """In an embedding's gradient they are far smaller than their neighbors, and Adam makes steps of them as large."""
+def test_quantized_factors_keep_the_small_rows_of_absent_tokens(factors: Any) -> None:
+    """In an embedding's gradient these rows are far smaller than their neighbors, but Adam's steps are as large."""
     for small in (1e-2, 1e-3, 1e-4):
         sizes = torch.where(torch.arange(512) % 4 == 0, 1.0, small).unsqueeze(1)
         x = sizes * (_noise((512, 4), 0) @ _noise((4, 64), 1))
@@ -123,7 +123,7 @@ def test_rows_of_tokens_that_a_batch_lacks_are_as_with_factors_in_full(factors: 
 
 
 def _loss_of_bigrams(factors: Any) -> float:
-    """Mean loss of the last steps of a bigram model that Adam trains from scratch; few of its tokens are in a batch."""
+    """Mean loss of the last steps of a bigram model trained by Adam from scratch; few of its tokens are in a batch."""
     vocabulary, hidden, ranks = 2048, 16, 2
     generator = torch.Generator().manual_seed(0)
     table = (torch.randn(vocabulary, hidden, generator=generator) * 0.02).requires_grad_()
@@ -147,60 +147,60 @@ def _loss_of_bigrams(factors: Any) -> float:
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_is_learned_as_with_factors_in_full() -> None:
+def test_a_large_vocabulary_is_learned_as_with_fp32_factors() -> None:
     assert _loss_of_bigrams("fixpoint8") == pytest.approx(_loss_of_bigrams("fp32"), rel=1e-3)
 
 
-@pytest.mark.parametrize("way", BOTH)
+@pytest.mark.parametrize("way", TRANSPORTS)
 @pytest.mark.parametrize("factors", FORMATS)
 def test_small_singular_values_keep_their_direction(factors: Any, way: str) -> None:
-    """Columns of the factors share no scale: what is much smaller than the first one is still there."""
+    """Columns of the factors share no scale, so a column much smaller than the first is kept."""
     small = 5e-2 if factors == "fixpoint4" else 1e-3
-    left, right = (torch.linalg.qr(_noise((size, 2), seed))[0] for size, seed in ((512, 0), (256, 1)))
-    x = (left * torch.tensor([1.0, small])) @ right.T
-    got = BOTH[way](factors, x[None], 2)[0]
-    found = left.T @ got @ right
-    assert float(found[0, 0]) == pytest.approx(1.0, rel=0.05)
-    assert float(found[1, 1]) == pytest.approx(small, rel=0.15)
+    u, v = (torch.linalg.qr(_noise((size, 2), seed))[0] for size, seed in ((512, 0), (256, 1)))
+    x = (u * torch.tensor([1.0, small])) @ v.T
+    got = TRANSPORTS[way](factors, x[None], 2)[0]
+    projected = u.T @ got @ v
+    assert float(projected[0, 0]) == pytest.approx(1.0, rel=0.05)
+    assert float(projected[1, 1]) == pytest.approx(small, rel=0.15)
 
 
-@pytest.mark.parametrize("way", BOTH)
-def test_an_error_of_p_only_tilts_the_subspace(way: str) -> None:
-    """A basis of all of the space cannot be tilted: only the error of Q is left, whatever P has lost."""
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_the_error_of_p_does_not_count_at_full_rank(way: str) -> None:
+    """A basis of the whole space cannot be tilted, so only the error of Q remains."""
     x = _noise((1, 64, 64), 3)
-    error = float((BOTH[way]("fixpoint4", x, 64) - x).norm() / x.norm())
+    error = float((TRANSPORTS[way]("fixpoint4", x, 64) - x).norm() / x.norm())
     once, code = FactorFormat("fixpoint4"), _noise((1, 64, 64), 4)
     quantized = once.decode(once.encode(code), (1, 64, 64), torch.float32)
     alone = float((quantized - code).norm() / code.norm())
-    # A sum is quantized twice; what this one adds to itself has the same error at both ranks.
+    # A sum is quantized twice; the two equal inputs have equal errors.
     assert error < (1.6 if way == "all-reduce" else 1.1) * alone
 
 
 @pytest.mark.parametrize("factors", FORMATS)
 @pytest.mark.parametrize("kind", ["local", "aggregate"])
-def test_error_feedback_covers_what_the_format_loses(factors: Any, kind: Any) -> None:
-    """Sums of 40 steps and residuals are what was meant, to the rounding of fp64; and the residual does not grow."""
+def test_error_feedback_covers_the_error_of_the_format(factors: Any, kind: Any) -> None:
+    """Sums of 40 steps and residuals add up to the inputs in fp64, and the residual does not grow."""
     ranks, shape = 3, (2, 40, 24)
     compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=4, factors=factors)), kind)
     states = [CompressorState() for _ in range(ranks)]
-    meant, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    inputs_sum, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     norms = []
     for step in range(40):
         xs = [_noise(shape, ranks * step + rank, torch.float64) for rank in range(ranks)]
-        meant += torch.stack(xs).sum(dim=0)
+        inputs_sum += torch.stack(xs).sum(dim=0)
         totals = [result.total for result in run_lockstep(compressor, xs, states)]
         assert all(torch.equal(total, totals[0]) for total in totals)
         sent += totals[0]
         for state in states:
             state.commit()
-        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
-        torch.testing.assert_close(sent + left, meant, rtol=0, atol=1e-10)
-        norms.append(float(left.norm()))
+        residual = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        torch.testing.assert_close(sent + residual, inputs_sum, rtol=0, atol=1e-10)
+        norms.append(float(residual.norm()))
     assert max(norms[20:]) < 2 * max(norms[:20])
 
 
 @pytest.mark.parametrize("factors", FORMATS)
-def test_zeros_stay_zeros_and_infinities_are_seen(factors: Any) -> None:
+def test_zeros_stay_zero_and_infinities_stay_visible(factors: Any) -> None:
     assert not _summed(factors, torch.zeros(2, 12, 8), 2, rank=2).any()
     codec = LowRankCodec(LowRankConfig(rank=2, factors=factors))
     assert not _decoded(codec, torch.zeros(12, 8), 2).any()
@@ -215,8 +215,7 @@ def test_zeros_stay_zeros_and_infinities_are_seen(factors: Any) -> None:
 
 @pytest.mark.parametrize("basis", ["tokens", "channels"])
 @pytest.mark.parametrize("factors", FORMATS)
-def test_both_ends_of_a_message_hold_the_same_factors(factors: Any, basis: Any) -> None:
-    """What the sender believes that it sent is what arrives, bit by bit."""
+def test_the_sender_reconstructs_the_bits_that_arrive(factors: Any, basis: Any) -> None:
     codec = LowRankCodec(LowRankConfig(rank=3, factors=factors, basis=basis))
     for dtype in (torch.float32, torch.float64):
         state, x = CompressorState(), _noise((10, 3, 20), 5, dtype)
@@ -231,13 +230,11 @@ def test_both_ends_of_a_message_hold_the_same_factors(factors: Any, basis: Any) 
 
 @pytest.mark.parametrize("factors", BITS)
 def test_the_sharded_optimizer_gets_the_same_sums(factors: Any) -> None:
-    """A rank that reads only its share of the result needs all of the factors all the same."""
+    """A rank that reads only its share of the result still needs all factors."""
     compressor, totals = PowerSGD(PowerSGDConfig(rank=4, factors=factors)), []
     for sharded in (False, True):
         xs = [_noise((2, 16, 24), rank) for rank in range(4)]
-        totals.append([result.total for result in run_lockstep(compressor, xs, _states(4), sharded)])
+        totals.append(
+            [result.total for result in run_lockstep(compressor, xs, [CompressorState() for _ in xs], sharded)]
+        )
     assert all(torch.equal(plain, shared) for plain, shared in zip(*totals, strict=True))
-
-
-def _states(ranks: int) -> list[CompressorState]:
-    return [CompressorState() for _ in range(ranks)]

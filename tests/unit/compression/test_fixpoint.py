@@ -20,13 +20,13 @@ from megatron.kernels.reference import bf16_towards, pack_bits, unpack_bits
 
 @settings(max_examples=60, deadline=None)
 @given(bits=st.integers(1, 8), count=st.integers(0, 70), seed=st.integers(0, 99))
-def test_packing_is_lossless_for_any_width_and_length(bits: int, count: int, seed: int) -> None:
+def test_packing_is_lossless_and_of_the_documented_layout(bits: int, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (count,), generator=generator).to(torch.uint8)
     packed = pack_bits(codes, bits)
     assert packed.numel() == -(-count // 8) * bits
     assert torch.equal(unpack_bits(packed, bits, count), codes)
-    stream = sum(int(code) << (bits * place) for place, code in enumerate(codes.tolist()))
+    stream = sum(int(code) << (bits * index) for index, code in enumerate(codes.tolist()))
     assert int.from_bytes(bytes(packed.tolist()), "little") == stream
 
 
@@ -49,7 +49,7 @@ def _round_trip(x: torch.Tensor, seed: int | None = None, **options: Any) -> tor
 def test_the_error_is_at_most_half_a_step(
     bits: int, grid: str, scale: str, shape: list[int], magnitude: float, seed: int
 ) -> None:
-    """At any magnitude: there is no epsilon under which gradients vanish, and no largest scale."""
+    """At any magnitude: no epsilon makes gradients vanish, and no scale is clipped."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
     y = _round_trip(x, bits=bits, scale=scale, grid=grid, **({"group": 8} if scale == "group" else {}))
     if grid == "symmetric":
@@ -60,7 +60,7 @@ def test_the_error_is_at_most_half_a_step(
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_zero_stays_zero_and_both_peaks_are_reached(bits: int) -> None:
+def test_zero_and_both_peaks_are_exact(bits: int) -> None:
     assert torch.equal(_round_trip(torch.zeros(100), bits=bits), torch.zeros(100))
     x = torch.zeros(64)
     x[3], x[5] = 2.0, -2.0
@@ -79,7 +79,7 @@ def test_the_asymmetric_channel_grid_has_the_published_error(bits: int, error: f
 
 
 def _groups(kind: str) -> torch.Tensor:
-    """4,096 groups of 64 numbers, of standard deviation 1 or of a distribution that has outliers."""
+    """Groups of numbers of standard deviation 1 or with outliers, (4096, 64)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 64, generator=generator)
     if kind == "normal":
@@ -91,9 +91,9 @@ def _groups(kind: str) -> torch.Tensor:
 
 
 def _errors(x: torch.Tensor, bits: int, rotation: int = 0) -> dict[str, float]:
-    """Error over norm of each grid that has one scale."""
-    found = {grid: _round_trip(x, bits=bits, grid=grid, rotation=rotation) for grid in GRIDS}
-    return {grid: float((y - x).norm() / x.norm()) for grid, y in found.items()}
+    """Relative error of each grid with a single scale per group."""
+    decoded = {grid: _round_trip(x, bits=bits, grid=grid, rotation=rotation) for grid in GRIDS}
+    return {grid: float((y - x).norm() / x.norm()) for grid, y in decoded.items()}
 
 
 GRIDS = ("symmetric", "asymmetric", "signed", "midrise", "auto")
@@ -111,19 +111,19 @@ MEASURED = {
     ("outlier", 2, 64): (0.568, 0.300, 0.290, 0.241, 0.241),
     ("outlier", 3, 64): (0.164, 0.135, 0.130, 0.125, 0.130),
 }
-"""Errors over norms on 4,096 groups of 64 numbers, by distribution, bits and rotation; all grids have equal bytes."""
+"""Relative errors on 4,096 groups of 64 numbers, by distribution, bits and rotation; all grids take equal bytes."""
 
 
 @pytest.mark.parametrize(("case", "errors"), MEASURED.items(), ids=str)
-def test_few_bits_keep_what_they_can(case: tuple[str, int, int], errors: tuple[float, ...]) -> None:
+def test_grids_of_few_bits_have_the_documented_errors(case: tuple[str, int, int], errors: tuple[float, ...]) -> None:
     kind, bits, rotation = case
-    found = _errors(_groups(kind), bits, rotation)
-    assert found == pytest.approx(dict(zip(GRIDS, errors, strict=True)), abs=0.006)
-    assert found["auto"] < min(found["symmetric"], found["asymmetric"])
-    assert found["auto"] <= 1.07 * min(found.values())
+    measured = _errors(_groups(kind), bits, rotation)
+    assert measured == pytest.approx(dict(zip(GRIDS, errors, strict=True)), abs=0.006)
+    assert measured["auto"] < min(measured["symmetric"], measured["asymmetric"])
+    assert measured["auto"] <= 1.07 * min(measured.values())
 
 
-def test_the_default_grid_is_symmetric_from_four_bits_and_the_sign_at_one() -> None:
+def test_the_default_grid_is_symmetric_except_at_two_and_three_bits() -> None:
     x = _groups("normal")
     for bits in (1, 4, 5, 8):
         assert torch.equal(_round_trip(x, bits=bits), _round_trip(x, bits=bits, grid="symmetric"))
@@ -133,7 +133,7 @@ def test_the_default_grid_is_symmetric_from_four_bits_and_the_sign_at_one() -> N
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_signed_grid_reaches_the_peak_on_either_side_and_keeps_zeros(bits: int, sign: float) -> None:
+def test_a_signed_grid_is_exact_at_peaks_of_either_sign_and_at_zero(bits: int, sign: float) -> None:
     x = torch.zeros(64)
     x[3], x[5] = 2.0 * sign, -1.0 * sign
     torch.testing.assert_close(_round_trip(x, bits=bits, grid="signed"), x)
@@ -141,8 +141,8 @@ def test_a_signed_grid_reaches_the_peak_on_either_side_and_keeps_zeros(bits: int
     torch.testing.assert_close(alone, x[:8] * torch.eye(8)[3])
 
 
-def test_rotating_outliers_lies_between_no_rotation_and_all() -> None:
-    """On heavy-tailed numbers; ordinary ones it leaves alone."""
+def test_rotating_outliers_alone_has_an_error_between_none_and_all() -> None:
+    """On heavy-tailed numbers; blocks of normal numbers are hardly ever rotated."""
     x = _groups("tails")
     options: tuple[dict[str, Any], ...] = ({"rotation": 64}, {"rotation": 64, "rotate_when": "outlier"}, {})
     errors = [float((_round_trip(x, bits=4, **rotation) - x).norm() / x.norm()) for rotation in options]
@@ -152,8 +152,8 @@ def test_rotating_outliers_lies_between_no_rotation_and_all() -> None:
     assert 0.99 < float(same.float().mean()) < 1.0
 
 
-def test_a_short_last_group_has_a_scale_of_its_own_numbers() -> None:
-    """Scales by mean or root mean square are those of the numbers that the group has."""
+def test_a_short_last_group_has_the_scale_of_its_numbers() -> None:
+    """Means and root mean squares do not count the padding."""
     x = torch.full((70,), 3.0)
     for options in ({"bits": 1}, {"bits": 2, "scale_method": "l2", "grid": "symmetric"}, {"bits": 2}):
         y = _round_trip(x, **options)
@@ -161,7 +161,7 @@ def test_a_short_last_group_has_a_scale_of_its_own_numbers() -> None:
 
 
 def test_minmax_fits_numbers_that_lie_far_from_zero() -> None:
-    """A constant is exact, and levels are spent on the range alone."""
+    """A constant is exact, and the levels cover only the range."""
     constant = torch.full((64,), 7.3)
     assert torch.equal(_round_trip(constant, bits=2, grid="minmax"), constant)
     x = 100 + torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -171,8 +171,8 @@ def test_minmax_fits_numbers_that_lie_far_from_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_limits_of_minmax_grids_hold_all_numbers(dtype: str) -> None:
-    """Also after they were rounded: with stochastic rounding, clipping would be a bias."""
+def test_rounded_limits_of_minmax_grids_enclose_all_numbers(dtype: str) -> None:
+    """With stochastic rounding, clipping would be a bias."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)) + torch.linspace(-9, 9, 100).unsqueeze(1)
     quantizer = Quantizer(FixpointConfig(bits=8, grid="minmax", scale_dtype=dtype))  # type: ignore[arg-type]
     wire = quantizer.encode(x, None)
@@ -184,8 +184,8 @@ def test_limits_of_minmax_grids_hold_all_numbers(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "tails"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-def test_to_nearest_a_scale_to_nearest_has_less_error_than_one_rounded_up(kind: str, bits: int) -> None:
-    """A clipped peak loses less than all other numbers lose by longer steps: a plain quantizer in fp64 says so."""
+def test_a_bf16_scale_rounded_to_nearest_has_less_error_than_rounded_up(kind: str, bits: int) -> None:
+    """A clipped peak loses less than longer steps cost all other numbers: compared with a plain quantizer in fp64."""
     x, top = _groups(kind), (1 << (bits - 1)) - 1
     most = x.abs().amax(dim=1, keepdim=True)
     up = bf16_towards(most, most > 0).double()
@@ -227,7 +227,7 @@ def test_stochastic_rounding_is_unbiased_and_seeded(bits: int, grid: str, step: 
 
 @pytest.mark.parametrize(("bits", "grid"), [(4, "auto"), (2, "auto"), (4, "minmax")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_visible(bad: float, bits: int, grid: str) -> None:
+def test_non_finite_numbers_stay_visible_in_their_group(bad: float, bits: int, grid: str) -> None:
     x = torch.ones(130)
     x[70] = bad
     y = _round_trip(x, bits=bits, grid=grid)
@@ -237,7 +237,7 @@ def test_what_is_not_finite_stays_visible(bad: float, bits: int, grid: str) -> N
 
 
 def test_a_rotation_spreads_outliers() -> None:
-    """One large number in each group: without the rotation its neighbors vanish."""
+    """Beside a large number in each group, its neighbors would vanish without the rotation."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     x[:, 7] = 100.0
     plain, rotated = (_round_trip(x, bits=4, rotation=rotation) for rotation in (0, 64))
@@ -259,15 +259,15 @@ def test_a_rotation_spreads_outliers() -> None:
         ({"rotation": 64, "group": 24}, "must be a power of two with a rotation"),
     ],
 )
-def test_grids_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_grids_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         FixpointConfig(**options)
 
 
-def test_the_layout_of_a_message_is_made_once() -> None:
-    """Messages may be so short that making their layout would take as long as coding them."""
+def test_the_layout_of_a_message_is_computed_once() -> None:
+    """For short messages the layout would take as long as the coding."""
     quantizer, x = Quantizer(FixpointConfig(bits=4)), torch.ones(24)
-    with patch.object(fixpoint, "Grid", wraps=Grid) as made:
+    with patch.object(fixpoint, "Grid", wraps=Grid) as constructor:
         for _ in range(2):
             quantizer.add_to(x, quantizer.encode(x, None))
-    assert made.call_count == 1
+    assert constructor.call_count == 1

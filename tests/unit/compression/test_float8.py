@@ -1,4 +1,4 @@
-"""8-bit floats: error bounds, bytes, and what they keep that fixed point loses."""
+"""8-bit floats: error bounds, bytes, and errors beside those of fixed point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.compression.float8 import Float8Config, Float8Format
 from megatron.compression.two_step import Format
 
 SHARES = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
-"""Largest error of a number, relative to it."""
+"""Largest relative error of a number."""
 
 
 def _sent(form: Format, x: Tensor, seed: int | None = None) -> Tensor:
@@ -38,10 +38,10 @@ def _round_trip(x: Tensor, seed: int | None = None, **options: object) -> Tensor
     magnitude=st.sampled_from([1e-30, 1e-7, 1.0, 1e20, 1e37]),
     seed=st.integers(0, 99),
 )
-def test_the_error_is_a_share_of_the_number(
+def test_the_relative_error_is_bounded(
     kind: str, scale: str, dtype: str, shape: list[int], magnitude: float, seed: int
 ) -> None:
-    """Down to 2^-13 of the largest, at any magnitude. A scale in bf16 may be less than the largest by 2^-9 of it."""
+    """Down to 2^-13 of the largest number, at any magnitude. A bf16 scale may be too small by 2^-9."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
     tile = {"tile": 8} if scale == "tile" else {}
     y = _round_trip(x, format=kind, scale=scale, scale_dtype=dtype, **tile)
@@ -51,7 +51,7 @@ def test_the_error_is_a_share_of_the_number(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e8m0"])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
-def test_zero_stays_zero_and_the_largest_is_reached(kind: str, dtype: str) -> None:
+def test_zero_and_the_peak_are_exact(kind: str, dtype: str) -> None:
     assert not _round_trip(torch.zeros(300), format=kind, scale_dtype=dtype).any()
     x = torch.zeros(300)
     x[3], x[5], x[200] = 1.7, -1.7, 3e-20
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_the_formula(options: dict[str, object], bits: float)
 
 
 def _errors(form: Format, x: Tensor) -> tuple[float, float, float]:
-    """Norm of the error, its median relative to the number, and the share of numbers that vanish."""
+    """Relative norm of the error, median relative error, and share of numbers that vanish."""
     y = _sent(form, x)
     error = (y - x).abs()
     median = float((error / x.abs()).median())
@@ -88,7 +88,7 @@ def _about(figure: float) -> object:
     return pytest.approx(figure, rel=0.06)
 
 
-def test_fixed_point_is_better_without_outliers_and_floats_with_them() -> None:
+def test_fixed_point_is_better_without_outliers_and_float8_with_them() -> None:
     """The figures of docs/reference/compressors/float8.md."""
     x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     spiked = x.clone()
@@ -117,7 +117,7 @@ def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e8m0"])
-def test_what_is_not_finite_stays_visible(bad: float, dtype: str) -> None:
+def test_non_finite_numbers_stay_visible_in_their_tile(bad: float, dtype: str) -> None:
     x = torch.ones(300)
     x[130] = bad
     y = _round_trip(x, scale_dtype=dtype)
@@ -125,8 +125,8 @@ def test_what_is_not_finite_stays_visible(bad: float, dtype: str) -> None:
     torch.testing.assert_close(y[:128], x[:128], rtol=SHARES["e4m3"], atol=0)
 
 
-def test_messages_may_lie_anywhere() -> None:
-    """As the parts of a gathered buffer do; what fills them up to 4 bytes is zero."""
+def test_messages_may_be_unaligned() -> None:
+    """As in a gathered buffer; the padding to 4 bytes is zero."""
     form = Float8Format(Float8Config(scale_dtype="bf16"))
     x = torch.randn(333, generator=torch.Generator().manual_seed(0))
     room = torch.full((form.nbytes(x.shape) + 3,), 77, dtype=torch.uint8)
@@ -137,7 +137,7 @@ def test_messages_may_lie_anywhere() -> None:
 
 
 @pytest.mark.parametrize("scale", ["row", "tensor"])
-def test_a_tile_that_shares_no_scale_is_refused(scale: str) -> None:
+def test_a_tile_without_scale_of_tiles_is_refused(scale: str) -> None:
     with pytest.raises(
         UserError, match=f"tile=32: means nothing with scale={scale}; use scale=tile, or leave tile out"
     ):

@@ -1,4 +1,4 @@
-"""What is particular to the identity: nothing is copied, and everything arrives."""
+"""The identity copies nothing and loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.compression.lockstep import run_lockstep
 from megatron.compression.state import CompressorState
 
 
-def test_the_codec_moves_no_memory() -> None:
+def test_the_codec_copies_nothing() -> None:
     codec, state = IdentityCodec(), CompressorState()
     x = torch.arange(6.0).view(2, 3)
     payload = codec.encode(x, state, None)
@@ -19,14 +19,14 @@ def test_the_codec_moves_no_memory() -> None:
     assert codec.decode(payload, x.shape, x.dtype, state, None) is payload.wire
 
 
-def test_one_round_that_a_reduce_scatter_may_serve() -> None:
+def test_the_sum_is_one_reduction_that_a_reduce_scatter_may_serve() -> None:
     x = torch.ones(4)
     request = next(IdentityRounds().rounds(x, CompressorState(), Peers(0, 2)))
     assert (request.tensor, request.op, request.shard_only) == (x, Op.REDUCE, True)
 
 
-def test_the_contribution_is_the_input_although_the_sum_overwrites_it() -> None:
-    """Error feedback keeps input - local, which must be zero here."""
+def test_the_contribution_is_the_input_even_if_the_sum_overwrites_it() -> None:
+    """Error feedback keeps input - local, zero here."""
     xs = [torch.full((3,), float(rank)) for rank in range(2)]
     inputs = [x.clone() for x in xs]
     for x, aggregate in zip(

@@ -1,4 +1,4 @@
-"""``launch_signature`` is complete: with a signature seen before, a compressor runs only operations run before."""
+"""``launch_signature``: after a value that was seen before, a compressor launches no new kernel."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ MORE_ROUNDS: dict[str, Callable[[], RoundCompressor]] = {
 
 
 class Watched:
-    """One rank or end: what it said that it would launch, and what it launched."""
+    """A rank or an end of a link: announced values of ``launch_signature``, and kernels launched after them."""
 
     def __init__(self) -> None:
         self.device = PretendedDevice()
-        self.said: set[Hashable] = set()
+        self.announced: set[Hashable] = set()
         self.surprises: list[str] = []
         self.knew = False
 
@@ -55,17 +55,17 @@ class Watched:
         before = set(self.device.loaded)
         with self.device:
             result = call()
-        self.knew = value is not None and value in self.said
+        self.knew = value is not None and value in self.announced
         new = sorted(str(kernel) for kernel in self.device.loaded - before)
         if self.knew and new:
             self.surprises.append(f"{value}: {new[0]}")
         if value is not None:
-            self.said.add(value)
+            self.announced.add(value)
         return result
 
 
 def _messages(codec: Codec) -> tuple[Watched, Watched]:
-    """Steps of several messages, one of which is undone; samples come again after five steps."""
+    """Run steps of several messages and roll back the fourth; samples come again after five steps."""
     sender, receiver = Watched(), Watched()
     states = CompressorState(), CompressorState()
     for step in range(STEPS):
@@ -91,7 +91,7 @@ def _messages(codec: Codec) -> tuple[Watched, Watched]:
 
 
 @pytest.mark.parametrize("name", [*CODECS, *MORE_CODECS])
-def test_codecs_say_what_decides_their_launches(name: str) -> None:
+def test_codecs_announce_all_launches(name: str) -> None:
     codec = MORE_CODECS[name]() if name in MORE_CODECS else make_codec(name)
     for end in _messages(codec):
         assert end.surprises == []
@@ -118,15 +118,15 @@ def _sums(compressor: RoundCompressor) -> Watched:
 
 
 @pytest.mark.parametrize("name", [*ROUNDS, *MORE_ROUNDS])
-def test_sums_say_what_decides_their_launches(name: str) -> None:
+def test_sums_announce_all_launches(name: str) -> None:
     compressor = MORE_ROUNDS[name]() if name in MORE_ROUNDS else make_rounds(name)
     watched = _sums(compressor)
     assert watched.surprises == []
-    assert watched.knew or name == "stable-topk", "the steady state is never known"  # its turn is 100 steps long
+    assert watched.knew or name == "stable-topk", "the steady state is never known"  # a dense step every 100 steps
 
 
 class Counting(FixpointCodec):
-    """Computes something else at every fourth message, and says nothing of it."""
+    """Computes something else at every fourth message, without declaring it."""
 
     traits = CodecTraits()
 
@@ -136,17 +136,17 @@ class Counting(FixpointCodec):
 
 
 class Concealing(Counting):
-    """And denies that it matters."""
+    """Declares the counter steady, although it matters."""
 
     traits = CodecTraits(steady=("calls",))
 
 
-def test_a_counter_of_which_nothing_is_said_is_taken_for_important() -> None:
+def test_an_undeclared_counter_is_taken_to_matter() -> None:
     sender, _ = _messages(Counting())
     assert sender.surprises == []
     assert not sender.knew
 
 
-def test_a_false_claim_is_noticed() -> None:
+def test_a_false_declaration_is_noticed() -> None:
     sender, _ = _messages(Concealing())
     assert sender.surprises != []

@@ -1,4 +1,4 @@
-"""Sequences that grow: codecs whose messages change their shape forget nothing that they could keep, at both ends."""
+"""Growing sequences: codecs keep their state where a change of shape allows it, equally at both ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.unit.compression.test_properties import CODECS, make_codec, noise
 
 LENGTHS = (4, 4, 4, 8, 8, 8, 8, 12, 12, 12)
 SKIPPED = (3, 8)
-"""A step that is undone at a new length, and one at a length that is known."""
+"""Steps that are rolled back, at a new length and at a known length."""
 
 
 def _step(codec: Codec, ends: tuple[CompressorState, CompressorState], xs: list[Tensor], keys: list[SampleKey]) -> None:
-    """Messages of one step, whose receives are all posted first; the ends must get the same."""
+    """Messages of a step; all receives are posted first, and layouts must agree."""
     cpu, dtype = torch.device("cpu"), torch.float32
     buffers = [codec.empty_payload(x.shape, dtype, cpu, ends[1], key) for x, key in zip(xs, keys, strict=True)]
     for x, buffer, key in zip(xs, buffers, keys, strict=True):
@@ -50,13 +50,13 @@ def test_both_ends_agree_while_sequences_grow(name: str) -> None:
         _step(codec, ends, xs, keys)
         for end in ends:
             end.rollback() if step in SKIPPED else end.commit()
-        held = [end.export_tensors() for end in ends]
+        states = [end.export_tensors() for end in ends]
         if step in SKIPPED:
-            for old, new in zip(before, held, strict=True):
+            for old, new in zip(before, states, strict=True):
                 assert all(torch.equal(old[kind], x) for kind, x in new.items())
         for kind in codec.traits.shared:
-            assert (kind in held[0]) == (kind in held[1])
-            assert kind not in held[0] or torch.equal(held[0][kind], held[1][kind])
+            assert (kind in states[0]) == (kind in states[1])
+            assert kind not in states[0] or torch.equal(states[0][kind], states[1][kind])
 
 
 MEMORIES: dict[str, Callable[[], DeltaConfig]] = {
@@ -67,47 +67,50 @@ MEMORIES: dict[str, Callable[[], DeltaConfig]] = {
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_samples_at_another_length_are_sent_whole_and_remembered_anew(name: str) -> None:
+def test_samples_of_another_length_are_sent_raw_and_stored_again(name: str) -> None:
     codec = DeltaCodec(MEMORIES[name]())
     ends = CompressorState(), CompressorState()
-    key, known = SampleKey((7, 9)), []
+    key, used_memory = SampleKey((7, 9)), []
     for step, length in enumerate((4, 4, 8, 8, 8)):
         shape = torch.Size((length, 2, 24))
         x = noise(tuple(shape), torch.float32, step)
         buffer = codec.empty_payload(shape, torch.float32, torch.device("cpu"), ends[1], key)
         payload = codec.encode(x, ends[0], key)
         got = codec.decode(payload, shape, torch.float32, ends[1], key)
-        whole = payload.nbytes == x.numel() * 4
-        known.append(not whole)
+        sent_raw = payload.nbytes == x.numel() * 4
+        used_memory.append(not sent_raw)
         assert buffer.nbytes == payload.nbytes
-        assert not whole or torch.equal(got, x)
+        assert not sent_raw or torch.equal(got, x)
         for end in ends:
             end.rollback() if step == 2 else end.commit()
         rows = ends[0].export_tensors()["samples.rows"]
         assert len(rows) == 2
         assert torch.equal(rows, ends[1].export_tensors()["samples.rows"])
-    # The step that was undone leaves the memory of the old length, so the next one is a first visit again.
-    assert known == [False, True, False, False, True]
+    # The step that was rolled back leaves rows of the old length, so the next step is a first visit again.
+    assert used_memory == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["lazy", "lazy-reset", "lazy-mean"])
-def test_what_was_not_sent_is_sent_at_another_length(kind: MessageResidual) -> None:
-    """The sum over the tokens of what was sent and of what is left is that of what was given."""
+def test_residuals_are_sent_at_another_length(kind: MessageResidual) -> None:
+    """Summed over the tokens, outputs and residual add up to the inputs."""
     codec = ErrorFeedbackCodec(FixpointCodec(FixpointConfig(bits=2)), kind)
     state = CompressorState()
-    given, sent = torch.zeros(3, 6), torch.zeros(3, 6)
+    input_sum, sent = torch.zeros(3, 6), torch.zeros(3, 6)
     for step, length in enumerate((4, 4, 6, 6, 10, 5)):
         x = noise((length, 3, 6), torch.float32, step)
         codec.begin_step(state)
         payload = codec.encode(x, state, None)
-        given, sent = given + x.sum(dim=0), sent + codec.decode(payload, x.shape, x.dtype, state, None).sum(dim=0)
+        input_sum, sent = (
+            input_sum + x.sum(dim=0),
+            sent + codec.decode(payload, x.shape, x.dtype, state, None).sum(dim=0),
+        )
         state.commit()
         assert state.tensors[RESIDUAL].shape == (x.shape[-1:] if kind == "lazy-mean" else x.shape)
         if kind == "lazy":
-            torch.testing.assert_close(sent + state.tensors[RESIDUAL].sum(dim=0), given, rtol=0, atol=1e-5)
+            torch.testing.assert_close(sent + state.tensors[RESIDUAL].sum(dim=0), input_sum, rtol=0, atol=1e-5)
 
 
-def test_residuals_of_other_samples_or_channels_are_left_out() -> None:
+def test_residuals_of_another_batch_size_are_dropped() -> None:
     codec, state = ErrorFeedbackCodec(FixpointCodec(FixpointConfig(bits=2))), CompressorState()
     codec.encode(noise((4, 3, 6), torch.float32, 0), state, None)
     state.commit()
@@ -116,8 +119,8 @@ def test_residuals_of_other_samples_or_channels_are_left_out() -> None:
     assert torch.equal(codec.encode(x, state, None).wire, alone.wire)
 
 
-def test_a_warm_start_is_kept() -> None:
-    """The factor of a matrix of rank 2 is found at one length, and gives another one with these rows at once."""
+def test_a_warm_start_survives_a_change_of_length() -> None:
+    """Matrices of different lengths share their rows, so the factor of the first serves the others."""
     codec, state = LowRankCodec(LowRankConfig(rank=2)), CompressorState()
     rows = noise((2, 24), torch.float64, 0)
 

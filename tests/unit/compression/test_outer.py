@@ -26,13 +26,13 @@ def _spec(text: str, iterations: int | None = 90, registry: Registry = BUILTIN) 
     return read_spec(text, registry, RunLength(iterations))
 
 
-def test_options_of_the_point_stand_beside_those_of_the_compressor() -> None:
+def test_a_spec_mixes_options_of_the_point_and_of_the_compressor() -> None:
     spec = _spec("outer=fixpoint,bits=4,every=20,outer-lr=0.5,outer-momentum=0.8,warmup=0.1,group=32")
     assert spec.outer_options == OuterOptions(every=20, outer_lr=0.5, outer_momentum=0.8)
     assert (spec.options.bits, spec.options.group, spec.activation.warmup_iters) == (4, 32, 9)
 
 
-def test_islands_go_in_step_for_a_third_of_the_run_unless_told_otherwise() -> None:
+def test_the_warm_up_is_a_third_of_the_run_by_default() -> None:
     assert _spec("outer=identity").activation.warmup_iters == 30
     assert _spec("outer=identity,warmup=0").activation.warmup_iters == 0
     assert _spec("dp-grad=fixpoint").activation.warmup_iters == 0
@@ -41,7 +41,7 @@ def test_islands_go_in_step_for_a_third_of_the_run_unless_told_otherwise() -> No
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None:
+def test_a_preset_is_its_options_and_can_be_overridden(preset: str) -> None:
     written = ",".join(f"{key}={value}" for key, value in PRESETS[preset].items())
     short, long = _spec(f"outer=fixpoint,outer-preset={preset}"), _spec(f"outer=fixpoint,{written}")
     assert (short.outer_options, short.feedback, short.decay) == (long.outer_options, long.feedback, long.decay)
@@ -70,38 +70,38 @@ def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None
         ("delta", "cannot serve outer"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(words: str, reason: str) -> None:
+def test_invalid_specs_are_refused_in_one_line(words: str, reason: str) -> None:
     with pytest.raises(UserError) as caught:
         _spec(f"outer={words}")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_options_of_the_point_are_no_others() -> None:
+def test_other_points_refuse_options_of_outer() -> None:
     with pytest.raises(UserError, match="no option 'every'"):
         _spec("dp-grad=fixpoint,every=3")
 
 
-def test_no_compressor_has_an_option_of_the_points_name() -> None:
-    own = {option.flag for option in field_options("outer", OuterOptions)}
+def test_no_compressor_has_an_option_with_a_name_of_the_points_options() -> None:
+    point_flags = {option.flag for option in field_options("outer", OuterOptions)}
     for name in BUILTIN.names:
-        assert own.isdisjoint(option.flag for option in field_options(name, BUILTIN[name].config))
+        assert point_flags.isdisjoint(option.flag for option in field_options(name, BUILTIN[name].config))
 
 
-def test_every_sum_may_forget_a_part_of_its_residual() -> None:
+def test_the_residual_of_any_sum_may_decay() -> None:
     for text, decay in (
         ("dp-grad=topk,density=0.1,feedback-decay=0.5", 0.5),
         ("outer=chunked-topk,feedback-decay=0.5", 0.5),
         ("outer=chunked-topk", 1.0),
     ):
-        made = _spec(text).make_rounds()
-        assert isinstance(made, ErrorFeedback)
-        assert made.decay == decay
+        rounds = _spec(text).make_rounds()
+        assert isinstance(rounds, ErrorFeedback)
+        assert rounds.decay == decay
     with pytest.raises(UserError, match=r"residuals of messages \(pp-backward\) do not decay"):
         _spec("pp-backward=lowrank,error-feedback=lazy,feedback-decay=0.5")
 
 
-def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> None:
+def test_fragments_take_turns_and_the_last_iteration_sends_all() -> None:
     schedule = RoundSchedule(OuterOptions(every=6, fragments=3, delay=1), start=4, end=15)
     sent = {done: schedule.sent(done) for done in range(16) if schedule.sent(done)}
     assert sent == {6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 15: [0, 1, 2]}
@@ -111,8 +111,7 @@ def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> No
 
 
 @pytest.mark.parametrize("away", [{"fragments": 2}, {"delay": 1}, {"mixing": 0.5}], ids=str)
-def test_islands_meet_after_a_round_but_with_any_of_what_keeps_them_apart(away: dict[str, Any]) -> None:
-    """Where they do, another number of them may go on from there, and loses nothing."""
+def test_islands_meet_after_a_round_unless_an_option_keeps_them_apart(away: dict[str, Any]) -> None:
     assert OuterOptions(every=4).meets
     assert not OuterOptions(every=4, **away).meets
 
@@ -123,17 +122,17 @@ def test_whole_rounds() -> None:
     assert schedule.rounds == 3
 
 
-def test_a_residual_that_decays_forgets_that_share_of_itself() -> None:
-    """What is sent and what is left make the difference and the decayed residual, at each round."""
+def test_a_residual_decays_by_its_factor_each_round() -> None:
+    """In each round, total + new residuals = inputs + decayed old residuals."""
     torch.manual_seed(0)
     compressor = ErrorFeedback(FixpointRounds(FixpointSumConfig(bits=2)), "local", 0.5)
     states = [CompressorState() for _ in range(2)]
     before = [torch.zeros(64) for _ in states]
     for _ in range(3):
-        given = [torch.randn(64) for _ in states]
-        total = run_lockstep(compressor, [x.clone() for x in given], states)[0].total
-        left = [state.tensors[RESIDUAL] for state in states]
-        meant = sum(x + 0.5 * e for x, e in zip(given, before, strict=True))
-        torch.testing.assert_close(total.view(-1) + sum(e.view(-1) for e in left), meant, rtol=1e-5, atol=1e-5)
-        before = [e.view(-1).clone() for e in left]
+        inputs = [torch.randn(64) for _ in states]
+        total = run_lockstep(compressor, [x.clone() for x in inputs], states)[0].total
+        residuals = [state.tensors[RESIDUAL] for state in states]
+        expected = sum(x + 0.5 * e for x, e in zip(inputs, before, strict=True))
+        torch.testing.assert_close(total.view(-1) + sum(e.view(-1) for e in residuals), expected, rtol=1e-5, atol=1e-5)
+        before = [e.view(-1).clone() for e in residuals]
         assert any(bool(e.abs().max() > 0.01) for e in before)

@@ -1,9 +1,10 @@
-"""What every registered compressor promises. A new one is picked up by being registered."""
+"""Promises of every registered compressor. A new compressor is tested once it is registered."""
 
 from __future__ import annotations
 
 import contextlib
 from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from megatron.compression.fixpoint import FixpointConfig
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from tests.support.pairwise import pairwise
 
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
 GATHERED = [name for name in CODECS if (BUILTIN[name].points or {Point.TP_FWD}) & {Point.TP_FWD, Point.PARAM_GATHER}]
@@ -55,22 +57,13 @@ def make_rounds(name: str) -> RoundCompressor:
     return entry.rounds(entry.config())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CODECS)
-class TestCodec:
-    def test_round_trip(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        assert make_codec(name).traits.exact == (name in EXACT)
-        check_round_trip(partial(make_codec, name), shape, dtype)
-
-    def test_strided_input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        check_strides(partial(make_codec, name), shape, dtype)
-
-    def test_determinism_and_state_across_a_checkpoint(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        """An interrupted run sends the same bytes as one that goes on; a skipped step leaves no trace."""
-        check_state_of_messages(partial(make_codec, name), shape, dtype)
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairwise(CODECS, SHAPES, DTYPES), ids=str)
+def test_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Round trips, strided inputs, skipped steps and state across a checkpoint."""
+    assert make_codec(name).traits.exact == (name in EXACT)
+    check_round_trip(partial(make_codec, name), shape, dtype)
+    check_strides(partial(make_codec, name), shape, dtype)
+    check_state_of_messages(partial(make_codec, name), shape, dtype)
 
 
 TOGETHER: list[dict[str, Any]] = [
@@ -81,13 +74,13 @@ TOGETHER: list[dict[str, Any]] = [
     {"bits": 3.8, "group": 8, "grid": "minmax", "rotation": 16, "rotate_when": "outlier", "scale_dtype": "bf16"},
     {"bits": 4.5, "group": 16, "rotation": 8},
 ]
-"""Options of quantized messages that do something only with others."""
+"""Options of quantized messages that need others."""
 
 
 def variants(cls: type[Any]) -> list[Any]:
-    """Options classes' instances: the defaults; each option alone at its bounds, a large rank, every choice, and a
-    number between the bounds that has a fraction; and options that need each other."""
-    found = [cls(), *(cls(**options) for options in TOGETHER if issubclass(cls, FixpointConfig))]
+    """Options: the defaults; each option alone at its bounds, at every choice and at a fraction between the bounds; and
+    options that need each other."""
+    instances = [cls(), *(cls(**options) for options in TOGETHER if issubclass(cls, FixpointConfig))]
     for field in field_options("", cls):
         bounds: Any = field.option
         values: Any = field.choices
@@ -101,44 +94,51 @@ def variants(cls: type[Any]) -> list[Any]:
             if value is None or (isinstance(field.default, str) and not isinstance(value, str)):
                 continue
             with contextlib.suppress(UserError):
-                found.append(cls(**{field.name: value}))
-    return list(dict.fromkeys(found))
+                instances.append(cls(**{field.name: value}))
+    return list(dict.fromkeys(instances))
 
 
-VARIANTS = [(f"{name} {options}", name, options) for name in CODECS for options in variants(BUILTIN[name].config)]
-FED = [variant for variant in VARIANTS if not BUILTIN[variant[1]].no_feedback]
+VARIANTS = [(name, options) for name in CODECS for options in variants(BUILTIN[name].config)]
+FED = [(name, options) for name, options in VARIANTS if not BUILTIN[name].no_feedback]
+
+
+def _in_turn(variants: list[tuple[str, Any]], *parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Variants, each with a combination of the parameters."""
+    return [(*variant, *values) for variant, values in zip(variants, cycle(product(*parameters)), strict=False)]
 
 
 class TestOwnership:
-    """Of a codec's messages, inputs, states and results, no two share memory that anyone changes later.
+    """A codec's messages, inputs, states and results share no memory that anyone changes later.
 
-    Whoever holds one of them may overwrite it: the caller its input and what was decoded, the network the buffers of
-    messages, error feedback its residual. Here everybody does, at once.
+    Callers may overwrite inputs and results, the network message buffers, and error feedback its residual. These tests
+    overwrite all of them.
     """
 
-    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (9, 5)], ids=str)
-    @pytest.mark.parametrize(("name", "options"), [v[1:] for v in VARIANTS], ids=[v[0] for v in VARIANTS])
-    def test_messages_survive_what_their_holders_do(self, name: str, options: Any, shape: tuple[int, ...]) -> None:
+    @pytest.mark.parametrize(
+        ("name", "options", "shape"), _in_turn(VARIANTS, ((6, 2, 8), (40, 1, 16), (9, 5))), ids=str
+    )
+    def test_messages_survive_changes_of_inputs_and_buffers(
+        self, name: str, options: Any, shape: tuple[int, ...]
+    ) -> None:
         entry = BUILTIN[name]
         assert entry.codec is not None
         check_memory(partial(entry.codec, options), shape)
 
-    @pytest.mark.parametrize("kind", ["lazy", "lazy-mean"])
-    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (1, 3)], ids=str)
-    @pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED], ids=[v[0] for v in FED])
-    def test_feedback_conserves_what_was_meant(
+    @pytest.mark.parametrize(
+        ("name", "options", "shape", "kind"),
+        _in_turn(FED, ((6, 2, 8), (40, 1, 16), (1, 3)), ("lazy", "lazy-mean")),
+        ids=str,
+    )
+    def test_feedback_of_messages_conserves_the_inputs(
         self, name: str, options: Any, shape: tuple[int, ...], kind: MessageResidual
     ) -> None:
-        """What was decoded and what is left make what was meant, over messages of one step and of several; messages
-        still under way do not change."""
+        """Outputs and residuals add up to the inputs, within and over steps; messages in flight do not change."""
         entry = BUILTIN[name]
         assert entry.codec is not None
         check_feedback_of_messages(partial(entry.codec, options), shape, kind)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairwise(GATHERED, SHAPES, DTYPES), ids=str)
 def test_gathered_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     shape = shape or (1,)  # a scalar has no first dimension to concatenate along
     codec = make_codec(name)
@@ -149,44 +149,34 @@ def test_gathered_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype
     assert torch.equal(y, torch.cat(singly))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ROUNDS)
-class TestRounds:
-    def test_sum(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> None:
-        """All ranks get one sum, and it is the sum of what each says it contributed (residual conservation)."""
-        check_sum(partial(make_rounds, name), shape, dtype, sharded, exact=name in EXACT)
-
-    def test_determinism_and_state_across_a_checkpoint(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool
-    ) -> None:
-        check_state_of_sums(partial(make_rounds, name), shape, dtype)
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "sharded"),
+    pairwise(ROUNDS, SHAPES, [torch.float32, torch.float64], [False, True]),
+    ids=str,
+)
+def test_sums(name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> None:
+    """All ranks get the sum of all reported contributions; skipped steps and state across a checkpoint."""
+    check_sum(partial(make_rounds, name), shape, dtype, sharded, exact=name in EXACT)
+    check_state_of_sums(partial(make_rounds, name), shape, dtype)
 
 
 FED_ROUNDS = [
-    (f"{name} {options}", name, options)
+    (name, options)
     for name in ROUNDS
     if not BUILTIN[name].no_feedback
     for options in variants(BUILTIN[name].config)
-    if getattr(options, "flush", "") != "mean"  # forgets on purpose
-    if getattr(options, "merge", "") != "senders"  # sums up to more than was meant, on purpose
+    if getattr(options, "flush", "") != "mean"  # forgets by design
+    if getattr(options, "merge", "") != "senders"  # exceeds the sum by design
 ]
 
 
-@pytest.mark.parametrize("kind", ["local", "aggregate"])
-@pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED_ROUNDS], ids=[v[0] for v in FED_ROUNDS])
-def test_feedback_of_sums_conserves_what_was_meant(name: str, options: Any, kind: Any) -> None:
-    """Over the steps, what all ranks meant is what was summed and what is left on them, whatever the options are."""
+@pytest.mark.parametrize(("name", "options"), FED_ROUNDS, ids=str)
+def test_feedback_of_sums_conserves_the_inputs(name: str, options: Any) -> None:
+    """Also after a change of the number of replicas."""
     entry = BUILTIN[name]
     assert entry.rounds is not None
-    check_feedback_of_sums(partial(entry.rounds, options), (2, 8, 6), kind)
-
-
-@pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED_ROUNDS], ids=[v[0] for v in FED_ROUNDS])
-def test_the_state_of_other_replicas_serves(name: str, options: Any) -> None:
-    entry = BUILTIN[name]
-    assert entry.rounds is not None
+    for kind in ("local", "aggregate"):
+        check_feedback_of_sums(partial(entry.rounds, options), (2, 8, 6), kind)
     check_other_replicas(partial(entry.rounds, options), (2, 8, 6))
 
 
@@ -195,29 +185,31 @@ def test_built_in_compressors_pass_what_plug_ins_are_checked_by(name: str) -> No
     check_compressor(BUILTIN[name])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-class TestNonFinite:
-    @pytest.mark.parametrize("name", CODECS)
-    def test_codecs_do_not_fail_and_exact_ones_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
+NON_FINITE = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_accept_non_finite_numbers_and_exact_codecs_keep_them(name: str) -> None:
+    for bad, dtype in product(NON_FINITE, DTYPES):
         x = torch.tensor([1.0, bad, -2.0], dtype=dtype)
         y = send(make_codec(name), x, CompressorState(), CompressorState(), 0)
         if name in EXACT:
             torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
-    @pytest.mark.parametrize("name", ROUNDS)
-    def test_sums_do_not_fail_and_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
-        """The optimizer skips a step by what it finds in the sums."""
-        if name not in EXACT and dtype.itemsize < 4:
-            dtype = torch.float32  # what lossy sums are given
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_non_finite_numbers_stay_visible_in_sums(name: str) -> None:
+    """The optimizer skips a step if a sum is not finite. Lossy sums are of fp32 or fp64 numbers."""
+    dtypes = [dtype for dtype in DTYPES if name in EXACT or dtype.itemsize >= 4]
+    for bad, dtype in product(NON_FINITE, dtypes):
         compressor = make_rounds(name)
         shape = (1, 1, 3) if compressor.traits.batched else (3,)
         xs = [torch.tensor([1.0, bad, -2.0], dtype=dtype).view(shape), torch.ones(shape, dtype=dtype)]
         total = run_lockstep(compressor, xs, [CompressorState(), CompressorState()])[0].total
         assert not torch.isfinite(total).all()
         if name in EXACT:
-            wanted = torch.tensor([2.0, bad, -1.0], dtype=dtype)
-            torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
+            expected = torch.tensor([2.0, bad, -1.0], dtype=dtype)
+            torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_builtin_serves_something_and_has_default_options() -> None:

@@ -65,18 +65,17 @@ def _accepted(spec: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.value)
-def test_a_point_takes_what_its_refusals_advise(point: Point, name: str) -> None:
-    """Another spec that does something there, and every name that the refusal lists."""
+def test_a_point_accepts_the_advice_of_its_refusals(point: Point, name: str) -> None:
+    """A refusal advises a lossy spec (an exact spec only instead of an exact compressor) and lists accepted names."""
     try:
         BUILTIN[name].check_point(point, name)
     except UserError:
         with pytest.raises(UserError) as refused:
             read_spec(f"{point.value}={name}", Registry(BUILTIN), RunLength(1000))
-        found = re.search(rf"; use (\S+); {point.value} takes (.*)$", str(refused.value))
-        assert found is not None, refused.value
-        advised, listed = found.groups()
+        advice = re.search(rf"; use (\S+); {point.value} takes (.*)$", str(refused.value))
+        assert advice is not None, refused.value
+        advised, listed = advice.groups()
         assert _accepted(f"{point.value}={advised}")
-        # Only what is exact itself is replaced by nothing.
         assert BUILTIN[advised.partition(",")[0]].identity == (name == "parameter-server")
         options = {"quantized-adam": ",warmup=10"}
         assert all(_accepted(f"{point.value}={other}{options.get(other, '')}") for other in listed.split(", "))
@@ -84,7 +83,7 @@ def test_a_point_takes_what_its_refusals_advise(point: Point, name: str) -> None
 
 @pytest.mark.parametrize(("word", "fewest"), [("default", 8), ("aggressive", 4)])
 def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: int) -> None:
-    """Fewest bits go to the experts; options of every compressor may follow."""
+    """The fewest bits go to the experts; options of every compressor may follow."""
     registry = Registry(BUILTIN)
     specs = read_specs([f"experts={word},warmup=3"], registry, RunLength(10))
     assert set(specs) == set(EXPERT_POINTS)
@@ -99,7 +98,7 @@ def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: i
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         (
             ["experts=agressive"],
@@ -111,7 +110,7 @@ def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: i
         (["experts=default,bits=4"], "default sets bits; leave it out, or write a spec for each point"),
     ],
 )
-def test_what_is_wrong_with_such_a_word_is_said(texts: list[str], said: str) -> None:
+def test_a_wrong_word_for_experts_is_refused(texts: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
         read_specs(texts, Registry(BUILTIN), RunLength(10))
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -29,33 +29,33 @@ def test_steps_begin_at_iterations_fractions_and_epochs() -> None:
 
 
 def test_a_ramp_is_that_of_deep_gradient_compression() -> None:
-    """density ^ ((s + 1) / (W + 1)) until it is the density itself, from the end of the warm-up on."""
+    """density ^ ((s + 1) / (W + 1)) from the end of the warm-up on, then the density itself."""
     schedule = read_schedule("1~0.1@4", LENGTH)
     values = [schedule.at(i, warmup=3) for i in range(12)]
     assert values[3:8] == pytest.approx([0.1 ** ((s + 1) / 5) for s in range(5)])
     assert values[7:] == [0.1] * 5
 
 
-def test_the_plan_follows() -> None:
+def test_the_plan_follows_the_schedule() -> None:
     plan = CompressionPlan({Point.PP_FWD: _spec("pp-forward=fixpoint,bits=8@0/4@7,warmup=2")})
-    seen = []
+    bits = []
     for iteration in (0, 6, 7, -1, 8):
         plan.begin_step(iteration)
-        seen.append(plan.codec(Point.PP_FWD).config.bits)
-    assert seen == [8, 8, 4, 4, 4]
+        bits.append(plan.codec(Point.PP_FWD).config.bits)
+    assert bits == [8, 8, 4, 4, 4]
     first = plan.codec(Point.PP_FWD)
     plan.begin_step(9)
     assert plan.codec(Point.PP_FWD) is first
 
 
-def test_bits_go_in_steps_with_fractions_and_ramp_through_whole_numbers() -> None:
-    for text, wanted in (
+def test_bits_change_in_fractional_steps_or_ramp_through_integers() -> None:
+    for text, expected in (
         ("bits=8@0/4.5@7/3@9", [8, 8, 4.5, 4.5, 3]),
         ("bits=8~4@4", [7, 6, 5, 5, 4, 4]),
     ):
         spec = _spec(f"pp-forward=fixpoint,{text}")
         start = 5 if "@7" in text else 0
-        assert [spec.options_at(start + i).bits for i in range(len(wanted))] == wanted
+        assert [spec.options_at(start + i).bits for i in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_bits_go_in_steps_with_fractions_and_ramp_through_whole_numbers() -> Non
         ("pp-forward=delta,cache=9@0/4@10", ["cache cannot change", "bits"]),
     ],
 )
-def test_refusals(text: str, words: list[str]) -> None:
+def test_invalid_schedules_are_refused(text: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         _spec(text)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_powersgd_keeps_its_factor_when_the_rank_changes() -> None:
-    """A falling rank cuts the warm start, a rising one fills it up; both stay a projection of the input."""
+    """A falling rank cuts the warm start, a rising rank fills it up; both stay projections of the input."""
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(1, 20, 6, generator=generator) @ torch.randn(1, 6, 12, generator=generator)
     state = CompressorState()
@@ -97,15 +97,15 @@ def test_powersgd_keeps_its_factor_when_the_rank_changes() -> None:
     assert errors[5] < 1e-4
 
 
-def test_a_shape_that_pays_at_a_later_rank_is_compressed_then() -> None:
+def test_a_shape_is_compressed_once_its_rank_pays() -> None:
     plan = CompressionPlan({Point.DP_GRAD: _spec("dp-grad=powersgd,rank=12@0/2@5")})
     assert not plan.rounds(Point.DP_GRAD).should_compress((16, 16))
     assert plan.ever_compresses(Point.DP_GRAD, (16, 16))
     assert not plan.ever_compresses(Point.DP_GRAD, (4, 2))
 
 
-def test_error_feedback_is_what_was_asked_for_or_the_usual() -> None:
-    """Residuals of sums are on by default, of messages not: what one token lacked is noise to the next one's layers."""
+def test_error_feedback_has_a_default_for_each_point() -> None:
+    """On for sums; off for messages, where the residual of one token is noise to the next."""
     usual = {"pp-backward=lowrank": "off", "pp-forward=lowrank": "off", "dp-grad=powersgd": "local"}
     for text, feedback in usual.items():
         assert _spec(text).feedback == feedback
@@ -114,8 +114,8 @@ def test_error_feedback_is_what_was_asked_for_or_the_usual() -> None:
     assert _spec("pp-backward=lowrank,error-feedback=lazy-mean").feedback == "lazy-mean"
 
 
-def test_a_warm_up_that_measures_updates_counts_them() -> None:
-    """Only that of a compressor that freezes second moments: others count iterations, as their schedules do."""
+def test_a_warm_up_of_quantized_adam_counts_updates() -> None:
+    """Only where second moments are frozen; others count iterations, as their schedules do."""
     for name, first in (("quantized-adam", 7), ("powersgd,rank=2", 4)):
         plan = CompressionPlan({Point.DP_GRAD: _spec(f"dp-grad={name},warmup=4")})
         plan.steps.skipped = 3

@@ -1,4 +1,4 @@
-"""A plug-in codec with a memory for each sample (tests/support/sign_delta.py) against a plain loop."""
+"""A plug-in codec with a memory for each sample (tests/support/sign_delta.py) against a reference loop."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ S, H = 5, 7  # 35 numbers: the last byte is not full
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("decay", [1.0, 0.75])
-def test_the_formula_against_a_plain_loop(decay: float, dtype: torch.dtype) -> None:
-    """m <- x at a first visit; then d = x - decay m, and m <- decay m + mean |d| sign(d). Skipped steps leave none."""
+def test_messages_match_a_reference_loop(decay: float, dtype: torch.dtype) -> None:
+    """m <- x at the first visit; then d = x - decay m, and m <- decay m + mean |d| sign(d). Steps may be skipped."""
     codec = SignDelta(SignDeltaConfig(decay=decay))
     ends = [CompressorState(), CompressorState()]
     memory: dict[int, Tensor] = {}
     for step in range(14):
         key = ((3 * step) % 8, (3 * step + 1) % 8)
         x = noise((S, 2, H), dtype, step)
-        got, now = send(codec, x, ends[0], ends[1], key), {}
-        for place, sample in enumerate(key):
-            wanted = x[:, place]
+        got, updates = send(codec, x, ends[0], ends[1], key), {}
+        for column, sample in enumerate(key):
+            expected = x[:, column]
             if sample in memory:
                 base = memory[sample].to(torch.promote_types(dtype, torch.float32)) * decay
-                difference = x[:, place] - base
+                difference = x[:, column] - base
                 size = difference.abs().mean().float()
-                wanted = (base + torch.where(difference >= 0, size, -size)).to(dtype)
-            assert torch.equal(got[:, place], wanted)
-            now[sample] = wanted
+                expected = (base + torch.where(difference >= 0, size, -size)).to(dtype)
+            assert torch.equal(got[:, column], expected)
+            updates[sample] = expected
         for state in ends:
             state.rollback() if step % 5 == 4 else state.commit()
-        memory |= {} if step % 5 == 4 else now
-        left, right = (state.export_tensors() for state in ends)
-        assert all(torch.equal(left[name], right[name]) for name in codec.traits.shared)
+        memory |= {} if step % 5 == 4 else updates
+        sender, receiver = (state.export_tensors() for state in ends)
+        assert all(torch.equal(sender[name], receiver[name]) for name in codec.traits.shared)
         if step == 9:
             ends = [save_and_load(state) for state in ends]
 
@@ -53,7 +53,7 @@ def test_a_known_sample_takes_one_bit_a_number() -> None:
     assert codec.encode(x, state, (1, 2)).nbytes == 2 * (4 + 5)
 
 
-def test_it_says_what_decides_its_launches() -> None:
+def test_it_announces_all_launches() -> None:
     for end in _messages(SignDelta(SignDeltaConfig(cache=20))):
         assert end.surprises == []
         assert end.knew

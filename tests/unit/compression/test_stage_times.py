@@ -1,4 +1,4 @@
-"""Ranks that fit into measured times of the pipeline stages."""
+"""Ranks chosen from measured times of pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ TIMES = StageTimes(
     ("greatest", "tried"),
     [(2, [2]), (3, [2, 3]), (4, [2, 4]), (64, [2, 4, 8, 16, 32, 64]), (70, [2, 4, 8, 16, 32, 64, 70])],
 )
-def test_powers_of_two_are_tried_and_the_greatest_rank(greatest: int, tried: list[int]) -> None:
+def test_powers_of_two_and_the_greatest_rank_are_tried(greatest: int, tried: list[int]) -> None:
     assert ranks_to_try(greatest) == tried
 
 
-def test_times_between_two_ranks_are_in_proportion() -> None:
+def test_times_between_two_ranks_are_interpolated() -> None:
     assert [TIMES.seconds(0, rank) for rank in (1, 2, 3, 6, 12, 16, 20)] == [2, 2, 3, 6, 12, 16, 16]
 
 
-def test_more_columns_never_take_less() -> None:
+def test_times_never_decrease_with_the_rank() -> None:
     noisy = StageTimes([2, 4, 8], [10.0], [[3.0, 2.5, 8.0]], [0.0])
     assert [noisy.seconds(0, rank) for rank in (2, 3, 4, 8)] == [3, 3, 3, 8]
 
 
-def test_a_stage_has_the_first_ones_time_and_its_head_start() -> None:
-    """Exact where that fits, or where the first stage's compression gains nothing."""
+def test_a_stage_has_the_time_of_the_first_stage_plus_its_head_start() -> None:
+    """No rank where the exact sum fits, or where compression of the first stage gains nothing."""
     assert [TIMES.rank(stage, 4, (2, 16)) for stage in range(3)] == [4, 7, None]
     assert [TIMES.rank(stage, 6, (2, 16)) for stage in range(3)] == [6, 9, None]
     assert [TIMES.rank(stage, 2, (2, 16)) for stage in range(3)] == [2, 5, 9]
@@ -44,12 +44,12 @@ def test_a_stage_has_the_first_ones_time_and_its_head_start() -> None:
     assert [TIMES.rank(stage, 10, (2, 16)) for stage in range(3)] == [None, None, None]
 
 
-def test_a_slow_stage_has_a_lower_rank_or_none() -> None:
+def test_a_slow_stage_has_a_lower_rank_or_is_exact() -> None:
     slow = StageTimes([2, 4, 8], [10.0, 20.0], [[1.0, 2.0, 4.0], [3.0, 6.0, 12.0]], [0.0, 1.0])
     assert slow.rank(1, 4, (2, 8)) == 2
-    assert slow.rank(1, 2, (2, 8)) == 2, "the least, where even that takes longer"
+    assert slow.rank(1, 2, (2, 8)) == 2, "the least rank, even if it takes longer"
     dense = StageTimes([2, 4, 8], [10.0, 2.0], [[1.0, 2.0, 4.0], [3.0, 6.0, 12.0]], [0.0, 0.0])
-    assert dense.rank(1, 2, (2, 8)) is None, "what is exact is faster than the least rank"
+    assert dense.rank(1, 2, (2, 8)) is None, "the exact sum is faster than the least rank"
 
 
 def test_a_stage_is_as_slow_as_its_slowest_rank_and_as_early_as_its_last() -> None:
@@ -76,6 +76,6 @@ def test_state_goes_through_json() -> None:
         {"tried_s": None},
     ],
 )
-def test_times_that_no_run_saved_are_refused(changes: dict[str, Any]) -> None:
+def test_invalid_times_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         StageTimes.from_state({**TIMES.state_dict(), **changes})

@@ -1,4 +1,4 @@
-"""Staging, committing and forgetting a compressor's state, against a plain dictionary."""
+"""Staging, commit and rollback of a compressor's state, against a plain dictionary."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_reads_see_the_newest_value_and_rollback_forgets(actions: list[tuple[str, str, int]]) -> None:
+def test_reads_see_the_newest_value_until_rollback(actions: list[tuple[str, str, int]]) -> None:
     state = CompressorState()
-    kept: dict[tuple[str, str], int] = {}
+    committed: dict[tuple[str, str], int] = {}
     newest: dict[tuple[str, str], int] = {}
-    for what, name, value in actions:
-        if what == "commit":
+    for action, name, value in actions:
+        if action == "commit":
             state.commit()
-            kept = dict(newest)
-        elif what == "rollback":
+            committed = dict(newest)
+        elif action == "rollback":
             state.rollback()
-            newest = dict(kept)
+            newest = dict(committed)
         else:
-            state.stage(name, torch.tensor(value) if what == "tensor" else value)
-            newest[what, name] = value
+            state.stage(name, torch.tensor(value) if action == "tensor" else value)
+            newest[action, name] = value
         for each in NAMES:
             tensor = state.get(each)
             assert (None if tensor is None else int(tensor)) == newest.get(("tensor", each))
             assert state.count(each) == newest.get(("counter", each), 0)
-        assert {n: int(t) for n, t in state.tensors.items()} == {n: v for (w, n), v in kept.items() if w == "tensor"}
-        assert state.counters == {n: v for (w, n), v in kept.items() if w == "counter"}
+        assert {n: int(t) for n, t in state.tensors.items()} == {
+            n: v for (w, n), v in committed.items() if w == "tensor"
+        }
+        assert state.counters == {n: v for (w, n), v in committed.items() if w == "counter"}
 
 
 def test_staging_leaves_the_committed_tensor_alone() -> None:
@@ -56,10 +58,10 @@ def test_staging_leaves_the_committed_tensor_alone() -> None:
 
 
 def test_states_share_nothing() -> None:
-    one, other = CompressorState(), CompressorState()
-    one.stage("x", torch.ones(1))
-    one.stage("n", 3)
-    one.commit()
+    state, other = CompressorState(), CompressorState()
+    state.stage("x", torch.ones(1))
+    state.stage("n", 3)
+    state.commit()
     assert other.get("x") is None
     assert other.count("n") == 0
-    assert isinstance(one.get("x"), Tensor)
+    assert isinstance(state.get("x"), Tensor)

@@ -1,4 +1,4 @@
-"""Differences from the mean of a token: the means against a plain loop, and what they save."""
+"""Differences from the mean of a token: the means against a reference loop, and the error of messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _content(tokens_sb: Tensor) -> SampleKey:
 
 
 def _message(step: int, spread: float = 0.1) -> tuple[Tensor, SampleKey]:
-    """Activations that their tokens explain, but for the spread."""
+    """Activations that depend on their tokens, plus noise, and the key of their tokens."""
     generator = torch.Generator().manual_seed(step)
     tokens_sb = torch.randint(0, V, (S, B), generator=generator)
     of_token_vh = torch.randn((V, H), generator=torch.Generator().manual_seed(99))
@@ -47,16 +47,16 @@ def _sent(codec: TokenDeltaCodec, x: Tensor, ends: tuple[CompressorState, Compre
     tokens=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=4),
     horizon=st.integers(1, 6),
 )
-def test_means_are_those_of_a_plain_loop(tokens: list[list[int]], horizon: int) -> None:
+def test_means_match_a_reference_loop(tokens: list[list[int]], horizon: int) -> None:
     state = CompressorState()
     means = [[0.0, 0.0] for _ in range(5)]
     counts = [0] * 5
-    for number, own in enumerate(tokens):
-        x_nh = torch.randn((len(own), 2), generator=torch.Generator().manual_seed(number))
+    for number, sequence in enumerate(tokens):
+        x_nh = torch.randn((len(sequence), 2), generator=torch.Generator().manual_seed(number))
         assert predict(state, torch.arange(5), 5, 2) == pytest.approx(torch.tensor(means), abs=1e-5)
-        learn(state, torch.tensor(own), x_nh, 5, horizon)
-        for token in set(own):
-            rows = [x_nh[i].tolist() for i in range(len(own)) if own[i] == token]
+        learn(state, torch.tensor(sequence), x_nh, 5, horizon)
+        for token in set(sequence):
+            rows = [x_nh[i].tolist() for i in range(len(sequence)) if sequence[i] == token]
             share = len(rows) / (min(counts[token], horizon) + len(rows))
             for channel in range(2):
                 new = sum(row[channel] for row in rows) / len(rows)
@@ -67,7 +67,7 @@ def test_means_are_those_of_a_plain_loop(tokens: list[list[int]], horizon: int) 
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_both_ends_are_equal_bit_by_bit_and_a_skipped_step_leaves_no_trace(rounding: str) -> None:
+def test_both_ends_are_equal_and_a_skipped_step_changes_nothing(rounding: str) -> None:
     codec = TokenDeltaCodec(DeltaConfig(predict="token", bits=4, rounding=rounding))  # type: ignore[arg-type]
     ends = CompressorState(), CompressorState()
     for step in range(12):
@@ -79,22 +79,22 @@ def test_both_ends_are_equal_bit_by_bit_and_a_skipped_step_leaves_no_trace(round
             _sent(codec, x, ends, key)
         for state in ends:
             state.rollback() if step in (4, 5) else state.commit()
-        held = [state.export_tensors() for state in ends]
-        assert held[0].keys() == held[1].keys() == {MEANS, COUNTS}
-        assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
+        states = [state.export_tensors() for state in ends]
+        assert states[0].keys() == states[1].keys() == {MEANS, COUNTS}
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
         if step in (4, 5):
-            assert all(torch.equal(before[name], held[1][name]) for name in before)
-    assert all(torch.isfinite(tensor).all() for tensor in held[0].values())
+            assert all(torch.equal(before[name], states[1][name]) for name in before)
+    assert all(torch.isfinite(tensor).all() for tensor in states[0].values())
 
 
-def test_what_is_not_finite_is_not_learned() -> None:
+def test_non_finite_rows_are_not_learned() -> None:
     state = CompressorState()
     x_nh = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [3.0, math.inf], [3.0, 4.0]])
     learn(state, torch.tensor([0, 1, 0, 0]), x_nh, 3, 64)
     assert predict(state, torch.arange(3), 3, 2).tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0]]
 
 
-def test_the_error_falls_to_that_of_what_the_token_does_not_explain() -> None:
+def test_the_error_falls_to_that_of_the_noise() -> None:
     codec = TokenDeltaCodec(DeltaConfig(predict="token", bits=4))
     direct = Quantizer(FixpointConfig(bits=4))
     ends = CompressorState(), CompressorState()
@@ -111,7 +111,7 @@ def test_the_error_falls_to_that_of_what_the_token_does_not_explain() -> None:
     assert sum(ours[30:]) < 0.2 * sum(plain[30:])
 
 
-def test_a_message_in_half_precision_comes_back_in_it() -> None:
+def test_a_bf16_message_comes_back_in_bf16() -> None:
     codec = TokenDeltaCodec(DeltaConfig(predict="token", bits=8))
     x, key = _message(0)
     got = _sent(codec, x.to(torch.bfloat16), (CompressorState(), CompressorState()), key)
@@ -120,7 +120,7 @@ def test_a_message_in_half_precision_comes_back_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"predict": "token", "cache": 5}, "cache=5: means nothing with predict=token"),
         ({"predict": "token", "first_bits": 32}, "first-bits=32: means nothing"),
@@ -128,11 +128,11 @@ def test_a_message_in_half_precision_comes_back_in_it() -> None:
         ({"horizon": 3}, "horizon=3: means nothing with predict=sample"),
     ],
 )
-def test_options_of_the_other_prediction_are_refused(options: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_options_of_the_other_prediction_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         DeltaConfig(**options)  # type: ignore[arg-type]
 
 
-def test_quantized_samples_are_no_tokens() -> None:
+def test_low_bit_delta_refuses_predictions_by_token() -> None:
     with pytest.raises(UserError, match="use delta"):
         DeltaLowBitsConfig(predict="token")

@@ -1,4 +1,4 @@
-"""Top-K sums against plain loops written from the formulas."""
+"""Top-K sums against reference implementations in plain loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _noise(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 
 def _choice(update: np.ndarray, density: float, radius: int) -> np.ndarray:
-    """Mask of the largest magnitudes of each parameter and of their neighbors, one at a time."""
+    """Mask of the largest magnitudes of each parameter and of their neighbors."""
     mask = np.zeros(update.shape, dtype=bool)
     for row, values in zip(mask, np.abs(update), strict=True):
         best = sorted(range(len(values)), key=lambda i: (-values[i], i))[: max(int(density * len(values)), 1)]
@@ -34,7 +34,7 @@ def _choice(update: np.ndarray, density: float, radius: int) -> np.ndarray:
 @pytest.mark.parametrize("flush", ["dump", "mean", "rotate"])
 @pytest.mark.parametrize("radius", [0, 1])
 @pytest.mark.parametrize("interval", [1, 2, 5])
-def test_stable_topk_against_a_plain_loop(interval: int, radius: int, flush: str) -> None:
+def test_stable_topk_matches_a_reference_loop(interval: int, radius: int, flush: str) -> None:
     density, n = 0.3, 20
     config = StableTopKConfig(density=density, interval=interval, range=radius, flush=flush)  # type: ignore[arg-type]
     compressor = ErrorFeedback(StableTopK(config))
@@ -49,29 +49,29 @@ def test_stable_topk_against_a_plain_loop(interval: int, radius: int, flush: str
         dense = mask is None or step % interval == 0
         if dense:
             share = 1.0 / interval if flush == "mean" else 1.0
-            wanted = (g + residuals * share).sum(axis=0)
+            expected = (g + residuals * share).sum(axis=0)
             residuals[:] = 0.0
         else:
             assert mask is not None
             sent = mask.copy()
             if flush == "rotate":
                 width = -(-2 * n // max(interval - 1, 1))
-                place = step % interval
-                sent.reshape(-1)[(place - 1) * width : place * width] = True
-            wanted = np.where(sent, (g + residuals).sum(axis=0), 0.0)
+                turn = step % interval
+                sent.reshape(-1)[(turn - 1) * width : turn * width] = True
+            expected = np.where(sent, (g + residuals).sum(axis=0), 0.0)
             residuals = np.where(sent, 0.0, g + residuals)
-        np.testing.assert_allclose(total, wanted, atol=1e-12)
+        np.testing.assert_allclose(total, expected, atol=1e-12)
         velocity = 0.9 * velocity + total
         for state in states:
             compressor.observe(torch.from_numpy(velocity.copy()).view(SHAPE), state)
             state.commit()
         if dense:
             mask = _choice(velocity, density, radius)
-        left = np.stack([state.tensors[RESIDUAL].view(2, n).numpy() for state in states])
-        np.testing.assert_allclose(left, residuals, atol=1e-12)
+        actual = np.stack([state.tensors[RESIDUAL].view(2, n).numpy() for state in states])
+        np.testing.assert_allclose(actual, residuals, atol=1e-12)
 
 
-def test_ranks_that_choose_differently_are_found_out() -> None:
+def test_ranks_with_different_masks_are_an_error() -> None:
     compressor = StableTopK(StableTopKConfig(density=0.2, interval=10))
     states = [CompressorState() for _ in range(2)]
     run_lockstep(compressor, [_noise(rank) for rank in range(2)], states)
@@ -83,7 +83,7 @@ def test_ranks_that_choose_differently_are_found_out() -> None:
 
 
 @pytest.mark.parametrize("density", [0.01, 0.2, 1.0])
-def test_topk_against_a_plain_loop(density: float) -> None:
+def test_topk_matches_a_reference_loop(density: float) -> None:
     n = 20
     compressor = ErrorFeedback(TopK(TopKConfig(density=density)))
     states = [CompressorState() for _ in range(RANKS)]
@@ -92,14 +92,14 @@ def test_topk_against_a_plain_loop(density: float) -> None:
         xs = [_noise(100 * step + rank) for rank in range(RANKS)]
         g = np.stack([x.view(2, n).numpy().copy() for x in xs]) + residuals
         total = run_lockstep(compressor, xs, states)[0].total.view(2, n).numpy()
-        masks = np.stack([_choice(own, density, 0) for own in g])
+        masks = np.stack([_choice(row, density, 0) for row in g])
         np.testing.assert_allclose(total, np.where(masks, g, 0.0).sum(axis=0), atol=1e-12)
         residuals = np.where(masks, 0.0, g)
         for state in states:
             state.commit()
 
 
-def test_ties_go_to_the_lower_index_and_what_is_not_finite_first() -> None:
+def test_ties_go_to_the_lower_index_and_non_finite_numbers_come_first() -> None:
     x = torch.tensor([[1.0, -1.0, 0.0, 1.0, torch.nan, -torch.inf]])
     assert abs_topk(x, 3).tolist() == [[0, 4, 5]]
     assert abs_topk(torch.zeros(2, 4), 2).tolist() == [[0, 1], [0, 1]]
@@ -108,7 +108,7 @@ def test_ties_go_to_the_lower_index_and_what_is_not_finite_first() -> None:
 @pytest.mark.parametrize("radius", [0, 1, 3, 50])
 def test_dilation_stays_in_its_row(radius: int) -> None:
     mask = torch.rand(3, 17, generator=torch.Generator().manual_seed(radius)) < 0.1
-    wanted = torch.zeros_like(mask)
+    expected = torch.zeros_like(mask)
     for row, column in mask.nonzero().tolist():
-        wanted[row, max(column - radius, 0) : column + radius + 1] = True
-    assert torch.equal(dilate(mask, radius), wanted)
+        expected[row, max(column - radius, 0) : column + radius + 1] = True
+    assert torch.equal(dilate(mask, radius), expected)

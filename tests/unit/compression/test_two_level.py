@@ -1,4 +1,4 @@
-"""Sums in two levels: the plain sum to within the grid's steps, nothing lost, and no byte more than the formula."""
+"""Sums in two levels: the plain sum to within the steps of the grids, conservation, and bytes by formula."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import rotate
+from tests.support.pairwise import pairwise
 
 Nodes = tuple[tuple[int, ...], ...]
 
 
 def nodes_of(nodes: int, ranks: int, mixed: int = 0) -> Nodes:
-    """Ranks by node: one node after the other, or ``mixed`` by a seed."""
+    """Ranks by node: consecutive, or ``mixed`` by a seed."""
     order = list(range(nodes * ranks))
     if mixed:
         random.Random(mixed).shuffle(order)
@@ -45,20 +46,21 @@ def states_of(size: int) -> list[CompressorState]:
     return [CompressorState() for _ in range(size)]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("rotation", [0, 16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
-def test_the_sum_is_the_plain_one_to_within_the_steps(nodes: int, ranks: int, rotation: int, sharded: bool) -> None:
-    """Of any size: each of the shortenings on the way is off by half a step of its grid, at most."""
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "rotation", "sharded"), pairwise([1, 2, 3, 4], [1, 2, 3, 4], [0, 16], [False, True])
+)
+def test_the_sum_is_within_the_steps_of_the_grids_of_the_plain_sum(
+    nodes: int, ranks: int, rotation: int, sharded: bool
+) -> None:
+    """Each quantization on the way is off by at most half a step of its grid."""
     size = nodes * ranks
     compressor = FixpointRounds(FixpointSumConfig(levels="8/6", group=16, rotation=rotation))
     for count in (0, 1, size - 1, 7, 97, 24 * size):
         xs = [noise(count, 100 * count + rank) for rank in range(size)]
-        wanted = torch.stack(xs).sum(dim=0)
+        expected = torch.stack(xs).sum(dim=0)
         results = run_lockstep(compressor, xs, states_of(size), sharded, nodes=nodes_of(nodes, ranks, mixed=count % 3))
-        whole = not sharded or count % size
-        if whole:
+        all_read = not sharded or count % size
+        if all_read:
             assert all(torch.equal(result.total, results[0].total) for result in results)
             total = results[0].total
         else:
@@ -67,8 +69,8 @@ def test_the_sum_is_the_plain_one_to_within_the_steps(nodes: int, ranks: int, ro
         peak = max((float(x.abs().max()) for x in xs), default=0.0) if count else 0.0
         spread = rotation**0.5 if rotation else 1.0
         worst = size * peak / 127 + (nodes + 1) * size * peak / 31
-        assert float((total - wanted).abs().max() if count else 0.0) <= spread * worst
-        assert float((total - wanted).norm()) <= 0.12 * float(wanted.norm()) + 1e-12
+        assert float((total - expected).abs().max() if count else 0.0) <= spread * worst
+        assert float((total - expected).norm()) <= 0.12 * float(expected.norm()) + 1e-12
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,7 +85,7 @@ def test_the_sum_is_the_plain_one_to_within_the_steps(nodes: int, ranks: int, ro
     kind=st.sampled_from(["local", "aggregate"]),
     mixed=st.integers(0, 3),
 )
-def test_nothing_is_lost(
+def test_sums_and_residuals_add_up_to_the_inputs(
     nodes: int,
     ranks: int,
     count: int,
@@ -94,35 +96,34 @@ def test_nothing_is_lost(
     kind: Any,
     mixed: int,
 ) -> None:
-    """Over steps, one of them skipped: what was summed and what is left on the ranks is what was meant."""
     size = nodes * ranks
     inner = FixpointRounds(FixpointSumConfig(levels=levels, group=8, rotation=rotation, rounding=rounding))
     compressor, states = ErrorFeedback(inner, kind), states_of(size)
-    meant, summed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    inputs_sum, summed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for step in range(5):
         xs = [noise(count, 1000 * step + rank) for rank in range(size)]
-        inputs, taken = torch.stack(xs).sum(dim=0), step != 2
-        results = run_lockstep(compressor, xs, states, sharded, taken, nodes_of(nodes, ranks, mixed))
+        inputs, step_taken = torch.stack(xs).sum(dim=0), step != 2
+        results = run_lockstep(compressor, xs, states, sharded, step_taken, nodes_of(nodes, ranks, mixed))
         for state in states:
-            state.commit() if taken else state.rollback()
-        if not taken:
+            state.commit() if step_taken else state.rollback()
+        if not step_taken:
             continue
-        meant += inputs
+        inputs_sum += inputs
         shares = sharded and kind == "local" and count and count % size == 0
         summed += torch.cat([r.total.chunk(size)[i] for i, r in enumerate(results)]) if shares else results[0].total
-        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        residual = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
         # A rotation is computed in fp32.
-        torch.testing.assert_close(summed + left, meant, rtol=0, atol=2e-5 if rotation else 1e-10)
+        torch.testing.assert_close(summed + residual, inputs_sum, rtol=0, atol=2e-5 if rotation else 1e-10)
 
 
 @pytest.mark.parametrize("levels", ["flat", "4/8"])
-def test_noise_of_equal_numbers_averages_out(levels: str) -> None:
-    """Where each rank draws noise of its own, the mean of n roundings is off by 1/sqrt(n) of one."""
+def test_noise_of_equal_numbers_on_many_ranks_averages_out(levels: str) -> None:
+    """With independent noise on each rank, the error of the mean of n ranks falls with 1/sqrt(n)."""
     x, off = noise(4096, 0), {}
     for size in (2, 8, 32):
         bits = 4 if levels == "flat" else 8
         compressor = FixpointRounds(FixpointSumConfig(levels=levels, bits=bits, rounding="stochastic"))
-        # Each rank reads its own share alone, so the sum itself is not shortened.
+        # Each rank reads its share alone, so the sum itself is not quantized.
         results = run_lockstep(
             compressor, [x.clone() for _ in range(size)], states_of(size), True, nodes=nodes_of(1, size)
         )
@@ -132,18 +133,18 @@ def test_noise_of_equal_numbers_averages_out(levels: str) -> None:
     assert off[32] == pytest.approx(off[2] / 4, rel=0.1)
 
 
-def test_each_message_of_a_sum_has_noise_of_its_own() -> None:
-    """Of all ranks and steps, in one level and in two; in the next step all are others."""
+def test_all_messages_of_a_sum_have_different_seeds() -> None:
+    """Over all ranks and steps, with and without levels."""
     for levels, nodes in (("flat", ()), ("8/4", nodes_of(2, 3)), ("8/4", nodes_of(1, 6)), ("8/4", nodes_of(6, 1))):
         drawn: list[int | None] = []
 
-        class Told(FixpointRounds):
+        class Recorded(FixpointRounds):
             def seed(self, state: CompressorState, message: int) -> int | None:
                 drawn.append(super().seed(state, message))  # noqa: B023
                 return drawn[-1]  # noqa: B023
 
         bits = 4 if levels == "flat" else 8
-        compressor, states = Told(FixpointSumConfig(levels=levels, bits=bits, rounding="stochastic")), states_of(6)
+        compressor, states = Recorded(FixpointSumConfig(levels=levels, bits=bits, rounding="stochastic")), states_of(6)
         for _ in range(2):
             run_lockstep(compressor, [noise(60, rank) for rank in range(6)], states, nodes=nodes)
             for state in states:
@@ -151,8 +152,8 @@ def test_each_message_of_a_sum_has_noise_of_its_own() -> None:
         assert len(set(drawn)) == len(drawn) >= 2 * 6 * 7
 
 
-def test_what_requantizing_loses_belongs_to_the_rank_that_did_it() -> None:
-    """Numbers that the inner grid represents exactly: all of the error is made between nodes."""
+def test_the_error_of_requantization_stays_on_the_rank_that_requantizes() -> None:
+    """The inner grid represents these numbers exactly, so all error arises between nodes."""
     size, count = 4, 16
     compressor = ErrorFeedback(FixpointRounds(FixpointSumConfig(levels="8/2", group=8)))
     states, nodes = states_of(size), nodes_of(2, 2)
@@ -162,52 +163,38 @@ def test_what_requantizing_loses_belongs_to_the_rank_that_did_it() -> None:
     run_lockstep(compressor, xs, states, nodes=nodes)
     for state in states:
         state.commit()
-    left = torch.stack([state.tensors[RESIDUAL] for state in states])
-    # A rank sums up the parts of its place in the node, for both nodes: 0 and 2, or 1 and 3.
+    residuals = torch.stack([state.tensors[RESIDUAL] for state in states])
+    # A rank sums the shares of its position in the node, for both nodes: 0 and 2, or 1 and 3.
     for rank in range(size):
-        own = [part for part in range(size) if part % 2 == rank % 2]
-        assert [bool(left[rank].view(size, -1)[part].any()) for part in range(size)] == [p in own for p in range(size)]
-    # The grid of two bits has nothing between 0 and 254: each node's sum of small numbers is left on one of its ranks.
-    assert [float(left[rank].view(size, -1)[0, 1]) for rank in (0, 2)] == [1.0 + 2.0, 3.0 + 4.0]
-
-
-def formula(
-    count: int, nodes: int, ranks: int, inside: int, across: int, group: int, sharded: bool
-) -> dict[Level, int]:
-    """Bytes that a rank sends, by level: parts of count / (nodes x ranks) numbers with a scale to a group."""
-
-    def part(bits: int) -> int:
-        return -(-count // (nodes * ranks)) * bits // 8 + 4 * -(-count // (nodes * ranks) // group)
-
-    back = 0 if sharded else 1
-    return {
-        Level.NODE: (ranks - 1) * nodes * (part(inside) + back * part(across)),
-        Level.ACROSS: (1 + back) * (nodes - 1) * part(across),
-    }
+        summed_shares = [share for share in range(size) if share % 2 == rank % 2]
+        assert [bool(residuals[rank].view(size, -1)[share].any()) for share in range(size)] == [
+            p in summed_shares for p in range(size)
+        ]
+    # The grid of two bits has no level between 0 and 254: each node's sum of small numbers stays on one of its ranks.
+    assert [float(residuals[rank].view(size, -1)[0, 1]) for rank in (0, 2)] == [1.0 + 2.0, 3.0 + 4.0]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 4), (4, 2)])
 def test_bytes_are_those_of_the_formula(nodes: int, ranks: int, sharded: bool) -> None:
-    """Inside (G-1)/G n b1/8 and back with b2, between nodes (M-1)/M (n/G) b2/8 each way, and the scales."""
+    """(G-1)/G n b1/8 inside a node and back with b2, (M-1)/M (n/G) b2/8 between nodes each way, and the scales."""
     size, group = nodes * ranks, 64
     count = size * 1024
     compressor = FixpointRounds(FixpointSumConfig(levels="8/4", group=group))
-    asked: list[Request] = []
+    requests: list[Request] = []
     run_lockstep(
         compressor,
         [noise(count, r) for r in range(size)],
         states_of(size),
         sharded,
         nodes=nodes_of(nodes, ranks),
-        requests=asked,
+        requests=requests,
     )
     sent = {Level.NODE: 0, Level.ACROSS: 0}
-    for request in asked:
+    for request in requests:
         members = ranks if request.level is Level.NODE else nodes
-        whole = request.tensor.numel()
-        sent[request.level] += (members - 1) * (whole // members if request.op is Op.EXCHANGE else whole)
-    assert sent == formula(count, nodes, ranks, 8, 4, group, sharded)
+        numel = request.tensor.numel()
+        sent[request.level] += (members - 1) * (numel // members if request.op is Op.EXCHANGE else numel)
     inside, across = (ranks - 1) / ranks * count, (nodes - 1) / nodes * count / ranks
     scales = 4 / group
     back = 0 if sharded else 1
@@ -217,25 +204,25 @@ def test_bytes_are_those_of_the_formula(nodes: int, ranks: int, sharded: bool) -
 
 @pytest.mark.parametrize(("nodes", "bits"), [(((0,), (1,), (2,), (3,)), 4), (((0, 1, 2, 3),), 8)])
 def test_one_rank_to_a_node_or_one_node_is_the_flat_sum(nodes: Nodes, bits: int) -> None:
-    """With the bits of the level that there is, to the last bit."""
+    """Bit by bit, with the bits of the only level."""
     levels = FixpointRounds(FixpointSumConfig(levels="8/4", rounding="stochastic", rotation=16))
     flat = FixpointRounds(FixpointConfig(bits=bits, rounding="stochastic", rotation=16))
     xs = [noise(333, rank) for rank in range(4)]
-    two, one = (
+    level_sum, flat_sum = (
         run_lockstep(compressor, [x.clone() for x in xs], states_of(4), nodes=nodes)[0].total
         for compressor in (levels, flat)
     )
-    assert torch.equal(two, one)
+    assert torch.equal(level_sum, flat_sum)
 
 
-def test_noise_is_a_function_of_the_seed_and_the_step_alone() -> None:
+def test_noise_depends_on_the_seed_and_the_step_alone() -> None:
     compressor = FixpointRounds(FixpointSumConfig(levels="4/2", rounding="stochastic"))
     xs = [noise(500, rank) for rank in range(6)]
 
     def total(step: int, seed: int = 714) -> Tensor:
-        own = FixpointRounds(FixpointSumConfig(levels="4/2", rounding="stochastic", seed=seed))
+        rounds = FixpointRounds(FixpointSumConfig(levels="4/2", rounding="stochastic", seed=seed))
         states = [CompressorState(counters={"messages": step}) for _ in xs]
-        return run_lockstep(own, [x.clone() for x in xs], states, nodes=nodes_of(3, 2))[0].total
+        return run_lockstep(rounds, [x.clone() for x in xs], states, nodes=nodes_of(3, 2))[0].total
 
     assert compressor.config.seed == 714
     assert torch.equal(total(3), total(3))
@@ -244,7 +231,7 @@ def test_noise_is_a_function_of_the_seed_and_the_step_alone() -> None:
 
 
 def test_stochastic_sums_are_unbiased() -> None:
-    """The mean over many steps comes closer than the grids' steps: also where nodes hold the same numbers."""
+    """The mean over many steps is closer than the steps of the grids, with equal numbers on all nodes."""
     size, count, steps = 4, 64, 400
     compressor = FixpointRounds(FixpointSumConfig(levels="4/3", rounding="stochastic", group=64))
     states, x = states_of(size), noise(count, 5)
@@ -259,34 +246,34 @@ def test_stochastic_sums_are_unbiased() -> None:
     assert float((mean - size * x).abs().max()) < 0.2 * step
 
 
-def test_sums_are_shortened_as_they_are_rotated() -> None:
-    """The rotated numbers' sum, shortened without a rotation of its own, and rotated back once: at the very end."""
+def test_sums_are_quantized_in_the_rotated_basis() -> None:
+    """The sum of rotated numbers is quantized without another rotation, and rotated back at the very end."""
     size, rotation = 4, 32
     xs = [noise(size * 3 * rotation, rank, torch.float32) for rank in range(size)]
     rotated = FixpointRounds(FixpointSumConfig(levels="5/3", rotation=rotation, group=32))
     plain = FixpointRounds(FixpointSumConfig(levels="5/3", group=32))
     turned = [rotate(x, rotation) for x in xs]
     totals = [
-        run_lockstep(compressor, given, states_of(size), nodes=nodes_of(2, 2))[0].total
-        for compressor, given in ((rotated, xs), (plain, turned))
+        run_lockstep(compressor, inputs, states_of(size), nodes=nodes_of(2, 2))[0].total
+        for compressor, inputs in ((rotated, xs), (plain, turned))
     ]
     torch.testing.assert_close(totals[0], rotate(totals[1], rotation), rtol=0, atol=1e-5)
 
 
-def test_only_shares_are_exchanged_where_only_shares_are_read() -> None:
-    """No all-gather, and what is read is the sum of the messages, unshortened."""
+def test_a_sharded_sum_exchanges_shares_only() -> None:
+    """No all-gather; each share is the sum of the messages, not quantized again."""
     for nodes in ((), nodes_of(2, 2)):
         compressor = FixpointRounds(FixpointSumConfig(levels="8/4") if nodes else FixpointConfig(bits=4))
-        asked: list[Request] = []
+        requests: list[Request] = []
         xs = [noise(4 * 64, rank) for rank in range(4)]
-        results = run_lockstep(compressor, xs, states_of(4), sharded=True, nodes=nodes, requests=asked)
-        assert {request.op for request in asked} == {Op.EXCHANGE}
+        results = run_lockstep(compressor, xs, states_of(4), sharded=True, nodes=nodes, requests=requests)
+        assert {request.op for request in requests} == {Op.EXCHANGE}
         local = torch.stack([result.local for result in results]).sum(dim=0)
         for rank, result in enumerate(results):
             torch.testing.assert_close(result.total.chunk(4)[rank], local.chunk(4)[rank], rtol=0, atol=1e-12)
 
 
-def test_options() -> None:
+def test_levels_set_the_bits_and_invalid_levels_are_refused() -> None:
     assert FixpointSumConfig(levels="8/4").of_levels == (8, 4)
     assert FixpointSumConfig(bits=5).of_levels == (None, 5)
     for levels in ("8", "9/4", "8/0", "8/4/2", "8-4", "8/4\n"):
@@ -297,7 +284,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize("point", ["pp-forward", "pp-backward", "param-gather", "tp-forward", "tp-backward"])
-def test_levels_are_refused_where_nothing_is_summed_over_nodes(point: str) -> None:
+def test_levels_are_refused_at_points_without_sums_over_nodes(point: str) -> None:
     spec = read_spec(f"{point}=fixpoint,levels=8/4", Registry(BUILTIN), RunLength(10))
     assert "levels=8/4 is for sums of gradients" in spec.make_compressor().check(spec.point, {})
     assert "write bits=4 here" in spec.make_compressor().check(spec.point, {})
@@ -305,14 +292,14 @@ def test_levels_are_refused_where_nothing_is_summed_over_nodes(point: str) -> No
 
 @pytest.mark.parametrize("text", ["dp-grad=fixpoint", "embedding=fixpoint", "dp-grad=quantized-adam,warmup=9"])
 def test_a_compressor_declares_its_levels(text: str) -> None:
-    for more, wanted in (("", False), (",levels=8/4", True)):
-        spec = read_spec(text + more, Registry(BUILTIN), RunLength(10))
-        assert spec.make_rounds().traits.levels is wanted
+    for option, expected in (("", False), (",levels=8/4", True)):
+        spec = read_spec(text + option, Registry(BUILTIN), RunLength(10))
+        assert spec.make_rounds().traits.levels is expected
     if "quantized" not in text:
         assert spec.make_rounds().check(Point.DP_GRAD, {}) == ""
 
 
-def test_members() -> None:
+def test_peers_know_the_members_of_each_level() -> None:
     nodes = ((0, 3), (1, 2))
     peers = Peers(2, 4, nodes)
     assert peers.members(Level.ALL) == (0, 1, 2, 3)
@@ -322,10 +309,10 @@ def test_members() -> None:
         Peers(2, 4).members(Level.NODE)
 
 
-def test_momenta_stay_whole_where_only_shares_are_read() -> None:
-    """Quantized Adam enters all of the last momentum into the next sum, whatever part of the sum a rank reads."""
+def test_quantized_adam_needs_whole_momenta_in_sharded_sums() -> None:
+    """Quantized Adam enters all of the last momentum into the next sum, whatever share of the sum a rank reads."""
     compressor = QuantizedAdam(QuantizedAdamConfig(levels="8/4"))
-    own: list[list[Tensor]] = []
+    totals: list[list[Tensor]] = []
     for sharded in (False, True):
         states = states_of(4)
         for step in range(4):
@@ -333,13 +320,13 @@ def test_momenta_stay_whole_where_only_shares_are_read() -> None:
             results = run_lockstep(compressor, xs, states, sharded, nodes=nodes_of(2, 2))
             for state in states:
                 state.commit()
-        own.append([result.total.chunk(4)[rank] for rank, result in enumerate(results)])
-    assert all(torch.equal(whole, share) for whole, share in zip(*own, strict=True))
+        totals.append([result.total.chunk(4)[rank] for rank, result in enumerate(results)])
+    assert all(torch.equal(full, share) for full, share in zip(*totals, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sum_in_one_level_decodes_each_message_once(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides the sum itself, the residual decodes what the rank has sent, and its message of the sum."""
+    """For the residual, a rank decodes its messages of the input and of the sum, once."""
     decoded: list[int] = []
     add_to, decode = Quantizer.add_to, Quantizer.decode
 
@@ -355,10 +342,10 @@ def test_a_sum_in_one_level_decodes_each_message_once(ranks: int, monkeypatch: p
     monkeypatch.setattr(Quantizer, "decode", decoding)
     rounds = FixpointRounds(FixpointSumConfig(bits=8)).rounds(noise(24, 1), CompressorState(), Peers(0, ranks))
     sent = next(rounds)
-    own = rounds.send(sent.tensor)
+    share = rounds.send(sent.tensor)
     with pytest.raises(StopIteration) as end:
-        rounds.send(torch.stack([own.tensor] * ranks))
-    assert sum(decoded) == 24  # errors that nobody asks for are not computed
+        rounds.send(torch.stack([share.tensor] * ranks))
+    assert sum(decoded) == 24  # errors are computed on demand only
     end.value.value.local.subtract_from(noise(24, 1))
     assert sum(decoded) == 24 + 24 // ranks + 24
     end.value.value.local.subtract_from(noise(24, 1))

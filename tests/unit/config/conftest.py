@@ -1,4 +1,4 @@
-"""Short command lines that resolve, for changing one thing at a time."""
+"""Short command lines that resolve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MINIMAL = (
 
 @pytest.fixture
 def minimal() -> list[str]:
-    """Everything that is required but the run's length."""
+    """All required flags but the length of the run."""
     return MINIMAL.split()
 
 

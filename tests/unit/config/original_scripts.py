@@ -1,6 +1,6 @@
-"""Arguments of the scripts that come with the systems whose flags are understood: what their users run, word for word.
+"""Command lines of the scripts of other systems, word for word.
 
-Paths that the scripts leave open are filled in; variables of the shell are replaced by their values.
+Paths are filled in, and shell variables replaced by their values.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Script:
-    """A command line, and for how many processes it is.
+    """A command line and its number of processes.
 
     Args:
-        flags: its words.
-        world_size: processes.
-        deepspeed: content of the file that --deepspeed_config DS names.
+        flags: words of the command line.
+        world_size: number of processes.
+        deepspeed: content of the file of --deepspeed_config DS.
     """
 
     flags: str
@@ -38,7 +38,7 @@ _OPTIMUS_SCHEMES = {
     "CB-FE": f"{_CB} --emb_comm_opt --use_error_feedback",
     "CB-FE-SC": f"{_SC} {_CB} --emb_comm_opt --use_error_feedback",
     "Orth": "--inter_grad_comp --inter_grad_comp_rank 16 --use_error_feedback --check_orth_error_acti",
-    # The line's backslash is followed by blanks, and so becomes a word.
+    # Blanks follow the backslash at the end of the line, so it is a word.
     "CB-335M": "--inter_grad_comp \\ --inter_grad_comp_rank 16 --inter_grad_comp_epilogue_only --use_error_feedback",
     "README": "--inter_grad_comp --inter_grad_comp_rank 12 --inter_grad_comp_epilogue_only --use_error_feedback "
     "--emb_comm_opt --grad_comp --grad_comp_rank 128 --grad_comp_warm_up 0.1 --selective_grad_comp "
@@ -63,9 +63,9 @@ def _optimus_scripts() -> dict[str, Script]:
     scripts = {}
     for size in _OPTIMUS_SIZES:
         for scheme in four:
-            given = "CB-335M" if (size, scheme) == ("335M", "CB") else scheme
+            scheme_flags = "CB-335M" if (size, scheme) == ("335M", "CB") else scheme
             scripts[f"optimus-cc fig10 {size} {scheme}"] = Script(_optimus(size, scheme, 10), 64)
-            scripts[f"optimus-cc tbl2 {size} {scheme}"] = Script(_optimus(size, given, 230000), 64)
+            scripts[f"optimus-cc tbl2 {size} {scheme}"] = Script(_optimus(size, scheme_flags, 230000), 64)
     for scheme in four:
         flags = _optimus("335M", scheme, 10, tp=2, pp=2)
         scripts[f"optimus-cc functionality_check {scheme}"] = Script(flags, 8)
@@ -80,7 +80,7 @@ def _optimus_scripts() -> dict[str, Script]:
     return scripts
 
 
-def _radius(hidden: int, heads: int, iterations: int, decay: int, rest: str) -> str:
+def _radius(hidden: int, heads: int, iterations: int, decay: int, more_flags: str) -> str:
     return (
         f"--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size {hidden} "
         f"--num-attention-heads {heads} --micro-batch-size 8 --global-batch-size 512 --seq-length 1024 "
@@ -89,7 +89,7 @@ def _radius(hidden: int, heads: int, iterations: int, decay: int, rest: str) -> 
         "--merge-file ./tools/gpt2-merges.json --data-impl mmap --split 949,50,1 --distributed-backend nccl "
         "--lr 0.00015 --lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0 "
         "--activations-checkpoint-method uniform --log-interval 1 --eval-interval 100 --eval-iters 10 "
-        f"--accumulate-allreduce-grads-in-fp32 --bf16 {rest}"
+        f"--accumulate-allreduce-grads-in-fp32 --bf16 {more_flags}"
     )
 
 
@@ -309,4 +309,4 @@ AQSGD_DEBERTA = Script(
 )  # fmt: skip
 
 COMPLETE: dict[str, Script] = {**_optimus_scripts(), **RADIUS, **EDGC, **JUPITER, **MEGATRON_DEEPSPEED}
-"""Those that need nothing more to start."""
+"""Scripts that start without further flags."""

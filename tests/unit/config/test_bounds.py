@@ -1,4 +1,4 @@
-"""Whatever flags, YAML files and specs say: a run that can be counted, or one line of advice, and soon."""
+"""Any flags, YAML files and specs give a valid run or an error of a single line, in bounded time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARSER = build_run_parser()
 FIELDS = [field for field in PARSER.table.fields.values() if field.section in (*run_sections(), *TRANSLATOR.sections())]
 NUMBERS = [field for field in FIELDS if field.element in (int, float)]
 SECONDS = 10.0
-"""An example takes milliseconds; a machine that does much else besides, a hundred times that."""
+"""Limit for an example, which takes milliseconds on a quiet machine."""
 
 ODD_NUMBERS = st.one_of(
     st.integers(-(10**20), 10**20).map(str),
@@ -51,15 +51,15 @@ TEXTS = st.one_of(ODD_NUMBERS, st.text(max_size=20), st.sampled_from(["true", "o
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_parser() -> Iterator[None]:
-    """Building the parser takes longer than an example."""
+def _shared_parser() -> Iterator[None]:
+    """Share a parser between examples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "build_run_parser", lambda *_: PARSER)
         yield
 
 
 def _within(action: Callable[[], object]) -> str | None:
-    """The one line that bad input is answered by, or None for input that is fine; anything else fails."""
+    """Run an action and return the line of its ``UserError``, or None; fail on other errors and on long runs."""
     started = time.process_time()
     message = None
     try:
@@ -74,7 +74,7 @@ def _within(action: Callable[[], object]) -> str | None:
 
 
 def _counted(config: RunConfig) -> None:
-    """What a run works out before it begins."""
+    """Compute batch sizes, learning rates and the YAML form, as a run does at its start."""
     training = config.training
     sizes = BatchSizeSchedule(
         training.global_batch_size,
@@ -110,19 +110,19 @@ def _word(field: FieldOption, text: str) -> list[str]:
 
 @given(st.lists(st.tuples(st.sampled_from(NUMBERS), ODD_NUMBERS), min_size=1, max_size=3), st.booleans())
 @settings(max_examples=150)
-def test_any_number_anywhere(given_numbers: list[tuple[FieldOption, str]], samples: bool) -> None:
+def test_any_numbers_in_flags(given_numbers: list[tuple[FieldOption, str]], samples: bool) -> None:
     length = "--train-samples=6400" if samples else "--train-iters=100"
     words = [word for field, text in given_numbers for word in _word(field, text)]
     _within(lambda: _prepare([*MINIMAL, length, *words]))
 
 
 @given(st.sampled_from(FIELDS), TEXTS)
-def test_any_text_anywhere(field: FieldOption, text: str) -> None:
+def test_any_text_in_a_flag(field: FieldOption, text: str) -> None:
     _within(lambda: _prepare([*MINIMAL, "--train-iters=100", *_word(field, text)]))
 
 
 @given(st.lists(st.one_of(st.sampled_from([f"--{f}" for f in PARSER.table.all_flags()]), TEXTS), max_size=6))
-def test_any_words(words: list[str]) -> None:
+def test_any_words_on_the_command_line(words: list[str]) -> None:
     if any(word.startswith(("--help", "-h", "--list")) for word in words):
         return
     _within(lambda: _prepare([*MINIMAL, "--train-iters=100", *words]))
@@ -130,7 +130,7 @@ def test_any_words(words: list[str]) -> None:
 
 @pytest.mark.parametrize("field", [f for f in NUMBERS if f.element is int and f.section in run_sections()])
 @pytest.mark.parametrize("size", [10**9, 10**12, 10**18, 2**63 - 1, 2**63, 10**30, -1, -(10**18)])
-def test_no_size_of_a_run_is_too_much_to_count(field: FieldOption, size: int) -> None:
+def test_sizes_of_any_magnitude_are_counted_or_refused(field: FieldOption, size: int) -> None:
     for length in ("--train-iters=100", "--train-samples=6400"):
         words = [*MINIMAL, length, *_word(field, str(size))]
         message = _within(lambda words=words: _prepare(words))  # type: ignore[misc]
@@ -156,7 +156,7 @@ def _read(text: str) -> None:
 @settings(max_examples=150)
 @example({"batch-size": []}, None)
 @example({"disable-bias-linear": []}, None)
-def test_any_mapping_of_yaml(content: dict[str, Any], section: str | None) -> None:
+def test_any_yaml_mapping(content: dict[str, Any], section: str | None) -> None:
     text = yaml.safe_dump({section: content} if section else content, allow_unicode=True)
     _within(lambda: _read(text))
 
@@ -177,12 +177,11 @@ TOKENS = st.sampled_from(
 @example("lr: 0x" + "f" * 5000)
 @example("model: " + "[" * 5000)
 @example("a: &a [" + "b," * 9 + "]\nseed: [" + "*a," * 9 + "]")
-def test_any_text_of_yaml(text: str) -> None:
+def test_any_yaml_text(text: str) -> None:
     _within(lambda: _read(text))
 
 
-def test_aliases_of_aliases_cost_nothing() -> None:
-    """A billion laughs in a flag that takes words."""
+def test_nested_yaml_aliases_are_refused_quickly() -> None:
     lines = ["a0: &a0 [x, x]", *(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]" for k in range(1, 40)), "batch-size: *a39"]
     names = iter(sorted({field.name for field in FIELDS if field.is_list or field.element is str}))
     text = "\n".join(lines)
@@ -191,7 +190,7 @@ def test_aliases_of_aliases_cost_nothing() -> None:
     assert _within(lambda: _read(text)) is not None
 
 
-def test_a_config_is_a_plain_file_of_some_size(tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_plain_file_of_limited_size_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "large").write_text("# " + "x" * (2 << 20))
     (tmp_path / "folder").mkdir()
@@ -226,7 +225,7 @@ VALUES = st.one_of(TEXTS, SCHEDULES, st.sampled_from(["on", "off", "lazy", "epil
 @example("dp-grad", "powersgd", ["stages=first:²"])
 @example("dp-grad", "powersgd", [f"warmup={'9' * 400}epochs"])
 @example("dp-grad", "topk", ["density=1~1e-300@5"])
-def test_any_spec(point: str, name: str, words: list[str]) -> None:
+def test_any_compress_spec(point: str, name: str, words: list[str]) -> None:
     text = ",".join([f"{point}={name}", *words])
     _within(lambda: _prepare([*MINIMAL, "--train-iters=100", f"--compress={text}"]))
 
@@ -258,7 +257,7 @@ def test_any_spec(point: str, name: str, words: list[str]) -> None:
         ("dp-grad=powersgd,rank=٣", ["rank=٣", "is not an integer"]),
     ],
 )
-def test_specs_that_cannot_be_meant(spec: str, words: list[str]) -> None:
+def test_invalid_specs_are_refused(spec: str, words: list[str]) -> None:
     parsed = parse_args([*MINIMAL, "--train-iters=100", "--pipeline-model-parallel-size=2", "--compress", spec])
     with pytest.raises(UserError) as caught:
         parsed.resolve(4)
@@ -266,8 +265,7 @@ def test_specs_that_cannot_be_meant(spec: str, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-def test_stages_of_a_pipeline_of_one_are_noted() -> None:
-    """Scripts of pipelines are tried on one process, too."""
+def test_stages_without_a_pipeline_are_noted() -> None:
     parsed = parse_args([*MINIMAL, "--train-iters=100", "--compress", "dp-grad=powersgd,stages=first:2"])
     parsed.resolve(2)
     assert any("stages=first:2 has no effect" in note for note in parsed.notes)
@@ -295,7 +293,7 @@ def test_stages_of_a_pipeline_of_one_are_noted() -> None:
         ("--swiglu --no-swiglu", ["unknown flag --no-swiglu"]),
     ],
 )
-def test_flags_that_cannot_be_meant(line: str, words: list[str]) -> None:
+def test_invalid_flags_are_refused(line: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_args([*MINIMAL, "--train-iters=100", *line.split()]).resolve(1)
     for word in words:
@@ -312,7 +310,7 @@ def test_a_switch_and_its_opposite_contradict(flag: str) -> None:
         assert message is not None
 
 
-def test_the_last_of_a_repeated_flag_counts_and_that_is_said() -> None:
+def test_the_last_of_a_repeated_flag_counts_with_a_note() -> None:
     parsed = parse_args(["--lr", "0.1", "--seed", "3", "--lr", "0.2", "--seed", "3", "--lr=0.3"])
     assert parsed.config.optimizer.lr == 0.3
     assert parsed.notes == ["--lr is given more than once; the last one counts"]

@@ -1,4 +1,4 @@
-"""Sequence lengths that grow: the formulas, the sizes of coming steps, and what is refused."""
+"""Growing sequence lengths: formulas, sizes of coming steps, and refusals."""
 
 from __future__ import annotations
 
@@ -38,22 +38,10 @@ def resolved(flags: str, world_size: int = 1) -> RunConfig:
 
 
 DEEPSPEED = {
-    "fixed_linear": {
-        1: 64,
-        4: 64,
-        5: 72,
-        8: 72,
-        9: 80,
-        100: 256,
-        333: 720,
-        501: 1056,
-        997: 2040,
-        999: 2040,
-        1000: 2048,
-    },
+    "fixed_linear": {1: 64, 4: 64, 5: 72, 8: 72, 9: 80, 100: 256, 333: 720, 501: 1056, 997: 2040, 1000: 2048},
     "fixed_root": {1: 120, 4: 184, 5: 200, 8: 240, 9: 248, 100: 688, 333: 1208, 501: 1464, 997: 2040, 1000: 2048},
 }
-"""Length of some steps as the scheduler of DeepSpeed 0.16.2 answers: from 64 to 2048 in 1000 steps, multiples of 8."""
+"""Lengths of some steps by DeepSpeed 0.16.2's scheduler: from 64 to 2048 in 1000 steps, multiples of 8."""
 
 
 @pytest.mark.parametrize("kind", DEEPSPEED)
@@ -64,7 +52,7 @@ def test_lengths_are_those_of_deepspeed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fixed_linear", "fixed_root", "fixed_discrete"])
-def test_every_length_is_that_of_an_installed_deepspeed(kind: str) -> None:
+def test_all_lengths_are_those_of_an_installed_deepspeed(kind: str) -> None:
     module = pytest.importorskip("deepspeed.runtime.data_pipeline.curriculum_scheduler")
     config: dict[str, Any] = {"total_curriculum_step": 777, "difficulty_step": 8, "root_degree": 3}
     if kind == "fixed_discrete":
@@ -80,27 +68,27 @@ def test_every_length_is_that_of_an_installed_deepspeed(kind: str) -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 30), st.integers(1, 400))
-def test_the_linear_formula_in_exact_arithmetic(least: int, more: int, steps: int) -> None:
+def test_linear_lengths_match_exact_arithmetic(least: int, increments: int, steps: int) -> None:
     multiple = 8
-    low, full = least * multiple, (least + more) * multiple
+    low, full = least * multiple, (least + increments) * multiple
     fields = {"seqlen_min": low, "seqlen_step": multiple, "seqlen_steps": steps}
     lengths = lengths_of(curriculum("fixed_linear", **fields), full)
     for step in (*range(1, min(steps, 40) + 1), steps, steps + 1, 10 * steps):
         share = min(Fraction(step, steps), Fraction(1))
         exact = low + (full - low) * share
-        found = lengths.at(step - 1)
-        # Rounding of the quotient may hold a length back by one step where the exact one is whole.
+        length = lengths.at(step - 1)
+        # Where the exact length is an integer, rounding of the quotient may delay it by a step.
         allowed = {
             math.floor(exact) // multiple * multiple,
             math.floor(exact - Fraction(1, 10**6)) // multiple * multiple,
         }
-        assert found in allowed | {low}
-        assert low <= found <= full
+        assert length in allowed | {low}
+        assert low <= length <= full
     assert lengths.at(steps) == full
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=40))
-def test_a_table_is_the_function(growths: list[int]) -> None:
+def test_a_growing_schedule_is_the_table_of_its_function(growths: list[int]) -> None:
     values = [sum(growths[: k + 1]) // 3 + 1 for k in range(len(growths))]
     lengths = LengthSchedule.growing(lambda step: values[step - 1], len(values), values[-1] + 1)
     assert [lengths.at(k) for k in range(len(values))] == values
@@ -117,8 +105,8 @@ schedules = st.lists(st.integers(1, 8), min_size=1, max_size=5, unique=True).map
 
 
 @given(ramps, schedules, st.integers(1, 12), st.integers(0, 2000), st.integers(0, 25))
-def test_coming_steps_against_a_plain_loop(
-    ramp: tuple[int, int, int, int], growing: list[int], every: int, tokens: int, begun: int
+def test_coming_steps_match_a_reference_loop(
+    ramp: tuple[int, int, int, int], growing: list[int], every: int, tokens: int, start_step: int
 ) -> None:
     start, increment, increments, samples = ramp
     batches = BatchSizeSchedule(
@@ -126,21 +114,21 @@ def test_coming_steps_against_a_plain_loop(
     )
     sizes = StepSizes(batches, LengthSchedule(tuple(growing), tuple(every * k for k in range(len(growing)))))
     consumed = 0
-    for _ in range(begun):
+    for _ in range(start_step):
         consumed += batches.at(consumed)
-    at, now, left, trained = begun, consumed, tokens, 0
-    while batches.at(now) * sizes.lengths.at(at) <= left:
-        left -= batches.at(now) * sizes.lengths.at(at)
-        trained += batches.at(now) * sizes.lengths.at(at)
-        at, now = at + 1, now + batches.at(now)
-    assert sizes.within(tokens, begun, consumed) == (at - begun, now - consumed)
-    assert sizes.tokens_ahead(begun, consumed, at - begun) == trained
-    stretches = list(sizes.ahead(begun, consumed, at - begun))
-    assert sum(one.iterations for one in stretches) == at - begun
-    assert sum(one.samples for one in stretches) == now - consumed
+    step, samples_so_far, remaining_tokens, trained = start_step, consumed, tokens, 0
+    while batches.at(samples_so_far) * sizes.lengths.at(step) <= remaining_tokens:
+        remaining_tokens -= batches.at(samples_so_far) * sizes.lengths.at(step)
+        trained += batches.at(samples_so_far) * sizes.lengths.at(step)
+        step, samples_so_far = step + 1, samples_so_far + batches.at(samples_so_far)
+    assert sizes.within(tokens, start_step, consumed) == (step - start_step, samples_so_far - consumed)
+    assert sizes.tokens_ahead(start_step, consumed, step - start_step) == trained
+    stretches = list(sizes.ahead(start_step, consumed, step - start_step))
+    assert sum(stretch.iterations for stretch in stretches) == step - start_step
+    assert sum(stretch.samples for stretch in stretches) == samples_so_far - consumed
 
 
-def test_tokens_end_a_run_of_growing_sequences_by_their_real_number() -> None:
+def test_a_run_of_growing_sequences_ends_by_its_actual_tokens() -> None:
     config = resolved(f"{LINEAR} --global-batch-size 4 --train-tokens 30000")
     lengths = lengths_of(config.curriculum, 64)
     steps, spent = 0, 0
@@ -154,9 +142,13 @@ def test_tokens_end_a_run_of_growing_sequences_by_their_real_number() -> None:
     assert resolved("--global-batch-size 4 --train-tokens 30000").training.train_samples == 30000 // 64
 
 
+def discrete(lengths: str, steps: str) -> str:
+    flags = f"--curriculum-discrete-seqlens {lengths} --curriculum-discrete-steps {steps}"
+    return f"--curriculum-learning --curriculum-type fixed_discrete {flags}"
+
+
 def test_a_discrete_curriculum() -> None:
-    flags = "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 16 32 64"
-    lengths = lengths_of(resolved(f"{flags} --curriculum-discrete-steps 3 5 --train-iters 9").curriculum, 64)
+    lengths = lengths_of(resolved(f"{discrete('16 32 64', '3 5')} --train-iters 9").curriculum, 64)
     assert [lengths.at(k) for k in range(7)] == [16, 16, 16, 32, 32, 64, 64]
 
 
@@ -187,7 +179,7 @@ def test_a_custom_curriculum(tmp_path: Path) -> None:
         ("def seqlen(step):\n    raise SystemExit(3)\n", ["fails at step 1: SystemExit: 3"]),
     ],
 )
-def test_a_custom_curriculum_is_asked_for_all_lengths_before_the_run(
+def test_all_lengths_of_a_custom_curriculum_are_checked_before_the_run(
     body: str, words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -205,26 +197,10 @@ def test_a_custom_curriculum_is_asked_for_all_lengths_before_the_run(
         (LINEAR.replace("min 16", "min 72"), ["--curriculum-seqlen-min 72 is above --seq-length 64"]),
         (LINEAR.replace("min 16", "min 20"), ["--curriculum-seqlen-step 8 does not divide --curriculum-seqlen-min 20"]),
         (LINEAR.replace("step 8", "step 16 --seq-length 72"), ["-step 16 does not divide --seq-length 72"]),
-        (
-            "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 32 16 64 "
-            "--curriculum-discrete-steps 1 2 3",
-            ["--curriculum-discrete-seqlens goes backwards, from 32 to 16"],
-        ),
-        (
-            "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 32 64 "
-            "--curriculum-discrete-steps 9 9",
-            ["--curriculum-discrete-steps goes backwards, from 9 to 9"],
-        ),
-        (
-            "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 32 "
-            "--curriculum-discrete-steps 9",
-            ["--curriculum-discrete-seqlens ends with 32", "--seq-length 64"],
-        ),
-        (
-            "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 64 "
-            "--curriculum-discrete-steps 9 10",
-            ["2 lengths", "2 steps"],
-        ),
+        (discrete("8 32 16 64", "1 2 3"), ["--curriculum-discrete-seqlens goes backwards, from 32 to 16"]),
+        (discrete("8 32 64", "9 9"), ["--curriculum-discrete-steps goes backwards, from 9 to 9"]),
+        (discrete("8 32", "9"), ["--curriculum-discrete-seqlens ends with 32", "--seq-length 64"]),
+        (discrete("8 64", "9 10"), ["2 lengths", "2 steps"]),
         (
             f"{LINEAR.replace('step 8', 'step 1')} --sequence-parallel --tensor-model-parallel-size 2 "
             "--make-vocab-size-divisible-by 32",
@@ -236,7 +212,7 @@ def test_a_custom_curriculum_is_asked_for_all_lengths_before_the_run(
         ),
     ],
 )
-def test_what_is_no_curriculum_is_refused_by_name(flags: str, words: list[str]) -> None:
+def test_invalid_curricula_are_refused(flags: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         resolved(f"{flags} --train-iters 9", 2 if "parallel" in flags else 1)
     message = str(caught.value)
@@ -261,7 +237,7 @@ def test_lengths_in_tokens_are_not_mixed_with_samples(flags: str, words: list[st
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_notes_on_what_a_curriculum_does_not_read() -> None:
+def test_flags_that_a_curriculum_does_not_read_are_noted() -> None:
     run = read_run(PARSER, f"{BASE} {LINEAR} --curriculum-root-degree 3 --train-iters 9".split())
     run.resolve(1)
     assert [note for note in run.notes if "--curriculum" in note] == [

@@ -1,4 +1,4 @@
-"""--split and blends of datasets: what they may be, and the message for each mistake."""
+"""--split and blends of datasets: valid forms, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_a_split_is_up_to_three_shares(text: str, shares: tuple[float, float, fl
 @pytest.mark.parametrize(
     "text", ["", "a,b", "1,2,3,4", "-1,1,1", "inf,1", "nan,1", "1;2", "1,,2", "1e-13", "1e13", "\u0661,1"]
 )
-def test_a_split_of_another_form_is_refused(text: str) -> None:
+def test_a_split_of_a_wrong_form_is_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_split(text)
     assert str(caught.value) == (f"--split {text}: expected up to three shares such as 969,30,1, none of them negative")
 
 
-def test_a_split_that_leaves_nothing_is_refused() -> None:
+def test_a_split_of_zeros_is_refused() -> None:
     with pytest.raises(UserError) as caught:
         parse_split("0,0,0")
     assert str(caught.value) == "--split 0,0,0: the shares sum to 0; give at least one that is positive"
@@ -67,7 +67,7 @@ _RANGE = "must be a positive number from 1e-12 to 1e+12; leave a path out to dro
         ("1e13 a 1 b", f"the weight 1e13 of a {_RANGE}"),
     ],
 )
-def test_a_blend_of_another_form_is_refused_by_its_flag(line: str, message: str) -> None:
+def test_a_blend_of_a_wrong_form_is_refused_by_its_flag(line: str, message: str) -> None:
     words = line.split()
     for flag, data in (
         ("--data-path", DataConfig(data_path=words)),
@@ -78,7 +78,7 @@ def test_a_blend_of_another_form_is_refused_by_its_flag(line: str, message: str)
         assert str(caught.value) == f"{flag}: {message}"
 
 
-def test_validation_sets_that_are_reported_apart_take_no_weights() -> None:
+def test_separately_reported_validation_sets_take_no_weights() -> None:
     apart = DataConfig(train_data_path=["1", "a", "2", "b"], multiple_validation_sets=True)
     check_data(replace(apart, valid_data_path=["a", "b"]), skip_train=False)
     with pytest.raises(
@@ -89,13 +89,13 @@ def test_validation_sets_that_are_reported_apart_take_no_weights() -> None:
         check_data(replace(apart, train_data_path=[], data_path=["1", "a", "2", "b"]), skip_train=False)
 
 
-def test_flags_of_datasets_that_do_not_go_together() -> None:
-    whole, parts = DataConfig(data_path=["a"]), DataConfig(valid_data_path=["b"])
-    check_data(whole, skip_train=False)
-    check_data(parts, skip_train=True)
+def test_contradictory_dataset_flags_are_refused() -> None:
+    single, separate = DataConfig(data_path=["a"]), DataConfig(valid_data_path=["b"])
+    check_data(single, skip_train=False)
+    check_data(separate, skip_train=True)
     with pytest.raises(UserError, match=r"^--data-path and --valid-data-path exclude each other; leave one of them"):
-        check_data(replace(whole, valid_data_path=["b"]), skip_train=False)
+        check_data(replace(single, valid_data_path=["b"]), skip_train=False)
     with pytest.raises(UserError, match=r"^--valid-data-path without --train-data-path leaves nothing to train on"):
-        check_data(parts, skip_train=False)
+        check_data(separate, skip_train=False)
     with pytest.raises(UserError, match=r"^no dataset: give its prefix"):
         check_data_given(DataConfig())

@@ -1,4 +1,4 @@
-"""Flags and files of Megatron-DeepSpeed: what is taken, what is refused, and by which name."""
+"""Flags and files of Megatron-DeepSpeed: translations and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _parsed(folder: Path, content: Any, flags: str = "--micro-batch-size 2") -> 
     return read_run(PARSER, [*BASE.split(), "--train-iters", "9", *flags.split(), "--deepspeed_config", str(path)])
 
 
-def test_everything_that_a_file_may_say(tmp_path: Path) -> None:
+def test_all_supported_keys_of_a_file_are_translated(tmp_path: Path) -> None:
     content = {
         "train_batch_size": 24,
         "train_micro_batch_size_per_gpu": 4,
@@ -64,7 +64,7 @@ def test_a_constant_loss_scale_and_stage_0(tmp_path: Path) -> None:
 
 
 def _grown(**changes: Any) -> dict[str, Any]:
-    """A curriculum with some keys changed, or (None) left out."""
+    """A curriculum with some keys changed or, for None, left out."""
     keys = {
         "enabled": True,
         "curriculum_type": "seqlen",
@@ -81,10 +81,8 @@ def _grown(**changes: Any) -> dict[str, Any]:
     ("changes", "flags"),
     [
         ({}, "--curriculum-seqlen-min 16 --curriculum-seqlen-steps 50"),
-        (
-            {"schedule_config": {"total_step": 50, "difficulty_step": 8}},
-            "--curriculum-seqlen-min 16 --curriculum-seqlen-steps 50",
-        ),
+        ({"schedule_config": {"total_step": 50, "difficulty_step": 8}},
+         "--curriculum-seqlen-min 16 --curriculum-seqlen-steps 50"),
         (
             {
                 "schedule_type": "fixed_root",
@@ -93,17 +91,15 @@ def _grown(**changes: Any) -> dict[str, Any]:
             "--curriculum-type fixed_root --curriculum-root-degree 3 --curriculum-seqlen-min 16 "
             "--curriculum-seqlen-step 16 --curriculum-seqlen-steps 50",
         ),
-        (
-            {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16, 32], "max_step": [3, 9]}},
-            "--curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 16 32 --curriculum-discrete-steps 3 9",
-        ),
+        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16, 32], "max_step": [3, 9]}},
+         "--curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 16 32 --curriculum-discrete-steps 3 9"),
     ],
-)
-def test_a_curriculum_is_what_flags_of_ours_say(tmp_path: Path, changes: dict[str, Any], flags: str) -> None:
+)  # fmt: skip
+def test_a_curriculum_of_a_file_is_that_of_the_flags(tmp_path: Path, changes: dict[str, Any], flags: str) -> None:
     base = "--micro-batch-size 2"
-    found = _parsed(tmp_path, _grown(**changes), base).resolve(1)
-    meant = read_run(PARSER, f"{BASE} --train-iters 9 {base} --curriculum-learning {flags}".split()).resolve(1)
-    assert found == meant
+    config = _parsed(tmp_path, _grown(**changes), base).resolve(1)
+    expected = read_run(PARSER, f"{BASE} --train-iters 9 {base} --curriculum-learning {flags}".split()).resolve(1)
+    assert config == expected
 
 
 def test_a_custom_curriculum_of_a_file_needs_a_function(tmp_path: Path) -> None:
@@ -117,7 +113,7 @@ def test_a_curriculum_that_is_off_has_no_effect(tmp_path: Path) -> None:
     assert not config.curriculum.curriculum_learning
 
 
-def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
+def test_a_flag_may_repeat_a_value_of_the_file(tmp_path: Path) -> None:
     content = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     flags = "--micro-batch-size 2 --global-batch-size 8 --bf16 --zero-stage 1 --use-distributed-optimizer"
     assert _parsed(tmp_path, content, flags).resolve(2).precision.bf16
@@ -131,11 +127,8 @@ def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
         ({"train_batch_size": 0}, "", ["train_batch_size is 0", "at least 1"]),
         ({"train_batch_size": True}, "", ["train_batch_size: true is not an integer"]),
         ({"gradient_accumulation_steps": 2}, "", ["gradient_accumulation_steps 2", "needs both batch sizes"]),
-        (
-            {"gradient_accumulation_steps": 3, "train_batch_size": 8},
-            "--micro-batch-size 2",
-            ["gradient_accumulation_steps 3", "global batch of 8"],
-        ),
+        ({"gradient_accumulation_steps": 3, "train_batch_size": 8}, "--micro-batch-size 2",
+         ["gradient_accumulation_steps 3", "global batch of 8"]),
         ({"gradient_clipping": 0.5}, "--clip-grad 1.0", ["gradient_clipping 0.5", "--clip-grad 1.0"]),
         ({"gradient_clipping": "much"}, "", ["gradient_clipping: 'much' is not a number"]),
         ('{"gradient_clipping": 1e999}', "", ["gradient_clipping: inf is not a finite number"]),
@@ -165,22 +158,13 @@ def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
         (_grown(schedule_type=None), "", ["curriculum_learning: schedule_type is missing"]),
         (_grown(schedule_config=None), "", ["curriculum_learning: schedule_config is missing"]),
         (_grown(schedule_config={"difficulty_step": 8}), "", ["schedule_config: total_curriculum_step is missing"]),
-        (
-            _grown(schedule_config={"difficulty_step": 8, "total_curriculum_step": 0}),
-            "",
-            ["schedule_config: total_curriculum_step is 0", "at least 1"],
-        ),
+        (_grown(schedule_config={"difficulty_step": 8, "total_curriculum_step": 0}), "",
+         ["schedule_config: total_curriculum_step is 0", "at least 1"]),
         (_grown(schedule_type="fixed_root"), "", ["schedule_config: root_degree is missing"]),
-        (
-            _grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 8, 32], "max_step": [1, 2]}),
-            "",
-            ["schedule_config.difficulty goes backwards, from 16 to 8"],
-        ),
-        (
-            _grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 32], "max_step": 3}),
-            "",
-            ["schedule_config: max_step: expected a list"],
-        ),
+        (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 8, 32], "max_step": [1, 2]}), "",
+         ["schedule_config.difficulty goes backwards, from 16 to 8"]),
+        (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 32], "max_step": 3}), "",
+         ["schedule_config: max_step: expected a list"]),
         (_grown(metric="seqlen"), "", ["curriculum_learning: metric is not available"]),
         (_grown(), "--seq-length 128", ["curriculum_learning.max_difficulty 32 and --seq-length 128 contradict"]),
         (_grown(), "--curriculum-seqlen-min 8", ["min_difficulty 16 and --curriculum-seqlen-min 8 contradict"]),
@@ -194,8 +178,8 @@ def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
         ('{"train_batch_size": ' + "9" * 5000 + "}", "", ["is not valid JSON"]),
         ("x" * (1 << 21), "", ["is larger than"]),
     ],
-)
-def test_refused_in_one_line_that_names_file_and_key(
+)  # fmt: skip
+def test_a_refusal_is_one_line_that_names_file_and_key(
     tmp_path: Path, content: Any, flags: str, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -207,7 +191,7 @@ def test_refused_in_one_line_that_names_file_and_key(
         assert word in message
 
 
-def test_a_file_that_is_none_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, reason in (("pipe", "is no plain file"), ("nowhere", "cannot be read"), (".", "cannot be read")):
         with pytest.raises(UserError, match=reason):
@@ -228,7 +212,7 @@ _JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(content=st.dictionaries(st.sampled_from(_KEYS), _JSON, max_size=4))
-def test_any_file_is_taken_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+def test_any_file_is_accepted_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
     message = ""
     try:
@@ -239,14 +223,14 @@ def test_any_file_is_taken_or_refused_in_one_line(tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize(("stage", "sharded"), [("0", False), ("1", True), ("1.0", True)])
-def test_zero_stages(stage: str, sharded: bool) -> None:
+def test_zero_stage_1_shards_the_optimizer(stage: str, sharded: bool) -> None:
     words = f"{BASE} --train-iters 9 --micro-batch-size 2 --zero-stage {stage}"
     run = read_run(PARSER, words.split())
     assert run.resolve(2).parallel.use_distributed_optimizer is sharded
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", "--zero-stage 0.5", "--zero-stage -1"])
-def test_other_stages_are_refused(flags: str) -> None:
+def test_other_zero_stages_and_contradictions_are_refused(flags: str) -> None:
     with pytest.raises(UserError, match="--zero-stage"):
         read_run(PARSER, flags.replace(" -", "=-").split())
     with pytest.raises(UserError, match="--zero-stage 0 and --use-distributed-optimizer contradict"):
@@ -258,7 +242,7 @@ def test_a_tag_names_an_iteration(tag: str) -> None:
     assert read_run(PARSER, ["--load", "x", "--load-tag", tag]).config.checkpoint.ckpt_step == 12
 
 
-def test_a_tag_that_names_none_is_refused() -> None:
+def test_a_tag_without_an_iteration_is_refused() -> None:
     for tag in ("latest", "global_step", "global_step-1", "global_step" + "9" * 30):
         with pytest.raises(UserError, match=r"--load-tag .*: expected global_stepN; or use --ckpt-step N"):
             read_run(PARSER, ["--load", "x", f"--load-tag={tag}"])
@@ -270,7 +254,7 @@ def test_a_tag_that_names_none_is_refused() -> None:
         read_run(PARSER, ["--load", "x", "--load-tag", "global_step3", "--ckpt-step", "4"])
 
 
-def test_flags_win_over_a_file_of_ours_that_names_theirs(tmp_path: Path) -> None:
+def test_flags_win_over_translated_flags_in_a_yaml_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("zero_stage: 1\nbatch_size: 4\nload_tag: global_step3\nload: x\n")
     words = ["--config", str(tmp_path / "run.yaml")]
     config = read_run(PARSER, [*words, "--micro-batch-size", "2", "--ckpt-step", "5"]).config

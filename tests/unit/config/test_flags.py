@@ -14,8 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.rules import SWITCH, KnownFlag, Shortcut
 
-HERE = Path(__file__).parent
-# One parser for the tests over whole tables: parsing does not change it.
+FOLDER = Path(__file__).parent
 PARSER = build_run_parser()
 
 
@@ -34,7 +33,7 @@ def value_of(config: RunConfig, path: str) -> Any:
         "--model-parallel-size 4",
     ],
 )
-def test_hyphens_underscores_and_case_are_alike(line: str) -> None:
+def test_hyphens_underscores_and_case_are_equivalent(line: str) -> None:
     assert parse_args(line.split()).config.parallel.tensor_model_parallel_size == 4
 
 
@@ -52,11 +51,7 @@ def test_hyphens_underscores_and_case_are_alike(line: str) -> None:
         ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
         ("--position-embedding-type rope", "model.position_embedding_type", "rope"),
         ("--no-position-embedding", "model.position_embedding_type", "none"),
-        (
-            "--use-rotary-position-embeddings --no-position-embedding",
-            "model.position_embedding_type",
-            "rope",
-        ),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
         ("--position-embedding-type learned-absolute", "model.position_embedding_type", "learned_absolute"),
         ("--rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
         ("--use-rope-scaling", "model.rotary_scaling", "llama3"),
@@ -76,45 +71,33 @@ def test_hyphens_underscores_and_case_are_alike(line: str) -> None:
         ("--checkpoint-activations", "recompute.recompute_method", "uniform"),
         ("--activations-checkpoint-method block", "recompute.recompute_method", "block"),
         ("--activations-checkpoint-method block", "recompute.recompute_granularity", "full"),
-        (
-            "--activations-checkpoint-granularity selective",
-            "recompute.recompute_granularity",
-            "selective",
-        ),
+        ("--activations-checkpoint-granularity selective", "recompute.recompute_granularity", "selective"),
         ("--checkpoint-num-layers 2", "recompute.recompute_num_layers", 2),
         ("--batch-size 8", "training.micro_batch_size", 8),
         ("--train-samples 300_000_000", "training.train_samples", 300_000_000),
         ("--rampup-batch-size 16 16 5_859_375", "training.rampup_batch_size", [16, 16, 5859375]),
         ("--warmup 0.01", "optimizer.lr_warmup_fraction", 0.01),
         ("--lr-decay-style inverse_square_root", "optimizer.lr_decay_style", "inverse-square-root"),
-        (
-            "--override-opt_param-scheduler",
-            "optimizer.override_opt_param_scheduler",
-            True,
-        ),
+        ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
         ("--vocab v.json", "tokenizer.vocab_file", "v.json"),
         ("--tokenizer-type gpt2bpetokenizer", "tokenizer.tokenizer_type", "GPT2BPETokenizer"),
         ("--data-path 0.3 a 0.7 b", "data.data_path", ["0.3", "a", "0.7", "b"]),
         ("--log_txt_file log.txt", "logging.log_txt_file", "log.txt"),
-        (
-            "--no-log-learnig-rate-to-tensorboard",
-            "logging.log_learning_rate_to_tensorboard",
-            False,
-        ),
+        ("--no-log-learnig-rate-to-tensorboard", "logging.log_learning_rate_to_tensorboard", False),
         ("--no-save-optim", "checkpoint.no_save_optim", True),
         ("--compress dp-grad=none --compress none", "compression.compress", ["dp-grad=none", "none"]),
         ("--seed 1 --seed 2", "training.seed", 2),
         ("--recompute-activations --recompute-granularity selective", "recompute.recompute_method", None),
     ],
-)
-def test_spellings(line: str, path: str, value: object) -> None:
+)  # fmt: skip
+def test_all_spellings_of_flags_and_values(line: str, path: str, value: object) -> None:
     parsed = parse_args(line.split())
     assert value_of(parsed.config, path) == value
     if value_of(RunConfig(), path) != value:
         assert path in parsed.explicit
 
 
-def test_nothing_given_is_all_defaults() -> None:
+def test_an_empty_command_line_gives_the_defaults() -> None:
     parsed = parse_args([])
     assert parsed.config == RunConfig()
     assert parsed.explicit == set()
@@ -140,28 +123,20 @@ def test_nothing_given_is_all_defaults() -> None:
         ("--config a.yaml --config b.yaml", ["--config is given 2 times"]),
         ("--vocab a --vocab-file b", ["--vocab", "--vocab-file", "contradict"]),
         ("--batch-size 1 --micro-batch-size 2", ["--batch-size", "--micro-batch-size", "contradict"]),
-        (
-            "--recompute-activations --recompute-granularity full",
-            ["--recompute-activations", "--recompute-granularity"],
-        ),
-        (
-            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
-            ["--use-rotary-position-embeddings", "--position-embedding-type"],
-        ),
-        (
-            "--no-position-embedding --position-embedding-type learned_absolute",
-            ["--no-position-embedding", "--position-embedding-type"],
-        ),
+        ("--recompute-activations --recompute-granularity full",
+         ["--recompute-activations", "--recompute-granularity"]),
+        ("--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+         ["--use-rotary-position-embeddings", "--position-embedding-type"]),
+        ("--no-position-embedding --position-embedding-type learned_absolute",
+         ["--no-position-embedding", "--position-embedding-type"]),
         ("--group-query-attention", ["--group-query-attention", "--num-query-groups"]),
-        (
-            "--no-pipeline-parallel --pipeline-model-parallel-size 2",
-            ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
-        ),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2",
+         ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"]),
         ("--activations-checkpoint-method", ["--activations-checkpoint-method", "expected one"]),
         ("--activations-checkpoint-method all", ["--activations-checkpoint-method", "uniform, block"]),
     ],
-)
-def test_mistakes_are_one_line_that_names_the_flag(line: str, words: list[str]) -> None:
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_the_flag(line: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_args(line.split())
     message = str(caught.value)
@@ -215,13 +190,13 @@ def test_each_refused_flag_is_refused_by_name_unless_neutral() -> None:
 
 
 @pytest.mark.parametrize("word", ["SIGTERM", "TERM", "sigterm", "15"])
-def test_the_signal_that_is_awaited_may_be_spelled_in_any_way(word: str) -> None:
+def test_the_exit_signal_may_be_spelled_in_any_way(word: str) -> None:
     assert PARSER.parse(["--exit-signal", word], check=False).explicit == set()
     with pytest.raises(UserError, match="--exit-signal SIGINT: SIGTERM is awaited"):
         PARSER.parse(["--exit-signal", "SIGINT"], check=False)
 
 
-def test_one_message_names_every_flag_that_cannot_be_used() -> None:
+def test_one_message_names_all_unusable_flags() -> None:
     line = (
         "--multi-latent-attention --tensor-model-paralel-size 2 --seed 5 --mystery 1 two --context-parallel-size 2 "
         "--num-layers two --learning-rate 3e-4 --mock-dat"
@@ -243,7 +218,7 @@ def test_one_message_names_every_flag_that_cannot_be_used() -> None:
     assert "--seed" not in message
 
 
-def test_one_message_names_every_key_of_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+def test_one_message_names_all_unusable_keys_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  num_layer: 4\n  hidden_size: wide\nmodl:\n  x: 1\nuse_mup: true\nseed: 5\n")
     with pytest.raises(UserError) as caught:
@@ -255,7 +230,7 @@ def test_one_message_names_every_key_of_a_file_that_cannot_be_used(tmp_path: Pat
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--num-layers", "--fp8-format", "--config"])
-def test_two_dashes_are_no_value(flag: str) -> None:
+def test_two_dashes_are_not_a_value(flag: str) -> None:
     with pytest.raises(UserError, match=f"{flag} --: give a value"):
         parse_args([f"{flag}=--"])
 
@@ -271,11 +246,11 @@ def test_two_dashes_are_no_value(flag: str) -> None:
         ("--lr-warm-restarts", ""),
     ],
 )
-def test_hints_are_given_only_where_names_are_near(name: str, hint: str) -> None:
+def test_only_similar_names_are_hinted_at(name: str, hint: str) -> None:
     assert PARSER.table.nearest_flag(name) == (f"; the nearest is {hint}" if hint else "")
 
 
-def test_flags_of_megatron_lm_that_ask_for_nothing_are_accepted() -> None:
+def test_flags_of_megatron_lm_without_effect_are_accepted() -> None:
     line = (
         "--manual-gc --manual-gc-interval 100 --cross-entropy-loss-fusion --context-parallel-size 1 "
         "--rerun-mode disabled --calculate-per-token-loss --cp-comm-type p2p"
@@ -299,8 +274,7 @@ def test_virtual_stages_of_megatron_lm_are_counted_in_layers() -> None:
             PARSER.parse([*line.split(), *words])
 
 
-def test_scripts_of_dense_models_give_the_flags_of_experts_as_well(by_iterations: list[str]) -> None:
-    """One expert is a dense layer."""
+def test_a_single_expert_is_a_dense_layer(by_iterations: list[str]) -> None:
     words = [*by_iterations, *["--num-experts", "1", "--moe-loss-coeff", "0.5", "--moe-min-capacity", "8"]]
     parsed = parse_args(words)
     assert not parsed.config.model.has_experts
@@ -308,7 +282,7 @@ def test_scripts_of_dense_models_give_the_flags_of_experts_as_well(by_iterations
     assert [note.split(":")[0] for note in parsed.notes] == ["--moe-aux-loss-coeff, --moe-min-capacity"]
 
 
-# Flags whose default differs in form only, or by design.
+# Flags with defaults that differ in form only, or by design.
 _OTHER_DEFAULTS = {
     "distributed-backend": "chosen by the presence of CUDA",
     "encoder-num-layers": "an alias",
@@ -343,11 +317,11 @@ _COMMON_WITHOUT_FIELD = {
 def test_every_flag_of_megatron_deepspeed_is_recognized() -> None:
     table = build_run_parser().table
     lines = (LISTS / "megatron-deepspeed.txt").read_text(encoding="utf-8").splitlines()[1:]
-    # 314 arguments, two of which have a second spelling.
+    # 314 arguments; two have a second spelling.
     assert len(lines) == 316
     for line in lines:
-        kind, name, arity, *rest = line.split(" ", 3)
-        default = rest[0] if rest else ""
+        kind, name, arity, *default_words = line.split(" ", 3)
+        default = default_words[0] if default_words else ""
         target = table.by_flag(name)
         assert target is not None, name
         if isinstance(target, KnownFlag):
@@ -375,7 +349,7 @@ def _assert_same_default(target: FieldOption, default: str) -> None:
 
 
 def test_the_flag_surface_is_frozen() -> None:
-    """A flag that appears, vanishes or changes its meaning must be written down in the golden file."""
+    """New, removed and changed flags must be recorded in the golden file."""
     table = build_run_parser().table
     lines = []
     for flag in table.all_flags():
@@ -388,5 +362,5 @@ def test_the_flag_surface_is_frozen() -> None:
         else:
             assert isinstance(target, KnownFlag)
             lines.append(f"--{flag} {target.arity} {'refused' if target.refused else 'no effect'}")
-    golden = (HERE / "golden_flags.txt").read_text(encoding="utf-8").splitlines()
+    golden = (FOLDER / "golden_flags.txt").read_text(encoding="utf-8").splitlines()
     assert lines == golden

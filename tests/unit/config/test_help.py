@@ -1,4 +1,4 @@
-"""--help is grouped and readable, and the pages of flags are what the generator writes."""
+"""--help, and the generated pages of flags."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ COMMON_FLAGS = {
 """Flags of the short --help, by group, in order."""
 
 
-def test_the_short_help_shows_sixty_flags_in_the_order_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_help_shows_sixty_flags_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     lines = build_run_parser().format_help().splitlines()
-    shown: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for line in lines:
         if line.endswith(":") and not line.startswith(" "):
-            flags = shown.setdefault(line[:-1], [])
-        elif line.startswith("  --") and "general" in shown:
+            flags = groups.setdefault(line[:-1], [])
+        elif line.startswith("  --") and "general" in groups:
             flags.append(line.split()[0].removeprefix("--"))
-    assert shown.pop("general") == ["help", "config", "list-compressors"]
-    assert shown == {group: flags.split() for group, flags in COMMON_FLAGS.items()}
-    assert sum(map(len, shown.values())) == 60
+    assert groups.pop("general") == ["help", "config", "list-compressors"]
+    assert groups == {group: flags.split() for group, flags in COMMON_FLAGS.items()}
+    assert sum(map(len, groups.values())) == 60
 
 
-def test_the_short_help_names_the_longer_ones() -> None:
+def test_the_short_help_names_the_longer_helps() -> None:
     joined = " ".join(build_run_parser().format_help().split())
     names = re.findall(r"[a-z_]+", joined.partition("those of a group: ")[2])
     assert "--help all shows every flag" in joined
@@ -88,21 +88,21 @@ def test_the_short_help_names_the_longer_ones() -> None:
 
 
 @pytest.mark.parametrize("name", [*run_sections(), *TRANSLATOR.sections(), "shorthand"])
-def test_help_of_a_group_shows_its_flags_alone(name: str) -> None:
+def test_help_of_a_group_shows_only_its_flags(name: str) -> None:
     parser = build_run_parser()
-    shown = [line.split()[0] for line in parser.format_help(name).splitlines() if line.startswith("  --")]
+    listed = [line.split()[0] for line in parser.format_help(name).splitlines() if line.startswith("  --")]
     fields = [f"--{field.flag}" for field in parser.table.fields.values() if field.section == name]
-    assert shown[3:] == (fields or [f"--{entry.name}" for entry in SHORTCUTS])
-    assert len(shown) > 3
+    assert listed[3:] == (fields or [f"--{entry.name}" for entry in SHORTCUTS])
+    assert len(listed) > 3
 
 
-def test_every_option_names_a_group_that_exists() -> None:
+def test_every_option_names_an_existing_group() -> None:
     table = task_parser().table
     titles = {field.option.common for field in table.fields.values()}
     assert titles == {"", *COMMON_GROUPS}
 
 
-def test_a_group_of_the_short_help_can_be_shown_alone() -> None:
+def test_a_group_of_the_short_help_can_be_shown_by_itself() -> None:
     assert "--pipeline-schedule" in build_run_parser().format_help("layout")
     assert "--hidden-size" not in build_run_parser().format_help("layout")
 
@@ -134,7 +134,7 @@ def test_an_unknown_group_ends_the_program_with_status_2() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_programs_without_common_flags_show_all_of_theirs() -> None:
+def test_programs_without_common_flags_show_all_flags() -> None:
     @dataclass(frozen=True)
     class Sampling:
         """Sampling."""
@@ -146,10 +146,10 @@ def test_programs_without_common_flags_show_all_of_theirs() -> None:
     assert parser.format_help("all") == parser.format_help()
 
 
-def test_a_program_with_a_section_of_training_runs_shows_all_of_its_flags() -> None:
+def test_a_program_with_a_section_of_training_runs_shows_all_flags() -> None:
     parser = build_parser({"tokenizer": TokenizerConfig}, "sample.py", "Draw text.")
-    shown = [line.split()[0] for line in parser.format_help().splitlines() if line.startswith("  --")]
-    assert shown[2:] == [f"--{field.flag}" for field in parser.table.fields.values()]
+    listed = [line.split()[0] for line in parser.format_help().splitlines() if line.startswith("  --")]
+    assert listed[2:] == [f"--{field.flag}" for field in parser.table.fields.values()]
     assert parser.format_help() == parser.format_help("all")
 
 
@@ -163,14 +163,14 @@ def test_help_fits_the_terminal(text: str) -> None:
     assert too_long == []
 
 
-def test_help_names_every_flag_once_at_the_start_of_a_line(text: str) -> None:
-    shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+def test_help_names_every_flag_once(text: str) -> None:
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     table = build_run_parser().table
-    wanted = [f"--{field.flag}" for field in table.fields.values()] + [f"--{entry.name}" for entry in SHORTCUTS]
-    assert shown == ["--help", "--config", "--list-compressors", *wanted]
+    expected = [f"--{field.flag}" for field in table.fields.values()] + [f"--{entry.name}" for entry in SHORTCUTS]
+    assert listed == ["--help", "--config", "--list-compressors", *expected]
 
 
-def test_help_hides_what_has_no_effect(text: str) -> None:
+def test_help_hides_flags_without_effect(text: str) -> None:
     hidden = [flag.name for flag in KNOWN_FLAGS if f"--{flag.name} " in text.replace(",", " ")]
     assert hidden == []
 
@@ -197,7 +197,7 @@ def test_help_prints_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == build_run_parser().format_help("all")
 
 
-def test_compressors_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_compressor_is_listed_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["--list-compressors"])
     assert caught.value.code == 0
@@ -207,7 +207,7 @@ def test_compressors_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_a_compressor_s_options_are_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_a_compressor_are_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--list-compressors", name.replace("-", "_").upper()])
     text = capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_a_compressor_s_options_are_listed(name: str, capsys: pytest.CaptureFixt
     assert spec.name == name
 
 
-def test_a_point_s_own_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_a_point_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--list-compressors", "outer"])
     text = capsys.readouterr().out
@@ -272,7 +272,7 @@ def test_every_row_of_the_reference_has_all_cells() -> None:
         assert len({row.count("|") for row in rows}) <= 1
 
 
-def test_the_generator_checks(tmp_path: Path) -> None:
+def test_the_generator_checks_the_committed_pages(tmp_path: Path) -> None:
     script = REPOSITORY / "tools" / "generate_flags_doc.py"
     done = subprocess.run([sys.executable, str(script), "--check"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Flags of islands: what each needs, in one line."""
+"""Flags of islands: requirements, refusals, and folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,32 +17,12 @@ from megatron.training.islands import folders_of_others, of_island
 from megatron.training.progress_state import Progress, SavedCounters
 from megatron.training.saved_run import SavedRun
 
-BASE = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "0.001",
-    "--vocab-size",
-    "100",
-    "--train-iters",
-    "100",
-    "--data-path",
-    "unused",
-    "--distributed-backend",
-    "gloo",
-]
+_BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 0.001 --vocab-size 100 --train-iters 100 --data-path unused "
+    "--distributed-backend gloo"
+)
+BASE = _BASE.split()
 MET = ["--islands", "2", "--island", "0", "--islands-address", "127.0.0.1:29600"]
 OUTER = ["--compress", "outer=identity,every=10,warmup=10"]
 
@@ -79,7 +59,7 @@ def test_islands_share_the_global_batch() -> None:
         ([*MET, "--compress", "outer=fixpoint,levels=8/4,every=10,warmup=10"], "need nodes"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(words: list[str], reason: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(words: list[str], reason: str) -> None:
     with pytest.raises(UserError) as caught:
         _resolve(words, 2)
     assert reason in str(caught.value)
@@ -92,45 +72,45 @@ def test_islands_train_on_gpus() -> None:
     assert config.parallel.distributed_backend == "nccl"
 
 
-def test_the_launchers_variables_fill_what_is_not_given() -> None:
-    found = with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"})
-    assert (found.island, found.islands_address) == (1, "a:1")
-    given = IslandsConfig(islands=2, island=0, islands_address="b:2")
-    assert with_variables(given, {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}) == given
+def test_the_launchers_variables_fill_missing_flags() -> None:
+    filled = with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"})
+    assert (filled.island, filled.islands_address) == (1, "a:1")
+    explicit = IslandsConfig(islands=2, island=0, islands_address="b:2")
+    assert with_variables(explicit, {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}) == explicit
     with pytest.raises(UserError, match="MEGATRON_ISLAND"):
         with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
 
 
-def test_each_island_saves_and_logs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_island_saves_and_logs_to_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*BASE, *MET[:3], "1", *MET[4:], "--save", "s", "--load", "l", "--log-json-file", "a/b.jsonl"]
     config = of_island(parse_args([*words, *OUTER]).config)
     assert (config.checkpoint.save, config.checkpoint.load) == ("s/island_1", "l/island_1")
     assert config.logging.log_json_file == "a/b.island_1.jsonl"
     root = tmp_path / "saved"
-    both = [*BASE, *MET[:3], "1", *MET[4:], *OUTER, "--save", str(root), "--load", str(root)]
-    for made, loads, islands in (
-        ("island_0", "island_1", 0),  # which the other one has just made to save to
+    loading = [*BASE, *MET[:3], "1", *MET[4:], *OUTER, "--save", str(root), "--load", str(root)]
+    for folder, loads, islands in (
+        ("island_0", "island_1", 0),  # just created by the other island
         ("iter_0000003", "island_1", 0),
         ("latest_checkpointed_iteration.txt", "", 0),
-        ("island_0/iter_0000003", "island_1", 2),  # it has been killed before it has saved
-        ("island_1", "island_0", 1),  # it is a new one
+        ("island_0/iter_0000003", "island_1", 2),  # killed before its first checkpoint
+        ("island_1", "island_0", 1),  # a new island
         ("island_1/iter_0000003", "island_1", 0),
     ):
-        (root / made).mkdir(parents=True)
-        there = replace(parse_args(both).config, islands=IslandsConfig(islands=max(islands, 1)))
-        monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_, there=there: (there, 3))
-        assert of_island(parse_args(both).config).checkpoint.load == str(root / loads)
+        (root / folder).mkdir(parents=True)
+        saved = replace(parse_args(loading).config, islands=IslandsConfig(islands=max(islands, 1)))
+        monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_, saved=saved: (saved, 3))
+        assert of_island(parse_args(loading).config).checkpoint.load == str(root / loads)
     alone = parse_args([*BASE, "--save", "s"]).config
     assert of_island(alone) == alone
 
 
-def test_the_last_checkpoint_of_another_island_serves_one_that_was_late(
+def test_a_late_island_needs_the_folders_of_others_only_in_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its own folder it needs no other one's, which may be on another machine."""
+    """And none with a checkpoint of its own, since other folders may be on another machine."""
     words = [*BASE, *MET[:3], "1", *MET[4:], *OUTER]
-    there = parse_args([*BASE, *MET[:3], "0", *MET[4:], *OUTER]).config
-    monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_: (there, 3))
+    saved_config = parse_args([*BASE, *MET[:3], "0", *MET[4:], *OUTER]).config
+    monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_: (saved_config, 3))
     common = {"outer": {"begun": True, "together": 2}}
     saved = SavedRun(3, common, SavedCounters(separate_main=False), Progress(iteration=3))
     config = parse_args([*words, "--load", str(tmp_path / "island_1")]).config

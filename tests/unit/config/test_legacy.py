@@ -1,4 +1,4 @@
-"""Every old compression flag becomes a spec, says so, and resolves."""
+"""Every old compression flag becomes a spec with a note, and resolves."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_translation(by_iterations: list[str], flags: str) -> None:
+def test_old_flags_become_specs_with_notes(by_iterations: list[str], flags: str) -> None:
     parsed = parse_args([*by_iterations, *flags.split()])
     assert parsed.config.compression.compress == CASES[flags]
     for spec in CASES[flags]:
@@ -147,19 +147,19 @@ def test_every_old_flag_is_tested() -> None:
         ("--inter_grad_comp_rank 0", ["--inter-grad-comp-rank"]),
     ],
 )
-def test_refusals(by_iterations: list[str], flags: str, words: list[str]) -> None:
+def test_invalid_old_flags_are_refused(by_iterations: list[str], flags: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_args([*by_iterations, *flags.split()]).resolve(1)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_what_has_no_effect_is_said(by_iterations: list[str]) -> None:
+def test_old_flags_without_effect_are_noted(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--grad_comp_rank", "8", "--selective_grad_comp"])
     assert "--grad-comp-rank: no effect without --grad-comp of type PowerSGD" in parsed.notes
     assert "--selective-grad-comp: no effect without --grad-comp" in parsed.notes
 
 
-def test_the_json_log_of_the_old_flags_is_a_file_of_lines(by_iterations: list[str]) -> None:
+def test_save_json_log_sets_the_json_lines_file(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--save_json_log", "--save_json_path", "logs/", "--experiment_name", "mine"])
     assert parsed.config.logging.log_json_file == "logs/mine.jsonl"
     assert "--save-json-log means --log-json-file logs/mine.jsonl" in parsed.notes
@@ -168,13 +168,13 @@ def test_the_json_log_of_the_old_flags_is_a_file_of_lines(by_iterations: list[st
     assert "--save-json-log: no effect beside --log-json-file own, where all records go" in parsed.notes
 
 
-def test_records_of_edgc_go_to_the_folder_of_its_flag(by_iterations: list[str]) -> None:
+def test_collect_log_path_is_the_folder_of_edgc_records(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--collect-log-path", "logs/"])
     assert parsed.resolve(1).logging.log_json_file == "logs/edgc.jsonl"
     assert "--collect-log-path means --log-json-file logs/edgc.jsonl" in parsed.notes
 
 
-def test_gradient_records_go_to_the_folder_of_the_old_flag(by_iterations: list[str]) -> None:
+def test_log_gradients_output_dir_is_the_folder_of_gradient_records(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--log_gradients", "--log_gradients_output_dir", "logs"])
     assert parsed.resolve(1).logging.log_json_file == "logs/gradients.jsonl"
 
@@ -194,15 +194,14 @@ def test_gradient_records_go_to_the_folder_of_the_old_flag(by_iterations: list[s
 def test_a_warm_up_is_a_share_of_the_run(
     by_iterations: list[str], switch: str, point: str, share: str, iterations: int
 ) -> None:
-    """1.0 is the whole run, not one iteration."""
+    """1.0 is the whole run, not a single iteration."""
     config = parse_args([*by_iterations, f"--{switch}", f"--{switch}_warm_up", share]).resolve(1)
-    specs = {place.value: spec for place, spec in config.compression.specs(RunLength(100)).items()}
+    specs = {key.value: spec for key, spec in config.compression.specs(RunLength(100)).items()}
     assert specs[point].activation.warmup_iters == iterations
 
 
 @pytest.mark.parametrize("length", ["--train-samples=4000", "--train-tokens=128000"])
 def test_a_warm_up_may_be_a_share_of_samples_or_tokens(minimal: list[str], length: str) -> None:
-    """Optimus-CC's own default is 0.1 of the run."""
     flags = [*minimal, length, "--global-batch-size", "8", "--grad_comp"]
     config = parse_args(flags).resolve(1)
     (spec,) = config.compression.specs(RunLength(config.training.planned_iters)).values()
@@ -210,14 +209,14 @@ def test_a_warm_up_may_be_a_share_of_samples_or_tokens(minimal: list[str], lengt
 
 
 @pytest.mark.parametrize("switch", ["mp_grad_comp", "mp_acti_comp"])
-def test_a_point_that_keeps_no_residual_says_that_the_old_one_did(by_iterations: list[str], switch: str) -> None:
+def test_points_without_residuals_note_that_optimus_cc_had_them(by_iterations: list[str], switch: str) -> None:
     notes = parse_args([*by_iterations, f"--{switch}"]).notes
-    told = [note for note in notes if "without the error feedback that it always had in Optimus-CC" in note]
-    assert len(told) == 1
-    assert told[0].startswith(f"--{switch.replace('_', '-')}: ")
+    feedback_notes = [note for note in notes if "without the error feedback that it always had in Optimus-CC" in note]
+    assert len(feedback_notes) == 1
+    assert feedback_notes[0].startswith(f"--{switch.replace('_', '-')}: ")
 
 
-def test_remembering_samples_orders_them(by_iterations: list[str]) -> None:
+def test_delta_messages_fix_the_sample_order(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--forward-compress-method", "delta"])
     assert parsed.resolve(1).data.sample_order == "fixed"
     assert any("means --sample-order fixed" in note for note in parsed.notes)

@@ -1,4 +1,4 @@
-"""Old compression flags that act only beside another one."""
+"""Old compression flags that act only together with another flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ BASE = """
     --vocab-size 100 --train-iters 100
 """
 
-# The old compression flags: what each needs.
 _STABLE = "--grad_comp --grad_comp_type stable-topk"
 _CLASSIC = "--grad_comp --grad_comp_type topk"
 NEEDED: dict[str, str] = {
@@ -53,7 +52,7 @@ VALUES = {
 
 
 def _value(name: str) -> list[str]:
-    """A value of an old flag other than its default."""
+    """Value of an old flag other than its default."""
     (field,) = (field for field in field_options("legacy", LegacyConfig) if field.name == name)
     if name in VALUES or name.endswith("comp_type"):
         return [VALUES.get(name, "PowerSGD")]
@@ -70,13 +69,13 @@ def _old_notes(words: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_an_old_flag_acts_beside_what_it_needs_and_is_told_of_alone(name: str) -> None:
+def test_an_old_flag_without_the_flag_it_needs_is_noted(name: str) -> None:
     words = [f"--{name.replace('_', '-')}", *_value(name)]
     assert _old_notes(words, name) == [f"--{name.replace('_', '-')}: no effect without {NEEDS[name]}"]
     assert _old_notes([*words, *NEEDED[name].split()], name) == []
 
 
-def test_old_flags_need_something_or_act_by_themselves() -> None:
+def test_all_old_flags_are_covered_here() -> None:
     alone = {
         "grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_comm_opt", "emb_grad_comp", "mp_grad_comp",
         "mp_acti_comp", "forward_compress_method", "backward_compress_method", "dp_mode", "save_json_log",
@@ -111,5 +110,5 @@ def test_old_flags_need_something_or_act_by_themselves() -> None:
         ("--log-json-file j --experiment_name e", "experiment_name"),
     ],
 )
-def test_an_old_flag_beside_a_type_that_it_does_not_belong_to_is_told_of(words: str, name: str) -> None:
+def test_an_old_flag_of_another_type_is_noted(words: str, name: str) -> None:
     assert len(_old_notes(words.split(), name)) == 1

@@ -1,4 +1,4 @@
-"""Memory that a run needs at least, counted before any of it is taken."""
+"""Lower bound of a run's memory, computed before allocation."""
 
 from __future__ import annotations
 
@@ -29,66 +29,66 @@ T5 = (
 @pytest.mark.parametrize(
     "flags", ["", "--swiglu --num-query-groups 2", "--bf16", "--fp64", "--position-embedding-type rope", T5]
 )
-def test_the_least_is_near_what_a_model_takes(flags: str) -> None:
-    """Of the parameters and gradients alone: between what is counted without norms and biases and 4/5 of that."""
+def test_the_lower_bound_is_close_to_the_memory_of_a_model(flags: str) -> None:
+    """For parameters, gradients and moments: at least 4/5, since norms and biases do not count."""
     config = _config(flags)
     engines = build_engines(config, single_process(torch.device("cpu")), 100)
-    held = sum(p.numel() * p.element_size() for stage in engines.stages for p in stage.parameters())
+    nbytes = sum(p.numel() * p.element_size() for stage in engines.stages for p in stage.parameters())
     count = sum(p.numel() for stage in engines.stages for p in stage.parameters())
-    width = held // count
+    width = nbytes // count
     each = {2: 2 + 4 + 12, 4: 16, 8: 32}[width]
     counted = sum(need.nbytes for need in least_needs(config, 1)[:3])
     assert 0.8 * count * each < counted <= count * each
 
 
-def test_an_encoder_has_the_stages_before_the_split() -> None:
+def test_encoder_layers_are_on_the_stages_before_the_split() -> None:
     pipeline = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank"
     early = least_needs(_config(f"{T5} {pipeline} 1", 4), 4)
     late = least_needs(_config(f"{T5.replace('num-layers 3', 'num-layers 2')} {pipeline} 2", 4), 4)
     assert early[0].nbytes == 2 * late[0].nbytes
 
 
-def test_whole_experts_take_as_much_as_parts_of_more_of_them() -> None:
+def test_whole_experts_take_as_much_as_twice_as_many_halves() -> None:
     common = "--num-experts 8 --make-vocab-size-divisible-by 32 --tensor-model-parallel-size 2"
     tensor = f"{common} --expert-model-parallel-size"
-    parts, whole = (
+    split, unsplit = (
         least_needs(_config(flags, 4), 4)[0].nbytes
         for flags in (f"{tensor} 2", f"{tensor} 4 --expert-tensor-parallel-size 1")
     )
-    assert whole == parts
+    assert unsplit == split
 
 
-def test_muon_has_one_moment_of_matrices_and_two_of_the_rest() -> None:
+def test_muon_has_a_single_moment_of_matrices() -> None:
     plain, muon = (least_needs(_config(flags, 1), 1) for flags in ("", "--optimizer muon"))
     assert plain[0].nbytes * 3 == muon[0].nbytes * 4  # weight, gradient, moments
     assert [need.nbytes for need in plain[1:]] == [need.nbytes for need in muon[1:]]
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "more_of_a_share"),
+    ("options", "added_bytes", "added_bytes_sharded"),
     [
-        ("every=1,warmup=0", 12, 4 + 2),  # anchor and momentum, of which a replica has its share, and the difference
+        ("every=1,warmup=0", 12, 4 + 2),  # anchor and momentum, divided among replicas, and the difference
         ("every=1,warmup=0,outer-optimizer=plain", 8, 4 + 1),
         ("every=2,fragments=2,warmup=0", 10, 2 + 2),
         ("every=1,warmup=0,offload=on", 12, 4 + 2),  # in the same memory, on CPUs
         ("every=1,warmup=1.0", 0, 0),
     ],
 )
-def test_rounds_of_islands_keep_more(options: str, more: int, more_of_a_share: int) -> None:
+def test_rounds_of_islands_need_more_memory(options: str, added_bytes: int, added_bytes_sharded: int) -> None:
     rounds = f"--compress outer=identity,{options}"
-    for sharded, there in (("", more), ("--use-distributed-optimizer", more_of_a_share)):
+    for sharded, added in (("", added_bytes), ("--use-distributed-optimizer", added_bytes_sharded)):
         without, with_rounds = (least_needs(_config(f"{sharded} {word}", 4), 4)[0].nbytes for word in ("", rounds))
         each = 4 + 4 + (2 if sharded else 8)
-        assert with_rounds * each == without * (each + there)
+        assert with_rounds * each == without * (each + added)
 
 
-def test_layouts_divide_it() -> None:
+def test_layouts_divide_the_memory() -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
-    whole, part = (
+    single, divided = (
         sum(need.nbytes for need in least_needs(_config(flags, world), world)[:2])
         for flags, world in (("--make-vocab-size-divisible-by 64", 1), (layout, 4))
     )
-    assert whole / 4 < part < whole / 2
+    assert single / 4 < divided < single / 2
     plain, sharded = (least_needs(_config(flags, 4), 4)[0].nbytes for flags in ("", "--use-distributed-optimizer"))
     assert sharded == plain * (4 + 4 + 2) // 16
     flags = "--use-distributed-optimizer --compress param-gather=fixpoint,bits=4"
@@ -107,7 +107,7 @@ def test_layouts_divide_it() -> None:
         ("--micro-batch-size 1048576 --seq-length 65536", ["one micro-batch", "--micro-batch-size 1048576"]),
     ],
 )
-def test_what_cannot_fit_is_said_in_bytes(flags: str, words: list[str]) -> None:
+def test_runs_that_cannot_fit_are_refused_with_sizes_in_bytes(flags: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         check_memory(_config(flags), 1, 10**12, "on this machine")
     for word in ["each rank needs at least", "there are 1 TB on this machine", *words]:
@@ -130,12 +130,12 @@ def test_bytes_in_words() -> None:
 
 
 @given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 9))
-def test_a_vocabulary_leaves_no_rank_empty(vocab_size: int, multiple: int, tensor: int) -> None:
+def test_a_vocabulary_that_leaves_a_rank_empty_is_refused(vocab_size: int, multiple: int, tensor: int) -> None:
     step = multiple * tensor
     rows = -(-vocab_size // step) * step // tensor
-    held = [max(0, min(rows, vocab_size - rank * rows)) for rank in range(tensor)]
-    assert sum(held) == vocab_size
-    if all(held):
+    entries = [max(0, min(rows, vocab_size - rank * rows)) for rank in range(tensor)]
+    assert sum(entries) == vocab_size
+    if all(entries):
         check_vocabulary(vocab_size, multiple, tensor)
         return
     with pytest.raises(UserError) as caught:

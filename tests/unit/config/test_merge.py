@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: what comes from the checkpoint and what from the command line."""
+"""--use-checkpoint-args: settings of the checkpoint, and settings of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAVED = (
 
 @pytest.fixture
 def saved() -> RunConfig:
-    """The resolved configuration of an earlier run."""
+    """Resolved configuration of an earlier run."""
     return parse_args(SAVED.split()).resolve(1)
 
 
@@ -26,7 +26,7 @@ def _merge(line: str, saved: RunConfig) -> RunConfig:
     return merge_checkpoint_config(parsed.config, parsed.explicit, saved)
 
 
-def test_the_shape_comes_from_the_checkpoint_and_the_rest_from_the_flags(saved: RunConfig) -> None:
+def test_the_checkpoint_gives_the_shape_and_the_flags_all_else(saved: RunConfig) -> None:
     line = "--load c --use-checkpoint-args --micro-batch-size 4 --lr 0.2 --train-samples 99 --hidden-dropout 0"
     merged = _merge(line, saved)
     assert merged.model.num_layers == 6
@@ -70,10 +70,10 @@ EXPERTS = "--num-experts 4 --topk 3 --moe-router-pre-softmax"
 
 
 @pytest.mark.parametrize(
-    ("line", "theirs", "found"),
+    ("line", "theirs", "expected"),
     [
         ("", "", {}),
-        ("--seq-length 32 --moe-aux-loss-coeff 0.5 --topk 1", "", {}),  # no shape; none without experts
+        ("--seq-length 32 --moe-aux-loss-coeff 0.5 --topk 1", "", {}),  # not of the shape, or without effect
         ("--rotary-base 5e4", "", {"--rotary-base": ("--rotary-base 50000.0", "--rotary-base 10000.0")}),
         ("--sliding-window 8", "", {"--sliding-window": ("--sliding-window 8", "no --sliding-window")}),
         (
@@ -105,12 +105,15 @@ EXPERTS = "--num-experts 4 --topk 3 --moe-router-pre-softmax"
         ),
     ],
 )
-def test_flags_that_differ_from_the_checkpoint_s(line: str, theirs: str, found: dict[str, tuple[str, str]]) -> None:
-    """As they are written, from the file that is saved."""
+def test_flags_that_differ_from_the_checkpoint_are_listed(
+    line: str, theirs: str, expected: dict[str, tuple[str, str]]
+) -> None:
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 0.1"
-    given = f"{shape} --position-embedding-type rope --max-position-embeddings 64 --train-iters 9 --vocab-size 50"
-    ours, saved = (parse_args(f"{given} {more}".split()).resolve(1) for more in (line, theirs))
+    common_flags = (
+        f"{shape} --position-embedding-type rope --max-position-embeddings 64 --train-iters 9 --vocab-size 50"
+    )
+    ours, saved = (parse_args(f"{common_flags} {flags}".split()).resolve(1) for flags in (line, theirs))
     model = parse_yaml(saved.to_yaml(), "saved")["model"]
     differing = differing_flags(ours.model, model)
-    assert {flag: differing[flag] for flag in differing if flag != "--moe-ffn-hidden-size"} == found
+    assert {flag: differing[flag] for flag in differing if flag != "--moe-ffn-hidden-size"} == expected
     assert differing_flags(ours.model, {}) == {}

@@ -1,4 +1,4 @@
-"""Conditions of options: where each has an effect nothing is said, and where it has none there is a note."""
+"""Conditions of options: a note wherever an option has no effect, and only there."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ VALUES = {
     "moe_shared_expert_gate": "true --moe-shared-expert-intermediate-size 32",
     "vocab_extra_ids": "4 --tokenizer-model m", "overwrite_checkpoints": "true --save s",
 }  # fmt: skip
-"""Values of flags for which ``_value`` has no valid one, with the flags that they need."""
+"""Values of flags that need a special value or further flags."""
 
 DISCRETE = "--curriculum-discrete-seqlens 8 32 --curriculum-discrete-steps 9"
-# Reason -> flags with which the condition holds, and flags with which it does not, where these do not follow from the
-# words of the reason ("without FLAGS", "beside FLAGS"), or need further flags.
+# Flags with which the condition of a reason holds, or fails, unless they follow from the words of the reason ("without
+# FLAGS", "beside FLAGS").
 HOLDS = {
     "no layer has experts (--num-experts)": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 2",
     "no token is dropped": "--moe-expert-capacity-factor 1.5",
@@ -86,7 +86,7 @@ FAILS = {
 REFUSED = {
     "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_samples", "compress_module", "curriculum_function",
 }  # fmt: skip
-"""Fields that this run refuses in any case, or that need a file."""
+"""Fields that this run always refuses, or that need a file."""
 
 
 def _flags_that_meet(condition: Condition) -> list[str]:
@@ -128,7 +128,7 @@ DECLARED = [
 
 @pytest.mark.parametrize(("field", "met"), DECLARED)
 def test_a_flag_is_noted_where_a_condition_does_not_hold(field: FieldOption, met: int) -> None:
-    """With ``met`` of its conditions, the next one is the reason; with all, there is no note."""
+    """With the first ``met`` conditions, the next condition is the reason; with all, there is no note."""
     conditions = field.option.only_if
     words = [word for condition in conditions[:met] for word in _flags_that_meet(condition)]
     single = met < len(conditions) and conditions[met].otherwise in ("there is one process", "there is one replica")
@@ -141,7 +141,7 @@ def test_a_flag_is_noted_where_a_condition_does_not_hold(field: FieldOption, met
 
 
 def _attributes(node: ast.AST) -> Iterator[str]:
-    """Attributes that are read, but for those in a condition of an option."""
+    """Attributes that are read outside of conditions of options."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Condition":
         return
     if isinstance(node, ast.Attribute):
@@ -151,17 +151,17 @@ def _attributes(node: ast.AST) -> Iterator[str]:
 
 
 def test_every_setting_is_read_by_some_engine() -> None:
-    """A field that nothing outside this package looks at does nothing, and must say so."""
+    """A field that is not read outside this package must be declared without effect."""
     read: set[str] = set()
     for source in (Path(__file__).parents[3] / "megatron").rglob("*.py"):
         if not (source.parent.name == "config" and source.name.startswith(("check_", "resolve"))):
             read |= set(_attributes(ast.parse(source.read_text(encoding="utf-8"))))
-    # The number of layers of a chunk is turned into the number of chunks.
+    # Converted to the number of chunks.
     read.add("num_layers_per_virtual_pipeline_stage")
     assert [field.name for field in OPTIONS if field.name not in read and not field.option.no_effect] == []
 
 
-def test_flags_that_repeat_a_default_ask_for_nothing() -> None:
+def test_flags_that_repeat_a_default_are_not_noted() -> None:
     words = [word for flag, value in BASE.items() for word in (f"--{flag}", value)]
     run = read_run(PARSER, [*words, "--hysteresis", "2", "--sgd-momentum", "0.9", "--adam-beta1", "0.9"])
     run.resolve(1)

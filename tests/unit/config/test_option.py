@@ -1,4 +1,4 @@
-"""Fields that describe themselves, and the generic parser for any program."""
+"""Option fields, and the parser of any program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config import UserError, build_parser, derived, option, required
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How text is drawn.
+    """Sampling of text.
 
     A second paragraph.
     """
@@ -49,7 +49,7 @@ def test_every_kind_of_field_parses() -> None:
     )
 
 
-def test_defaults_when_nothing_is_given() -> None:
+def test_missing_flags_have_their_defaults() -> None:
     assert _parse("--model-path m") == Sampling(model_path="m")
     assert Sampling().prompts == []
     assert Sampling().prompts is not Sampling().prompts
@@ -68,7 +68,7 @@ def test_defaults_when_nothing_is_given() -> None:
         ("--model-pat m", "the nearest is --model-path"),
     ],
 )
-def test_bad_command_lines(line: str, message: str) -> None:
+def test_bad_command_lines_are_refused_in_one_line(line: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         _parse(line)
     assert message in str(caught.value)
@@ -78,7 +78,7 @@ def test_bad_command_lines(line: str, message: str) -> None:
 def test_help_of_another_program() -> None:
     text = build_parser({"sampling": Sampling}, "sample.py", "Draw text.").format_help()
     assert "usage: sample.py" in text
-    assert "sampling:\n  How text is drawn.\n" in text
+    assert "sampling:\n  Sampling of text.\n" in text
     assert "second paragraph" not in text
     assert "shorthand" not in text
 
@@ -92,7 +92,7 @@ def test_a_field_without_description_is_a_programming_error() -> None:
         build_parser({"plain": Plain}, "p", "d")
 
 
-def test_an_on_switch_needs_a_flag_that_turns_it_off() -> None:
+def test_a_switch_that_is_on_by_default_needs_a_flag_to_turn_it_off() -> None:
     @dataclass
     class On:
         x: bool = option(True, "On.")
@@ -101,7 +101,7 @@ def test_an_on_switch_needs_a_flag_that_turns_it_off() -> None:
         build_parser({"on": On}, "p", "d")
 
 
-def test_two_meanings_for_one_flag_are_a_programming_error() -> None:
+def test_a_flag_with_two_meanings_is_a_programming_error() -> None:
     @dataclass
     class Other:
         """Other."""
@@ -112,7 +112,7 @@ def test_two_meanings_for_one_flag_are_a_programming_error() -> None:
         build_parser({"sampling": Sampling, "other": Other}, "p", "d")
 
 
-def test_two_sections_with_one_field_name_are_a_programming_error() -> None:
+def test_a_field_name_in_two_sections_is_a_programming_error() -> None:
     @dataclass
     class Other:
         """Other."""

@@ -1,4 +1,4 @@
-"""The scripts of the systems that this one succeeds run as they are."""
+"""The scripts of other systems run unchanged."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE
 PARSER = build_run_parser()
 
 
-def _read(script: Script, folder: Path, more: str = "") -> ParsedRun:
+def _read(script: Script, folder: Path, more_flags: str = "") -> ParsedRun:
     file = folder / "ds_config.json"
     file.write_text(script.deepspeed)
-    words = f"{script.flags} {more}".split()
+    words = f"{script.flags} {more_flags}".split()
     return read_run(PARSER, [word.replace("DS", str(file)) if word.endswith("DS") else word for word in words])
 
 
-def _resolved(script: Script, folder: Path, more: str = "") -> tuple[RunConfig, list[str]]:
-    run = _read(script, folder, more)
+def _resolved(script: Script, folder: Path, more_flags: str = "") -> tuple[RunConfig, list[str]]:
+    run = _read(script, folder, more_flags)
     return run.resolve(script.world_size, cuda_available=True), run.notes
 
 
 @pytest.mark.parametrize("name", COMPLETE)
-def test_a_script_resolves_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_script_resolves_unchanged(name: str, tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE[name], tmp_path)
     assert config.tokenizer.tokenizer_type is not None
     compresses = any(switch in COMPLETE[name].flags for switch in ("--grad_comp", "--inter_grad_comp"))
@@ -36,7 +36,7 @@ def test_a_script_resolves_as_it_is(name: str, tmp_path: Path) -> None:
     assert guessed == ("--vocab-file with --merge-file means --tokenizer-type GPT2BPETokenizer" in notes)
 
 
-def test_the_lone_backslash_of_two_scripts_is_told_of(tmp_path: Path) -> None:
+def test_a_lone_backslash_is_noted(tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE["optimus-cc tbl2 335M CB"], tmp_path)
     right, _ = _resolved(COMPLETE["optimus-cc tbl2 2.5B CB"], tmp_path)
     assert config.compression == right.compression
@@ -45,7 +45,7 @@ def test_the_lone_backslash_of_two_scripts_is_told_of(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_schemes_of_optimus_cc_mean(tmp_path: Path) -> None:
+def test_schemes_of_optimus_cc_become_specs(tmp_path: Path) -> None:
     config, _ = _resolved(COMPLETE["optimus-cc tbl2 2.5B CB-FE-SC"], tmp_path)
     assert config.compression.compress == [
         "dp-grad=powersgd,rank=128,seed=714,error-feedback=aggregate,stages=first:3",
@@ -56,8 +56,8 @@ def test_what_the_schemes_of_optimus_cc_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPLETE if name.startswith("edgc")])
-def test_what_the_scripts_of_edgc_mean(name: str, tmp_path: Path) -> None:
-    """EDGC, not a low rank that stays: the two have the same switch."""
+def test_scripts_of_edgc_become_specs(name: str, tmp_path: Path) -> None:
+    """EDGC, not PowerSGD of a constant rank, which has the same switch."""
     config, _ = _resolved(COMPLETE[name], tmp_path)
     assert config.compression.compress == [
         "dp-grad=edgc,seed=714,error-feedback=aggregate,warmup=0.1,warmup-ends=error"
@@ -65,7 +65,7 @@ def test_what_the_scripts_of_edgc_mean(name: str, tmp_path: Path) -> None:
     assert config.logging.log_json_file == "logs/edgc.jsonl"
 
 
-def test_sequence_parallelism_on_one_rank_is_told_of(tmp_path: Path) -> None:
+def test_sequence_parallelism_on_one_rank_is_noted(tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE["jupiter 13B TP_SIZE=1"], tmp_path)
     assert config.parallel.sequence_parallel is False
     assert "--sequence-parallel: no effect, there is one tensor-parallel rank" in notes
@@ -74,31 +74,31 @@ def test_sequence_parallelism_on_one_rank_is_told_of(tmp_path: Path) -> None:
     assert not any("--sequence-parallel" in note for note in notes)
 
 
-def test_what_a_file_of_deepspeed_means(tmp_path: Path) -> None:
+def test_a_deepspeed_file_of_a_script_is_translated(tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE["megatron-deepspeed 125M flash"], tmp_path)
     assert config.parallel.use_distributed_optimizer is True
     assert config.precision.initial_loss_scale == 2048
     assert config.precision.loss_scale_window == 500
-    told = [note for note in notes if note.startswith("--deepspeed-config")]
-    assert "taken: train_batch_size" in told[0]
-    assert "no effect: steps_per_print" in told[1]
+    file_notes = [note for note in notes if note.startswith("--deepspeed-config")]
+    assert "taken: train_batch_size" in file_notes[0]
+    assert "no effect: steps_per_print" in file_notes[1]
     config, _ = _resolved(COMPLETE["megatron-deepspeed pretrain_llama2"], tmp_path)
     assert config.parallel.use_distributed_optimizer is False
 
 
-def test_what_a_curriculum_means(tmp_path: Path) -> None:
+def test_a_curriculum_of_a_script_is_translated(tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE["megatron-deepspeed 350M curriculum"], tmp_path)
     lengths = lengths_of(config.curriculum, config.model.seq_length)
     assert (lengths.lengths[0], lengths.full, lengths.first[-1] + 1) == (80, 2048, 110_000)
     assert any(note.startswith("--deepspeed-config") and "curriculum_learning" in note for note in notes)
-    # The same tokens make more samples, of which the first ones are short.
+    # The same tokens make more samples, since the first samples are short.
     plain, _ = _resolved(COMPLETE["megatron-deepspeed 350M dense"], tmp_path)
     assert plain.training.train_samples == 300_000_000_000 // 2048
     assert config.training.train_samples is not None
     assert plain.training.train_samples < config.training.train_samples < 439453125
 
 
-def test_the_language_model_of_aq_sgd_parses_and_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_language_model_of_aq_sgd_resolves_with_a_length(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         _resolved(AQSGD_LM, tmp_path)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""Every flag of the systems that this one succeeds is accepted or explained."""
+"""Every flag of other systems is accepted or explained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COUNTS = {
     "aq-sgd": 56,
     "megatron-deepspeed-tasks": 18,
 }
-"""Of the first, two have a second spelling."""
+"""Flags of each system, two second spellings of Megatron-DeepSpeed included."""
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -79,28 +79,28 @@ def test_every_list_is_in_the_page_and_every_system_has_a_list() -> None:
         ("fp16-lm-cross-entropy", Fate("refused", "the loss is always computed in fp32; leave it out")),
     ],
 )
-def test_what_becomes_of_a_flag(name: str, fate: Fate) -> None:
+def test_flags_have_the_documented_fate(name: str, fate: Fate) -> None:
     systems = [system for system in SYSTEMS if system != OF_TASKS]
     flags = {flag for system in systems for flag in read_list(system) if flag.name == name}
     assert {fate_of(flag, PARSER) for flag in flags} == {fate}
 
 
-def test_flags_for_another_program_name_it() -> None:
+def test_flags_of_another_program_name_it() -> None:
     for name in ("get_val_ppls", "src_ckpt_path"):
         fate, systems = fates()[name.replace("_", "-")]
         assert (fate.status, systems) == ("works in another program", ["optimus-cc", "radius"])
         assert fate.how.startswith("val_check_gpt.py, and pretrain_gpt.py")
 
 
-def test_flags_of_tasks_are_judged_by_their_own_program() -> None:
-    found = fates()
-    assert found["train-data"][0].status == "no effect"
-    assert found["tasks/main.py --train-data"] == (Fate("works"), [OF_TASKS])
-    assert found["tasks/main.py --keep-last"] == (Fate("works"), [OF_TASKS])
-    assert found["tasks/main.py --qa-data-dev"][0].status == "refused"
+def test_flags_of_tasks_have_the_fate_of_their_program() -> None:
+    fate_by_flag = fates()
+    assert fate_by_flag["train-data"][0].status == "no effect"
+    assert fate_by_flag["tasks/main.py --train-data"] == (Fate("works"), [OF_TASKS])
+    assert fate_by_flag["tasks/main.py --keep-last"] == (Fate("works"), [OF_TASKS])
+    assert fate_by_flag["tasks/main.py --qa-data-dev"][0].status == "refused"
 
 
-def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unexplained_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for system in SYSTEMS:
         (tmp_path / f"{system}.txt").write_text("# Flags\n- num-layers value ∅\n")
     monkeypatch.setattr(module, "LISTS", tmp_path)
@@ -110,7 +110,7 @@ def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch,
         flags_of_others_markdown()
 
 
-def test_a_table_that_says_other_than_the_parser_does_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_contradicts_the_parser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownFlag, "meaning", lambda self, words: Meaning())
     with pytest.raises(RuntimeError, match="what the parser does and what the tables say differ"):
         fate_of(TheirFlag("mmap-warmup", True), PARSER)
@@ -121,9 +121,9 @@ SCRIPTS = {name: script for name, script in ALL.items() if not name.startswith("
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_lists_have_every_flag_of_the_original_scripts(name: str) -> None:
+def test_the_lists_have_all_flags_of_the_original_scripts(name: str) -> None:
     system = next(system for system in SYSTEMS if name.startswith(system))
     lists = [system, "deepspeed"] if system == "megatron-deepspeed" else [system]
-    listed = {flag.name.replace("_", "-").lower() for one in lists for flag in read_list(one)}
-    given = {word.partition("=")[0].replace("_", "-").lower() for word in SCRIPTS[name].flags.split()}
-    assert {flag[2:] for flag in given if flag.startswith("--")} - listed == set()
+    listed = {flag.name.replace("_", "-").lower() for name_of_list in lists for flag in read_list(name_of_list)}
+    script_flags = {word.partition("=")[0].replace("_", "-").lower() for word in SCRIPTS[name].flags.split()}
+    assert {flag[2:] for flag in script_flags if flag.startswith("--")} - listed == set()

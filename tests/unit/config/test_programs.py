@@ -1,4 +1,4 @@
-"""Each program trains one kind of model, whatever flags and files say."""
+"""Each program trains a single kind of model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEEDED: dict[ModelType, list[str]] = {
 
 
 @pytest.mark.parametrize("kind", NEEDED)
-def test_a_program_sets_the_kind_itself(kind: ModelType) -> None:
+def test_a_program_sets_the_kind(kind: ModelType) -> None:
     base = [*BASE, *NEEDED[kind]]
     parsed = parse_program(base, kind)
     model = parsed.resolve(1).model
@@ -41,7 +41,7 @@ def test_a_program_sets_the_kind_itself(kind: ModelType) -> None:
     assert again.resolve(1).model == model
 
 
-def test_another_kind_is_refused_with_the_program_that_trains_it(tmp_path: Path) -> None:
+def test_another_kind_is_refused_with_the_name_of_its_program(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model-type bert: pretrain_gpt.py trains GPT; run pretrain_bert.py"):
         parse_program([*BASE, "--model-type", "bert"], "gpt")
     saved = tmp_path / "config.yaml"
@@ -51,7 +51,7 @@ def test_another_kind_is_refused_with_the_program_that_trains_it(tmp_path: Path)
     assert parse_program(["--config", str(saved)], "gpt").resolve(1).model.model_type == "gpt"
 
 
-def test_a_configuration_from_before_there_were_kinds_is_of_gpt() -> None:
+def test_a_configuration_without_a_kind_is_of_gpt() -> None:
     values = RunConfig(model=ModelConfig(num_layers=2)).to_dict()
     del values["model"]["model_type"]
     assert RunConfig.from_dict(values).model.model_type == "gpt"

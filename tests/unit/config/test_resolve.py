@@ -1,4 +1,4 @@
-"""Derived values, notes, and real command lines that resolve."""
+"""Derived values, notes, and real command lines."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_old_readme_command_resolves() -> None:
     assert config.recompute.recompute_granularity == "full"
 
 
-def test_the_length_of_a_decoder_gives_positions_to_t5_alone(by_iterations: list[str]) -> None:
+def test_the_length_of_a_decoder_sets_positions_of_t5_only(by_iterations: list[str]) -> None:
     longer = [*by_iterations, "--decoder-seq-length", "64"]
     assert _resolve(longer).model.max_position_embeddings == 32
     t5 = "--model-type t5 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
@@ -109,17 +109,17 @@ def test_derived_values(by_iterations: list[str]) -> None:
     assert config.parallel.distributed_backend == "gloo"
 
 
-def test_backend_follows_cuda(by_iterations: list[str]) -> None:
+def test_the_backend_follows_cuda(by_iterations: list[str]) -> None:
     assert _resolve(by_iterations, cuda_available=True).parallel.distributed_backend == "nccl"
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(512, 1344), (4096, 10880), (64, 128)])
-def test_swiglu_width(by_iterations: list[str], hidden: int, width: int) -> None:
+def test_the_width_of_swiglu(by_iterations: list[str], hidden: int, width: int) -> None:
     config = _resolve([*by_iterations, "--swiglu", "--hidden-size", str(hidden)])
     assert config.model.ffn_hidden_size == width
 
 
-def test_resolving_does_not_change_its_input_and_is_idempotent(by_samples: list[str]) -> None:
+def test_resolving_is_idempotent_and_does_not_change_its_input(by_samples: list[str]) -> None:
     words = [
         *by_samples,
         *["--train-tokens", "200_000", "--lr-decay-tokens", "64_000", "--lr-warmup-tokens", "6400", "--bf16"],
@@ -156,7 +156,7 @@ def test_the_shorter_of_tokens_and_samples_ends_the_run(minimal: list[str]) -> N
     assert (short.training.train_samples, long.training.train_samples) == (50, 101)
 
 
-def test_bf16_accumulates_in_fp32_and_says_so(by_iterations: list[str]) -> None:
+def test_bf16_accumulates_in_fp32_with_a_note(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--bf16"])
     assert parsed.resolve(1).parallel.accumulate_allreduce_grads_in_fp32
     assert parsed.notes == ["--bf16 turns --accumulate-allreduce-grads-in-fp32 on"]
@@ -180,7 +180,9 @@ def test_both_ways_to_interleave(by_iterations: list[str], flags: str) -> None:
         ("--num-experts 8", "every replica holds all experts (--expert-model-parallel-size)"),
     ],
 )
-def test_codecs_of_experts_are_noted_where_no_rows_travel(by_iterations: list[str], words: str, reason: str) -> None:
+def test_codecs_of_experts_are_noted_without_expert_parallelism(
+    by_iterations: list[str], words: str, reason: str
+) -> None:
     parsed = parse_args([*by_iterations, "--compress", "ep-dispatch-forward=fixpoint", *words.split()])
     parsed.resolve(2)
     assert f"--compress ep-dispatch-forward=fixpoint: no effect, {reason}" in parsed.notes

@@ -16,18 +16,18 @@ def test_words_are_merged_into_ranges() -> None:
 
 
 @given(st.sets(st.integers(1, 30)), st.integers(0, 30), st.integers(0, 40))
-def test_steps_to_come_are_those_of_a_plain_loop(skipped: set[int], begun: int, iterations: int) -> None:
+def test_coming_steps_match_a_reference_loop(skipped: set[int], start: int, iterations: int) -> None:
     ranges = SkippedIterations.parse([str(number) for number in skipped])
     assert {number for number in range(1, 40) if number in ranges} == skipped
     batches = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1, rampup=(2, 1, 11))
     sizes = StepSizes(batches, LengthSchedule.constant(8), ranges)
-    consumed = batches.ahead(0, begun).samples
-    taken = sum(one.iterations for one in sizes.ahead(begun, consumed, iterations) if one.updates)
-    samples = sum(one.samples for one in sizes.ahead(begun, consumed, iterations))
-    assert taken == sum(number not in skipped for number in range(begun + 1, begun + iterations + 1))
+    consumed = batches.ahead(0, start).samples
+    steps = sum(stretch.iterations for stretch in sizes.ahead(start, consumed, iterations) if stretch.updates)
+    samples = sum(stretch.samples for stretch in sizes.ahead(start, consumed, iterations))
+    assert steps == sum(number not in skipped for number in range(start + 1, start + iterations + 1))
     assert samples == batches.ahead(consumed, iterations).samples
     position, tokens = consumed, 0
-    for number in range(begun + 1, begun + iterations + 1):
+    for number in range(start + 1, start + iterations + 1):
         tokens += 0 if number in skipped else batches.at(position) * 8
         position += batches.at(position)
-    assert sizes.tokens_ahead(begun, consumed, iterations) == tokens
+    assert sizes.tokens_ahead(start, consumed, iterations) == tokens

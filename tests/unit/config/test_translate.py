@@ -1,4 +1,4 @@
-"""Behind the translator there are flags of ours alone."""
+"""The translator leaves only native flags."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PARSER = build_run_parser()
     ],
     ids=["optimus-cc", "aq-sgd", "deepspeed"],
 )
-def test_what_dialects_say_is_gone_once_it_is_translated(flags: str) -> None:
-    assert any(PARSER.table.fields[path].section in TRANSLATOR.sections() for path in _given(flags))
+def test_translated_settings_have_native_sections_only(flags: str) -> None:
+    assert any(PARSER.table.fields[path].section in TRANSLATOR.sections() for path in _paths_of_flags(flags))
     parsed = PARSER.parse(flags.split(), check=False)
     assert list(parsed.sections) == list(run_sections())
     assert {path.partition(".")[0] for path in parsed.explicit} <= set(run_sections())
 
 
-def _given(flags: str) -> list[str]:
+def _paths_of_flags(flags: str) -> list[str]:
     names = [word.partition("=")[0] for word in flags.split() if word.startswith("--")]
     targets = [PARSER.table.by_flag(name) for name in names]
     return [path for path, field in PARSER.table.fields.items() if field in targets]
@@ -45,7 +45,7 @@ def test_a_file_that_gives_a_known_flag_and_its_opposite_is_refused(tmp_path: Pa
         PARSER.parse(["--config", str(file)], check=False)
 
 
-def test_no_file_but_the_translator_imports_a_dialect() -> None:
+def test_only_the_translator_imports_dialects() -> None:
     modules = {dialect.config.__module__ for dialect in TRANSLATOR.dialects}
     assert len(modules) == 4
     importers = set()

@@ -25,7 +25,7 @@ def _write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_nested_and_flat_names_in_any_spelling(tmp_path: Path) -> None:
+def test_names_may_be_nested_or_flat_in_any_spelling(tmp_path: Path) -> None:
     path = _write(
         tmp_path,
         """
@@ -73,7 +73,7 @@ compress: none
     assert [note.split(" ")[0] for note in parsed.notes] == ["--fp8-margin", "--batch-size"]
 
 
-def test_a_section_with_the_name_of_a_field(tmp_path: Path) -> None:
+def test_a_section_may_have_the_name_of_a_field(tmp_path: Path) -> None:
     path = _write(tmp_path, "optimizer:\n  optimizer: sgd\n  lr: 0.5\n")
     config = parse_args(["--config", path]).config
     assert (config.optimizer.optimizer, config.optimizer.lr) == ("sgd", 0.5)
@@ -114,7 +114,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("x: !!python/object/apply:os.getcwd []", ["not valid YAML"]),
     ],
 )
-def test_mistakes_in_a_file_name_the_file_and_the_key(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
     path = _write(tmp_path, text)
     with pytest.raises(UserError) as caught:
         parse_args(["--config", path])
@@ -146,7 +146,7 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
         ({"model": {"num_layers": "x"}}, "model.num_layers: 'x' is not an integer"),
     ],
 )
-def test_from_dict_refuses_what_it_does_not_know(values: object, words: str) -> None:
+def test_from_dict_refuses_unknown_and_invalid_values(values: object, words: str) -> None:
     with pytest.raises(UserError) as caught:
         RunConfig.from_dict(values, location="saved")
     assert str(caught.value).startswith("saved: ")
@@ -162,7 +162,7 @@ def _scalars(field: FieldOption) -> st.SearchStrategy[Any]:
         return st.integers(0, 2**40)
     if field.element is float:
         return st.floats(0, 1e12, allow_nan=False)
-    # Words that a shell could pass, some of which YAML would read as something else.
+    # Words that a shell could pass; YAML would read some of them as other types.
     odd = st.sampled_from(["off", "null", "1e-4", "12:30", "0x1F", "a b", "ünï", "#x", "k: v", "~", "1_000", "'"])
     return st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(lambda text: "x" + text) | odd
 
@@ -177,7 +177,7 @@ def _values(field: FieldOption) -> st.SearchStrategy[Any]:
 
 @st.composite
 def run_values(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
-    """Values for a random choice of fields, by section."""
+    """Values of randomly chosen fields, by section."""
     chosen = draw(st.lists(st.sampled_from(ALL_FIELDS), unique_by=lambda field: field.path, max_size=12))
     values: dict[str, dict[str, Any]] = {}
     for field in chosen:
@@ -239,7 +239,7 @@ def test_describe_shows_every_value_in_its_section() -> None:
     assert any(line.startswith("  data_path ...") and line.endswith(" a") for line in lines)
     assert len(lines) == len(ALL_FIELDS) + len(run_sections())
     names = [line.split()[0] for line in lines[1:]]
-    assert names.index("num_layers") < names.index("num_experts")  # a section's own fields come first
+    assert names.index("num_layers") < names.index("num_experts")  # fields of the section come first
 
 
 def test_describe_shows_the_values_that_differ_from_the_defaults() -> None:

@@ -1,4 +1,4 @@
-"""Clients of a store that do not read, and those that only read slowly."""
+"""Clients of a store that do not read, or read slowly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOM = 1 << 16
 
 @contextmanager
 def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The two ends of a connection; the first one has more to send than the second one has room for."""
+    """Both ends of a connection; the server has more to send than the client can buffer."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM)
         client.connect(listener.getsockname())
@@ -32,7 +32,7 @@ def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _is_open(server: socket.socket) -> bool:
-    """Whether more may be sent, though there may be no room for it."""
+    """Whether the connection is open, even if its buffers are full."""
     try:
         server.send(b"more")
     except TimeoutError:
@@ -42,27 +42,26 @@ def _is_open(server: socket.socket) -> bool:
     return True
 
 
-def _read(client: socket.socket, ended: threading.Event, pause: float) -> None:
-    while not ended.wait(pause):
+def _read(client: socket.socket, stop: threading.Event, pause: float) -> None:
+    while not stop.wait(pause):
         with suppress(OSError):  # the test is over
             client.recv(_ROOM // 2)
 
 
 @pytest.mark.parametrize("pause", [0.15, None])
-def test_who_reads_slowly_is_not_cut_off_and_who_reads_nothing_is(pause: float | None) -> None:
-    """All the time something is left to be sent, to both of them."""
-    ended = threading.Event()
+def test_only_clients_that_do_not_read_are_disconnected(pause: float | None) -> None:
+    stop = threading.Event()
     with _connection() as (server, client):
         if pause is not None:
-            threading.Thread(target=_read, args=(client, ended, pause), daemon=True).start()
+            threading.Thread(target=_read, args=(client, stop, pause), daemon=True).start()
         readers._cut_off(server.getsockname()[1])
         assert readers._unsent_bytes(server) > 0 or pause is None
         assert _is_open(server) == (pause is not None)
-        ended.set()
+        stop.set()
 
 
 @pytest.mark.parametrize("round_trip", [0.3, 0.001])
-def test_who_is_far_away_has_the_time_of_several_round_trips(
+def test_distant_clients_have_the_time_of_several_round_trips(
     round_trip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "_round_trip_seconds", lambda connection: round_trip)
@@ -76,12 +75,12 @@ def test_who_is_far_away_has_the_time_of_several_round_trips(
         timer.join()
 
 
-def test_the_kernel_says_how_much_was_taken_and_how_far_away_a_client_is() -> None:
+def test_acknowledged_bytes_and_round_trips_come_from_the_kernel() -> None:
     with _connection() as (server, client):
         before = readers._acknowledged_bytes(server)
-        taken = len(client.recv(_ROOM, socket.MSG_WAITALL))
+        received = len(client.recv(_ROOM, socket.MSG_WAITALL))
         time.sleep(0.3)
-        assert 0 < taken <= before
-        assert before <= readers._acknowledged_bytes(server) <= before + taken + _ROOM
+        assert 0 < received <= before
+        assert before <= readers._acknowledged_bytes(server) <= before + received + _ROOM
         assert 0 < readers._round_trip_seconds(server) < 0.2
     assert readers._acknowledged_bytes(server) == 0

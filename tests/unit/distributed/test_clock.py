@@ -1,4 +1,4 @@
-"""Clocks of the host and of a device whose work comes later."""
+"""Clocks of the host and of an asynchronous device."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from megatron.distributed.clock import HostClock, clock_of
 from tests.support.fake_device import FakeDevice
 
 
-def test_the_hosts_intervals_are_known_at_once() -> None:
-    now = [5.0]
-    clock, told = HostClock(lambda: now[0]), list[float]()
+def test_intervals_of_the_host_are_known_immediately() -> None:
+    seconds = [5.0]
+    clock, durations = HostClock(lambda: seconds[0]), list[float]()
     start = clock.mark()
-    now[0] = 7.5
-    clock.between(start, clock.mark(), told.append)
-    assert told == [2.5]
+    seconds[0] = 7.5
+    clock.between(start, clock.mark(), durations.append)
+    assert durations == [2.5]
     assert clock.host_time(start) == 5.0
 
 
-def test_a_devices_intervals_are_its_own_and_come_late() -> None:
+def test_intervals_of_a_device_are_reported_later() -> None:
     device = FakeDevice()
-    clock, told = device.clock(), list[float]()
+    clock, durations = device.clock(), list[float]()
     for seconds in (2.0, 3.0):
         start = clock.mark()
         device.launch(seconds)
-        clock.between(start, clock.mark(), told.append)
+        clock.between(start, clock.mark(), durations.append)
     clock.report_known()
-    assert told == []
-    device.now = 2.5  # the host went on; the device is in the second interval
+    assert durations == []
+    device.now = 2.5  # the device is in the second interval
     clock.report_known()
-    assert told == [2.0]
+    assert durations == [2.0]
     device.now = 9.0
     clock.report_known()
     clock.report_known()
-    assert told == [2.0, 3.0]
+    assert durations == [2.0, 3.0]
     assert device.synchronized == 0
 
 
 def test_an_interval_that_ends_on_another_stream_waits_for_both_ends() -> None:
     device = FakeDevice()
-    clock, told = device.clock(), list[float]()
+    clock, durations = device.clock(), list[float]()
     stop = clock.mark()
     device.launch(1.0)
-    clock.between(clock.mark(), stop, told.append)
+    clock.between(clock.mark(), stop, durations.append)
     clock.report_known()
-    assert told == []
+    assert durations == []
     device.now = 1.0
     clock.report_known()
-    assert len(told) == 1
+    assert len(durations) == 1
 
 
-def test_synchronize_waits_and_tells_all() -> None:
+def test_synchronize_waits_and_reports_all() -> None:
     device = FakeDevice()
-    clock, told = device.clock(), list[float]()
+    clock, durations = device.clock(), list[float]()
     start = clock.mark()
     device.launch(4.0)
-    clock.between(start, clock.mark(), told.append)
+    clock.between(start, clock.mark(), durations.append)
     clock.synchronize()
-    assert told == [4.0]
+    assert durations == [4.0]
     assert (device.now, device.synchronized) == (4.0, 1)
 
 
-def test_marks_are_placed_on_the_hosts_clock() -> None:
+def test_marks_have_times_of_the_host() -> None:
     device = FakeDevice()
     device.now = 100.0
     device.launch(1.0)
@@ -74,28 +74,28 @@ def test_marks_are_placed_on_the_hosts_clock() -> None:
     assert clock.host_time(mark) == pytest.approx(101.5)
 
 
-def test_the_device_decides_which_clock() -> None:
+def test_cpus_have_the_clock_of_the_host() -> None:
     assert isinstance(clock_of(torch.device("cpu")), HostClock)
 
 
-def test_on_cuda_events_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = FakeDevice(), list[torch.device]()
+def test_cuda_times_are_those_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, synchronized = FakeDevice(), list[torch.device]()
 
     def event(*, enable_timing: bool) -> object:
         assert enable_timing
         return device.event()
 
-    def synchronize(which: torch.device) -> None:
-        asked.append(which)
+    def synchronize(cuda: torch.device) -> None:
+        synchronized.append(cuda)
         device.synchronize()
 
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    clock, told = clock_of(torch.device("cuda", 3)), list[float]()
+    clock, durations = clock_of(torch.device("cuda", 3)), list[float]()
     start = clock.mark()
     device.launch(1.5)
-    clock.between(start, clock.mark(), told.append)
-    assert asked == []
+    clock.between(start, clock.mark(), durations.append)
+    assert synchronized == []
     clock.synchronize()
-    assert told == [1.5]
-    assert asked == [torch.device("cuda", 3)]
+    assert durations == [1.5]
+    assert synchronized == [torch.device("cuda", 3)]

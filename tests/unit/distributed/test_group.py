@@ -1,4 +1,4 @@
-"""A group of one rank communicates nothing; errors are one line that names the group."""
+"""Groups of a single rank, pairs that post all messages at once, and errors of a single line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alone() -> Group:
     return Group(None, (0,), 0, "alone", "none")
 
 
-def test_a_lone_rank_gets_its_own_values_back_for_nothing(alone: Group) -> None:
+def test_a_single_rank_gets_its_values_without_sending(alone: Group) -> None:
     x = torch.arange(3.0)
     sent = 0
     for call in (alone.all_reduce, alone.broadcast):
@@ -55,7 +55,7 @@ def test_an_error_without_text_is_named_by_its_type() -> None:
     assert first_line(KeyError()) == "KeyError"
 
 
-def test_finishing_work_runs_once(alone: Group) -> None:
+def test_the_finish_function_runs_once(alone: Group) -> None:
     calls: list[int] = []
     pending = Pending(None, 0, "local", finish=lambda: calls.append(1))
     pending.wait()
@@ -63,7 +63,7 @@ def test_finishing_work_runs_once(alone: Group) -> None:
     assert calls == [1]
 
 
-def test_a_single_process_is_every_end_of_the_mesh() -> None:
+def test_a_single_process_is_first_and_last_in_every_group() -> None:
     topology = single_process()
     assert topology.layout.world_size == 1
     assert topology.coordinates.pp == topology.layout.pp - 1 == 0
@@ -74,10 +74,10 @@ def test_a_single_process_is_every_end_of_the_mesh() -> None:
 
 
 class Silent:
-    """The handle of an operation that waits for nothing."""
+    """Handle of a completed operation."""
 
-    def __init__(self, events: list[str], what: str) -> None:
-        self.events, self.what = events, what
+    def __init__(self, events: list[str], operation: str) -> None:
+        self.events, self.what = events, operation
 
     def wait(self) -> None:
         self.events.append(f"wait for {self.what}")
@@ -86,8 +86,8 @@ class Silent:
         return True
 
 
-def test_two_ranks_post_all_their_exchanges_at_once() -> None:
-    """Receives stand before the messages come, whatever is still on its way."""
+def test_two_ranks_post_all_messages_of_exchanges_at_once() -> None:
+    """Receives are posted before messages arrive, whatever is in flight."""
     events: list[str] = []
 
     def irecv(x: Tensor, group: object, tag: int, group_src: int) -> Silent:
@@ -143,11 +143,11 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("text", RECORDED)
-def test_what_backends_say_becomes_one_line(text: str) -> None:
+def test_errors_of_backends_become_one_line(text: str) -> None:
     assert reason(RuntimeError(text)) == RECORDED[text]
 
 
-def test_what_the_device_says_when_it_is_waited_for_names_the_receive() -> None:
+def test_an_error_of_the_device_names_the_receive() -> None:
     class Lost:
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
@@ -155,5 +155,5 @@ def test_what_the_device_says_when_it_is_waited_for_names_the_receive() -> None:
     pending = Pending(None, 0, "receive from rank 1 over pipeline-forward (ranks 0, 1)", _event=Lost())  # type: ignore[arg-type]
     with pytest.raises(CommunicationError) as caught:
         pending.synchronize()
-    wanted = "receive from rank 1 over pipeline-forward (ranks 0, 1) failed: CUDA error: unspecified launch failure"
-    assert str(caught.value) == wanted
+    expected = "receive from rank 1 over pipeline-forward (ranks 0, 1) failed: CUDA error: unspecified launch failure"
+    assert str(caught.value) == expected

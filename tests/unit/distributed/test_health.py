@@ -1,4 +1,4 @@
-"""Who is gone, and that every rank that is left comes to know and ends."""
+"""Failed ranks: every other rank learns which rank failed, and ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HOST = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A beat of 0.05 s."""
+    """Shorten the heartbeat and other intervals."""
     monkeypatch.setattr(health, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(health, "EXPLAIN_SECONDS", 0.4)
     monkeypatch.setattr(health, "GRACE_SECONDS", 0.2)
 
 
 class Rank:
-    """A watch in this process, and what it would have done to its own."""
+    """A watch in this process, which records its exit status instead of ending the process."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Rank:
         self.left.set()
 
     def hang(self) -> None:
-        """Stands still as under SIGSTOP: its connections stay."""
+        """Stop like a process under SIGSTOP: connections stay open."""
         self.watch._stop.set()
         self.watch._thread.join()
 
     def die(self) -> None:
-        """Ends as under SIGKILL: its connections end."""
+        """End like a process under SIGKILL: connections close."""
         self.hang()
         if self.watch._mesh is not None:
             self.watch._mesh.close()
@@ -78,7 +78,7 @@ def _world(size: int, silent_seconds: float = 0.5, grace_seconds: float = 0.2) -
     with ExitStack() as stack:
         for rank in ranks:
             stack.callback(rank.die)
-        with ThreadPoolExecutor(size) as pool:  # each waits for the addresses of its neighbors
+        with ThreadPoolExecutor(size) as pool:  # each waits for the addresses of neighbors
             for done in [pool.submit(rank.watch.start, store, "127.0.0.1", True) for rank in ranks]:
                 done.result(20)
         deadline = time.monotonic() + 20
@@ -89,27 +89,27 @@ def _world(size: int, silent_seconds: float = 0.5, grace_seconds: float = 0.2) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 100, 4096])
-def test_neighbors_know_each_other_and_are_few(size: int) -> None:
+def test_neighbors_are_symmetric_and_few(size: int) -> None:
     every = [neighbors(rank, size) for rank in range(size)]
     assert all(rank in every[other] for rank in range(size) for other in every[rank])
     assert all(rank not in every[rank] for rank in range(size))
     assert max(map(len, every)) <= 2 * max(size - 1, 0).bit_length()
 
 
-@pytest.mark.parametrize("gone", [range(8), range(8, 16), (0, 1, 2, 4, 8)])
-def test_news_reaches_all_whoever_is_gone(gone: range) -> None:
+@pytest.mark.parametrize("failed", [range(8), range(8, 16), (0, 1, 2, 4, 8)])
+def test_news_reaches_all_survivors(failed: range) -> None:
     size = 1024
-    reached, waiting = {20}, [20]
-    while waiting:
-        new = {r for r in neighbors(waiting.pop(), size) if r not in gone} - reached
+    reached, queue = {20}, [20]
+    while queue:
+        new = {r for r in neighbors(queue.pop(), size) if r not in failed} - reached
         reached |= new
-        waiting += new
-    assert len(reached) == size - len(gone)
+        queue += new
+    assert len(reached) == size - len(failed)
 
 
 @pytest.mark.parametrize("size", [2, 5, 16])
 @pytest.mark.parametrize("way", [Rank.hang, Rank.die])
-def test_every_survivor_ends_and_names_who_is_gone(
+def test_every_survivor_ends_and_names_the_failed_rank(
     size: int, way: Callable[[Rank], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for victim in {0, size - 1}:
@@ -124,18 +124,18 @@ def test_every_survivor_ends_and_names_who_is_gone(
             assert ("no sign of life" in lines[0]) == (way is Rank.hang)
 
 
-def test_explain_knows_within_its_time_and_does_not_end_the_process() -> None:
+def test_explain_finds_the_failed_rank_and_does_not_end_the_process() -> None:
     with _world(3, silent_seconds=30.0) as ranks:
         assert ranks[1].watch.explain() is None
         ranks[0].hang()
-        said = ranks[1].watch.explain()
-        assert said is not None
-        assert said.startswith(f"rank 0 on {HOST} stopped answering")
-        assert ranks[2].watch.explain() == said
+        verdict = ranks[1].watch.explain()
+        assert verdict is not None
+        assert verdict.startswith(f"rank 0 on {HOST} stopped answering")
+        assert ranks[2].watch.explain() == verdict
         assert ranks[1].status is None
 
 
-def test_one_that_is_explaining_is_not_ended_where_others_are_at_once() -> None:
+def test_a_rank_that_explains_does_not_end_immediately() -> None:
     with _world(3, silent_seconds=30.0, grace_seconds=0.0) as ranks:
         ranks[0].hang()
         assert ranks[1].watch.explain() is not None
@@ -143,17 +143,19 @@ def test_one_that_is_explaining_is_not_ended_where_others_are_at_once() -> None:
         assert ranks[1].status is None
 
 
-def test_the_first_reason_is_kept_and_told_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_reason_is_sent_to_all(capsys: pytest.CaptureFixture[str]) -> None:
     with _world(9) as ranks:
         ranks[4].watch.report("ValueError: \u00fc" + "x" * 3000 + "\nsecond line")
         ranks[4].die()
-        others = [rank for r, rank in enumerate(ranks) if r != 4]
-        assert all(rank.left.wait(10) for rank in others)
-        assert all((rank.watch.explain() or "").startswith("rank 4 failed: ValueError: \u00fcxxx") for rank in others)
+        survivors = [rank for r, rank in enumerate(ranks) if r != 4]
+        assert all(rank.left.wait(10) for rank in survivors)
+        assert all(
+            (rank.watch.explain() or "").startswith("rank 4 failed: ValueError: \u00fcxxx") for rank in survivors
+        )
         assert max(map(len, capsys.readouterr().err.splitlines())) < LONGEST_LINE
 
 
-def test_who_has_left_in_peace_is_not_missed() -> None:
+def test_ranks_that_stop_normally_are_not_missed() -> None:
     with _world(4) as ranks:
         ranks[0].watch.stop()
         ranks[3].watch.stop()
@@ -162,11 +164,11 @@ def test_who_has_left_in_peace_is_not_missed() -> None:
         assert not any(rank.left.is_set() for rank in ranks)
 
 
-def test_one_that_stood_still_itself_accuses_nobody() -> None:
-    """A process that is stopped and goes on has not seen anyone die, however much time has gone by."""
+def test_a_rank_that_was_stopped_accuses_no_other() -> None:
+    """After SIGSTOP and SIGCONT, elapsed time is no evidence against other ranks."""
     with _world(2, silent_seconds=0.4) as ranks:
         ranks[1].watch._silent_beats = 10**6
-        with ranks[0].watch._lock:  # as long as this is held the thread stands still
+        with ranks[0].watch._lock:  # blocks the thread
             time.sleep(1.0)
         time.sleep(0.3)
         assert ranks[0].watch._verdict is None
@@ -174,13 +176,13 @@ def test_one_that_stood_still_itself_accuses_nobody() -> None:
         assert ranks[0].left.wait(10)
 
 
-def test_slow_ones_are_given_the_time_that_was_asked_for() -> None:
+def test_slow_ranks_have_the_time_of_the_flag() -> None:
     with _world(2, silent_seconds=60.0) as ranks:
         ranks[0].hang()
         assert not ranks[1].left.wait(1.5)
 
 
-def test_a_listener_is_not_disturbed_by_strangers() -> None:
+def test_strangers_do_not_disturb_a_listener() -> None:
     with _world(3) as ranks:
         mesh = ranks[0].watch._mesh
         assert mesh is not None
@@ -194,15 +196,15 @@ def test_a_listener_is_not_disturbed_by_strangers() -> None:
         assert ranks[0].watch._verdict is None
 
 
-def test_a_stranger_may_speak_while_it_gives_way_to_another() -> None:
+def test_a_stranger_may_speak_while_it_is_replaced() -> None:
     mesh = Mesh(0, 2, "127.0.0.1", HOST, local=True)
     with ExitStack() as stack:
         stack.callback(mesh.close)
-        where = mesh._listener.getsockname()
-        links = [stack.enter_context(socket.create_connection(where, 5)) for _ in range(MOST_STRANGERS)]
+        address = mesh._listener.getsockname()
+        links = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(MOST_STRANGERS)]
         while len(mesh._strangers) < MOST_STRANGERS:
             mesh.wait_for_data(1.0)
-        stack.enter_context(socket.create_connection(where, 5))
+        stack.enter_context(socket.create_connection(address, 5))
         for link in links:
             link.sendall(b"0 wrong\n")
         time.sleep(0.1)
@@ -215,18 +217,18 @@ def test_a_stranger_may_speak_while_it_gives_way_to_another() -> None:
     ("master", "local", "everywhere"),
     [("localhost", False, False), ("127.0.0.1", False, False), ("named", True, False), ("named", False, True)],
 )
-def test_a_listener_is_for_those_that_can_mean_it(
+def test_a_listener_is_reachable_only_where_needed(
     master: str, local: bool, everywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name that is a loopback address here, as of a machine's own in /etc/hosts, may be another one elsewhere."""
+    """A name that is a loopback address in /etc/hosts may be another address on other machines."""
     monkeypatch.setattr(mesh, "own_address", lambda master: (socket.AF_INET, "127.0.0.1"))
-    made = Mesh(0, 2, master, HOST, local)
-    assert made._listener.getsockname()[0] == ("0.0.0.0" if everywhere else "127.0.0.1")
-    assert made._address == ("named" if everywhere else "127.0.0.1")
-    made.close()
+    node = Mesh(0, 2, master, HOST, local)
+    assert node._listener.getsockname()[0] == ("0.0.0.0" if everywhere else "127.0.0.1")
+    assert node._address == ("named" if everywhere else "127.0.0.1")
+    node.close()
 
 
-def test_a_neighbor_out_of_reach_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_neighbor_is_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*_: object) -> socket.socket:
         raise ConnectionRefusedError(111, "Connection refused")
 
@@ -235,8 +237,8 @@ def test_a_neighbor_out_of_reach_is_a_note(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(socket, "create_connection", refuse)
     rank = Rank(1, 2)
     rank.watch.start(store, "127.0.0.1")
-    said = capsys.readouterr().err
-    assert "note: rank 1: rank 0 on far cannot be reached at 10.9.9.9:1: [Errno 111] Connection refused" in said
+    printed = capsys.readouterr().err
+    assert "note: rank 1: rank 0 on far cannot be reached at 10.9.9.9:1: [Errno 111] Connection refused" in printed
     rank.watch.stop()
 
 
@@ -251,7 +253,7 @@ def test_a_worker_ends_with_its_launcher(capsys: pytest.CaptureFixture[str]) -> 
     assert "rank 0: rank 0 failed: its launcher is gone" in capsys.readouterr().err
 
 
-def test_only_workers_of_torchrun_are_tied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_of_torchrun_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launcher_pid() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -261,8 +263,7 @@ def test_only_workers_of_torchrun_are_tied_to_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_an_unread_pipe_keeps_no_rank_alive() -> None:
-    """Nobody reads what the rank says, and the pipe is full."""
+def test_a_full_pipe_does_not_keep_a_rank_alive() -> None:
     script = (
         "import os, sys\n"
         "from megatron.distributed import health\n"

@@ -1,4 +1,4 @@
-"""Arithmetic of ranks, against numpy's own indexing of a (pp, dp, tp) array."""
+"""Rank arithmetic against numpy's indexing of a (pp, dp, tp) array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _grid(layout: Layout) -> np.ndarray:
 
 
 @given(layouts)
-def test_tensor_parallel_ranks_are_neighbors_then_data_then_pipeline(layout: Layout) -> None:
+def test_ranks_are_ordered_by_pipeline_data_and_tensor_parallelism(layout: Layout) -> None:
     grid = _grid(layout)
     for (pp, dp, tp), rank in np.ndenumerate(grid):
         assert layout.coordinates(int(rank)) == Coordinates(tp=tp, dp=dp, pp=pp)
@@ -30,14 +30,14 @@ def test_groups_are_the_lines_of_the_grid(layout: Layout) -> None:
     grid = _grid(layout)
     for groups, axis in ((layout.tp_groups(), 2), (layout.dp_groups(), 1), (layout.pp_groups(), 0)):
         lines = {tuple(line) for line in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()}
-        made = list(groups)
-        assert set(made) == lines
-        assert sorted(rank for group in made for rank in group) == list(range(layout.world_size))
+        ranks_of_groups = list(groups)
+        assert set(ranks_of_groups) == lines
+        assert sorted(rank for group in ranks_of_groups for rank in group) == list(range(layout.world_size))
 
 
 @given(layouts, st.integers(1, 5), st.booleans())
-def test_groups_of_experts_cover_those_that_hold_them(layout: Layout, shares: int, folded: bool) -> None:
-    """Over replicas, or folded over tensor-parallel ranks first; together the two kinds are a grid of each stage."""
+def test_groups_of_experts_cover_all_ranks(layout: Layout, shares: int, folded: bool) -> None:
+    """Over replicas, or folded over tensor-parallel ranks first; both kinds form a grid in each stage."""
     ep = shares * layout.tp if folded else shares
     layout = replace(layout, dp=layout.dp * shares, ep=ep, folded=folded)
     shared, equal = list(layout.ep_groups()), list(layout.expert_dp_groups())
@@ -45,10 +45,10 @@ def test_groups_of_experts_cover_those_that_hold_them(layout: Layout, shares: in
     for groups in (shared, equal):
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         for group in groups:
-            places = [layout.coordinates(rank) for rank in group]
-            assert len({place.pp for place in places}) == 1
-            assert folded or len({place.tp for place in places}) == 1
-    assert all(len(set(one) & set(other)) <= 1 for one in shared for other in equal)
+            coordinates = [layout.coordinates(rank) for rank in group]
+            assert len({at.pp for at in coordinates}) == 1
+            assert folded or len({at.tp for at in coordinates}) == 1
+    assert all(len(set(first) & set(second)) <= 1 for first in shared for second in equal)
     for group in shared:
         assert not folded or {layout.coordinates(rank).tp for rank in group} == set(range(layout.tp))
 
@@ -62,7 +62,7 @@ def test_embedding_groups_are_the_ends_of_the_pipelines(layout: Layout) -> None:
 
 
 @given(layouts, st.integers(1, 3))
-def test_an_encoder_decoder_ties_its_inputs_and_its_output(layout: Layout, decoder: int) -> None:
+def test_an_encoder_decoder_ties_inputs_and_output(layout: Layout, decoder: int) -> None:
     layout = replace(layout, pp=layout.pp + decoder, decoder=decoder)
     grid = _grid(layout)
     at = {Tie.WORDS: sorted({0, decoder, layout.pp - 1}), Tie.POSITIONS: [0, decoder]}
@@ -78,6 +78,6 @@ def test_an_encoder_decoder_ties_its_inputs_and_its_output(layout: Layout, decod
 
 
 @given(layouts)
-def test_virtual_stages_go_round_the_ranks(layout: Layout) -> None:
+def test_virtual_stages_alternate_between_ranks(layout: Layout) -> None:
     order = [layout.virtual_stage(pp, chunk) for chunk in range(layout.chunks) for pp in range(layout.pp)]
     assert order == list(range(layout.num_virtual_stages))

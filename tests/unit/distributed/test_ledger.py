@@ -1,4 +1,4 @@
-"""The ledger's arithmetic."""
+"""Accounts and times of the ledger."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def test_accounts_add_up_by_point() -> None:
     ledger.count_message(Point.DP_GRAD, 10, 40)
     ledger.count_message(Point.DP_GRAD, 5)
     ledger.count_message(Point.PP_FWD, 7, 7)
-    taken = ledger.take_totals()
-    assert sorted(taken) == ["dp-grad", "pp-forward"]
-    assert (taken["dp-grad"]["messages"], taken["dp-grad"]["wire_bytes"], taken["dp-grad"]["raw_bytes"]) == (2, 15, 45)
+    totals = ledger.take_totals()
+    assert sorted(totals) == ["dp-grad", "pp-forward"]
+    assert (totals["dp-grad"]["messages"], totals["dp-grad"]["wire_bytes"], totals["dp-grad"]["raw_bytes"]) == (
+        2,
+        15,
+        45,
+    )
     assert ledger.take_totals() == {}
 
 
@@ -42,25 +46,25 @@ def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
 
 
 def test_a_rank_that_only_receives_has_an_account() -> None:
-    """The last stage sends no activations, but it waits for them and decodes them."""
+    """The last stage sends no activations, but waits for them and decodes them."""
     ledger = Ledger()
     ledger.wait_for(Point.PP_FWD, Pending(None, 0, "receive"))
     with ledger.decoding(Point.PP_FWD):
         pass
-    taken = ledger.take_totals()
-    assert taken.keys() == {"pp-forward"}
-    assert taken["pp-forward"]["waited_s"] > 0
-    assert taken["pp-forward"]["messages"] == 0
+    totals = ledger.take_totals()
+    assert totals.keys() == {"pp-forward"}
+    assert totals["pp-forward"]["waited_s"] > 0
+    assert totals["pp-forward"]["messages"] == 0
     assert ledger.take_totals() == {}
 
 
 def _landing(device: FakeDevice, moment: float) -> Pending:
-    """A communication for which the device's stream, not the host, waits."""
+    """A message that the stream of the device, not the host, waits for."""
     return Pending(None, 1, "receive from rank 1", finish=lambda: device.wait_for(moment))
 
 
 def _step(ledger: Ledger, device: FakeDevice) -> None:
-    """3 s of computing, of which 1 before a wait of 2 s and a decoding of 0.5 s, all of it queued at once."""
+    """Queue 1 s of computing, a wait of 2 s, a decoding of 0.5 s and 2 s of computing."""
     with ledger.computing():
         device.launch(1.0)
         ledger.wait_for(Point.PP_FWD, _landing(device, device.free + 2.0))
@@ -69,13 +73,13 @@ def _step(ledger: Ledger, device: FakeDevice) -> None:
         device.launch(2.0)
 
 
-def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
+def test_times_of_a_device_are_those_of_its_stream() -> None:
     device = FakeDevice()
     ledger = Ledger(clock=device.clock())
     with never_waited_for(device):
         _step(ledger, device)
         assert ledger.take_totals()["pp-forward"]["waited_s"] == 0.0  # nothing has happened yet
-        device.now = 3.2  # computing, the wait, and a part of decoding are over
+        device.now = 3.2  # within the decoding
         assert (ledger.take_computed(), ledger.take_totals()["pp-forward"]["waited_s"]) == (1.0, 2.0)
         device.now = 9.0
     ledger.clock.report_known()
@@ -84,23 +88,25 @@ def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
     assert ledger.take_totals() == {}
 
 
-def test_blocks_inside_others_do_not_count_twice() -> None:
-    now = [0.0]
-    ledger = Ledger(clock=HostClock(lambda: now[0]))
+def test_nested_blocks_do_not_count_twice() -> None:
+    seconds = [0.0]
+    ledger = Ledger(clock=HostClock(lambda: seconds[0]))
     ledger.count_message(Point.TP_BWD, 1)
     with ledger.computing():
-        now[0] += 1.0
+        seconds[0] += 1.0
         with ledger.encoding(Point.TP_BWD):
-            now[0] += 10.0
-            ledger.wait_for(Point.TP_BWD, Pending(None, 1, "send", finish=lambda: now.__setitem__(0, now[0] + 100.0)))
-            now[0] += 20.0
-        now[0] += 2.0
+            seconds[0] += 10.0
+            ledger.wait_for(
+                Point.TP_BWD, Pending(None, 1, "send", finish=lambda: seconds.__setitem__(0, seconds[0] + 100.0))
+            )
+            seconds[0] += 20.0
+        seconds[0] += 2.0
     account = ledger.take_totals()["tp-backward"]
     assert (ledger.take_computed(), account["coded_s"], account["waited_s"]) == (3.0, 30.0, 100.0)
     assert ledger.take_computed() == 0.0
 
 
-def test_what_happens_aside_does_not_count_even_when_it_is_read_late() -> None:
+def test_uncounted_blocks_do_not_count_even_if_read_late() -> None:
     device = FakeDevice()
     ledger = Ledger(clock=device.clock())
     ledger.count_message(Point.PP_FWD, 5)
@@ -113,7 +119,7 @@ def test_what_happens_aside_does_not_count_even_when_it_is_read_late() -> None:
     assert (account["wire_bytes"], account["waited_s"], ledger.take_computed()) == (5, 2.0, 3.0)
 
 
-def test_a_cleared_ledger_forgets_what_is_read_late() -> None:
+def test_a_cleared_ledger_forgets_times_read_late() -> None:
     device = FakeDevice()
     ledger = Ledger(clock=device.clock())
     _step(ledger, device)
@@ -122,13 +128,13 @@ def test_a_cleared_ledger_forgets_what_is_read_late() -> None:
     assert (ledger.take_totals(), ledger.take_computed()) == ({}, 0.0)
 
 
-def test_decoding_counts_where_nothing_was_waited_for() -> None:
-    """The message of a rank that only receives was there already."""
-    now = [0.0]
-    ledger = Ledger(clock=HostClock(lambda: now[0]))
+def test_decoding_counts_without_a_wait() -> None:
+    """The message had already arrived."""
+    seconds = [0.0]
+    ledger = Ledger(clock=HostClock(lambda: seconds[0]))
     ledger.wait_for(Point.PP_BWD, Pending(None, 0, "receive from rank 1"))
     with ledger.decoding(Point.PP_BWD):
-        now[0] += 1.0
+        seconds[0] += 1.0
     assert ledger.take_totals()["pp-backward"]["coded_s"] == 1.0
 
 
@@ -139,7 +145,7 @@ def test_a_point_without_traffic_has_no_account() -> None:
     assert ledger.take_totals() == {}
 
 
-def test_a_group_of_one_waits_for_nothing() -> None:
+def test_a_group_of_a_single_rank_does_not_wait() -> None:
     ledger = Ledger()
     ledger.wait_for(Point.DP_GRAD, Pending(None, 0, NOTHING))
     assert ledger.take_totals() == {}

@@ -1,4 +1,4 @@
-"""What launchers put into the environment."""
+"""Environment variables of launchers, and the rendezvous."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _read(
 ) -> tuple[int, int, int]:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = LaunchEnvironment.read(local_rank)
-    return found.rank, found.world_size, found.local_rank
+    environment = LaunchEnvironment.read(local_rank)
+    return environment.rank, environment.world_size, environment.local_rank
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -52,17 +52,16 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_torchrun_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read(monkeypatch, TORCHRUN) == (5, 8, 1)
 
 
 def test_torchrun_inside_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One srun task per node starts torchrun, whose word counts."""
+    """A task of srun per node starts torchrun, which has priority."""
     assert _read(monkeypatch, {**SRUN, **TORCHRUN}) == (5, 8, 1)
 
 
-def test_srun_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every task is one rank, not a run of its own."""
+def test_each_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read(monkeypatch, SRUN) == (3, 4, 1)
 
 
@@ -70,22 +69,22 @@ def test_srun_with_an_exported_world_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert _read(monkeypatch, {**SRUN, "WORLD_SIZE": "8"}) == (3, 8, 1)
 
 
-def test_a_batch_script_without_srun_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_without_srun_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read(monkeypatch, BATCH_STEP) == (0, 1, 0)
 
 
-def test_nothing_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_environment_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read(monkeypatch, {}) == (0, 1, 0)
     assert _read(monkeypatch, {"RANK": "3"}) == (0, 1, 0)
 
 
-def test_local_rank_flag_is_below_the_variable_and_above_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_rank_flag_has_priority_over_slurm_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read(monkeypatch, {}, 2) == (0, 1, 2)
     assert _read(monkeypatch, SRUN, 2)[2] == 2
     assert _read(monkeypatch, TORCHRUN, 2)[2] == 1
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"WORLD_SIZE is 'many', not a number"):
         _read(monkeypatch, {"RANK": "0", "WORLD_SIZE": "many"})
 
@@ -101,7 +100,7 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
-    """Without MASTER_ADDR the ranks of srun meet at the step's first node."""
+    """Without MASTER_ADDR, ranks of srun meet at the first node of the step."""
     monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
     monkeypatch.setenv("MASTER_PORT", "no-port")
     env = LaunchEnvironment(rank=1, world_size=2, local_rank=0)
@@ -112,7 +111,7 @@ def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("launchers", ["True", ""])
-def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
+def test_an_unresponsive_listener_is_an_error_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch, launchers: str
 ) -> None:
     monkeypatch.setattr("megatron.distributed.store._SPARE_SECONDS", 0.2)
@@ -122,17 +121,17 @@ def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
         port = silent.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         start = time.monotonic()
-        what = (
+        problem = (
             "what listens there has not answered as a rendezvous does in 2 s: another service, or a process that hangs?"
         )
-        where = f"rank 1 of 2 cannot join the process group at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): {what}"
-        with pytest.raises(CommunicationError, match=re.escape(where)):
+        message = f"rank 1 of 2 cannot join the process group at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): {problem}"
+        with pytest.raises(CommunicationError, match=re.escape(message)):
             init_process_group(LaunchEnvironment(1, 2, 1), "gloo", 1.3 / 60)
         assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_do_not_wait_where_other_machines_do_not_reach_the_first(
+def test_a_loopback_master_address_is_refused_immediately(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     debian(monkeypatch)
@@ -147,8 +146,8 @@ def test_ranks_do_not_wait_where_other_machines_do_not_reach_the_first(
     assert "set MASTER_ADDR to the address that others use, or LOCAL_WORLD_SIZE" in line
 
 
-def test_ranks_of_one_machine_meet_at_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever address it has there; and so do those of a launcher, which serves the store at others, too."""
+def test_ranks_of_a_single_machine_meet_at_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its address is; and so do ranks of a launcher, which serves the store at other addresses as well."""
     debian(monkeypatch)
     monkeypatch.setenv("MASTER_ADDR", "debian")
     with socket.create_server(("127.0.1.1", 0)) as free:
@@ -167,7 +166,7 @@ def test_ranks_of_one_machine_meet_at_its_own_name(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("nodes", "local"), [("1", 4), ("2", None)])
-def test_ranks_of_srun_know_whether_all_are_on_one_machine(
+def test_ranks_of_srun_know_whether_all_are_on_a_single_machine(
     nodes: str, local: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -176,19 +175,19 @@ def test_ranks_of_srun_know_whether_all_are_on_one_machine(
     assert LaunchEnvironment.read().local_world_size == local
 
 
-def test_the_reason_is_left_where_torchrun_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_reason_is_written_to_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     leave_reason("nobody asked")
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     leave_reason("rank 1 failed: ValueError: bad\nmore")
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
-    said = ChildFailedError("x", {1: failure}).format_msg()
-    assert said.splitlines()[-2] == "  traceback : rank 1 failed: ValueError: bad"
+    printed = ChildFailedError("x", {1: failure}).format_msg()
+    assert printed.splitlines()[-2] == "  traceback : rank 1 failed: ValueError: bad"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
     leave_reason("a disk that is full changes nothing")
 
 
-def test_gloo_lives_on_the_cpu() -> None:
+def test_gloo_runs_on_the_cpu() -> None:
     assert pick_device("gloo", 3) == torch.device("cpu")
 
 
@@ -210,7 +209,7 @@ def test_gloo_lives_on_the_cpu() -> None:
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
     ],
 )
-def test_what_no_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], words: str) -> None:
+def test_invalid_variables_are_refused(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         _read(monkeypatch, env)
     assert len(str(caught.value)) < 200
@@ -223,22 +222,22 @@ def test_what_no_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, env: 
     ),
     st.none() | st.integers(-(10**30), 10**30),
 )  # fmt: skip
-def test_any_environment_is_a_rank_or_one_line(env: dict[str, str], local_rank: int | None) -> None:
+def test_any_environment_is_a_rank_or_an_error_of_one_line(env: dict[str, str], local_rank: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
         try:
-            found = LaunchEnvironment.read(local_rank)
+            environment = LaunchEnvironment.read(local_rank)
         except UserError as error:
             message = str(error)
         else:
             message = "a rank"
-            assert 0 <= found.rank < found.world_size
-            assert 0 <= found.local_rank < 1 << 16
+            assert 0 <= environment.rank < environment.world_size
+            assert 0 <= environment.local_rank < 1 << 16
     assert len(message.splitlines()) == 1
 
 
-def test_a_program_ends_with_status_2_before_it_begins(
+def test_an_invalid_environment_ends_a_program_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "four")
@@ -247,18 +246,18 @@ def test_a_program_ends_with_status_2_before_it_begins(
 
 
 @pytest.mark.parametrize(
-    ("given", "used", "noted"), [(None, "32", False), ("1", "32", True), ("x", "32", True), ("16", "16", False)]
+    ("setting", "used", "noted"), [(None, "32", False), ("1", "32", True), ("x", "32", True), ("16", "16", False)]
 )
-def test_streams_have_hardware_queues_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str, noted: bool
+def test_streams_have_separate_hardware_queues(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, used: str, noted: bool
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)
-    if given is not None:
-        monkeypatch.setenv(name, given)
+    if setting is not None:
+        monkeypatch.setenv(name, setting)
     note = open_queues()
     assert os.environ[name] == used
-    assert (note is not None and f"not {given}:" in note) == noted
+    assert (note is not None and f"not {setting}:" in note) == noted
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_streams_have_hardware_queues_of_their_own(
     ids=str,
 )
 def test_a_rank_knows_its_node(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], node: str) -> None:
-    """By the launcher's word, whose own ranks only count; a shell in a Slurm job has its job's variables, too."""
+    """By variables of its launcher; a shell in a Slurm job has variables of Slurm as well."""
     for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

@@ -1,4 +1,4 @@
-"""What a trace records, and when its file is there."""
+"""Traces: recorded iterations and spans, and their file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tools.merge_traces import read_trace
 
 
 def _steps(trace: Trace, count: int) -> int:
-    """Steps with a forward that holds an encode and a wait for a send; how often the ranks met."""
-    met = 0
+    """Run steps with a forward that contains an encode and a wait; return the number of meetings of the ranks."""
+    meetings = 0
 
     def meet() -> None:
-        nonlocal met
-        met += 1
+        nonlocal meetings
+        meetings += 1
 
     trace._meet = meet
     ledger = Ledger(observers=[trace])
@@ -44,10 +44,10 @@ def _steps(trace: Trace, count: int) -> int:
         with ledger.span("evaluation"):
             pass
         trace.end_step()
-    return met
+    return meetings
 
 
-def test_only_the_iterations_asked_for_are_recorded(tmp_path: Path) -> None:
+def test_only_the_requested_iterations_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert _steps(Trace(path, 3, "pp 1", 2, 4, world_size=8, run="ab"), 6) == 1
     content = json.loads(path.read_text())
@@ -77,20 +77,20 @@ def test_spans_nest(tmp_path: Path) -> None:
     assert spans["encode"]["dur"] >= 2000
 
 
-def test_nothing_looks_on_unless_asked() -> None:
+def test_without_a_trace_there_are_no_observers() -> None:
     ledger = tiny_engines({}).ledger
     assert ledger.observers == []
     assert isinstance(ledger.span("forward"), nullcontext)
 
 
-def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_file_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gone" / "trace.json"
     _steps(Trace(path, 0, "", 0, 1), 2)
     assert f"warning: the trace {path} cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 class _Kernels:
-    """Finds one kernel in each iteration."""
+    """Reports a kernel in each iteration."""
 
     def __init__(self) -> None:
         self.running = False
@@ -104,8 +104,8 @@ class _Kernels:
         return [{"name": "gemm", "cat": "kernel", "tid": FIRST_STREAM + 7, "ts": 5.0, "dur": 2.0}]
 
 
-def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
-    """The host is done at once; the device is not, and nothing waits for it between the ends of an iteration."""
+def test_spans_of_a_device_have_its_times(tmp_path: Path) -> None:
+    """The host does not wait for the device within an iteration."""
     path, device, kernels = tmp_path / "trace.json", FakeDevice(), _Kernels()
     device.now = 1000.0
     clock = device.clock()
@@ -125,7 +125,7 @@ def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
         assert kernels.running
         trace.end_step()
         assert not kernels.running
-    events = read_trace(path).events  # tools/merge_traces.py takes it
+    events = read_trace(path).events  # tools/merge_traces.py reads it
     spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert spans[:4] == [
         ("wait", 1002.0, 3.0),
@@ -135,8 +135,8 @@ def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
     ]
     assert [start for name, start, _ in spans if name == "iteration"] == [1000.0, 1006.0]
     assert [(e["ph"], e["ts"] / 1e6) for e in events if e["ph"] in "be"][:2] == [("b", 1000.0), ("e", 1005.0)]
-    found = [e for e in events if e.get("cat") == "kernel"]
-    assert [(e["args"]["iteration"], e["pid"], e["ts"], e["dur"]) for e in found] == [
+    kernel_events = [e for e in events if e.get("cat") == "kernel"]
+    assert [(e["args"]["iteration"], e["pid"], e["ts"], e["dur"]) for e in kernel_events] == [
         (0, 0, 5.0, 2.0),
         (1, 0, 5.0, 2.0),
     ]
@@ -144,8 +144,8 @@ def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
     assert named == {0: "compute and waits", FIRST_STREAM + 7: "device, stream 7"}
 
 
-def test_kernels_of_the_profilers_trace() -> None:
-    """Times count from the profiler's base; what the host did is left out."""
+def test_kernels_are_read_from_the_profilers_trace() -> None:
+    """Times count from the base of the profiler; events of the host are left out."""
     kernel = {"ph": "X", "cat": "kernel", "name": "k" * 999, "pid": 0, "tid": 20, "ts": 2.5, "dur": 1.25, "args": {}}
     host = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 9, "ts": 1.0, "dur": 1.0}
     named = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 20, "ts": 0, "args": {}}
@@ -157,8 +157,8 @@ def test_kernels_of_the_profilers_trace() -> None:
     ]
 
 
-def test_the_profilers_times_are_those_of_the_clock_on_the_wall(tmp_path: Path) -> None:
-    """What torch writes: its base and an event's time together are microseconds since 1970, as the spans' are."""
+def test_times_of_the_profiler_are_wall_clock_times(tmp_path: Path) -> None:
+    """In torch's file, base plus event time is in microseconds since 1970, like the times of spans."""
     before = time.time()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         torch.zeros(1).add_(1)
@@ -168,6 +168,6 @@ def test_the_profilers_times_are_those_of_the_clock_on_the_wall(tmp_path: Path) 
     for event in content["traceEvents"]:
         event["cat"] = "kernel"
         event["tid"] = 0
-    found = kernels_of(content)
-    assert any(event["name"] == "aten::add_" for event in found)
-    assert all(before - 1 <= event["ts"] / 1e6 <= time.time() + 1 for event in found)
+    kernel_events = kernels_of(content)
+    assert any(event["name"] == "aten::add_" for event in kernel_events)
+    assert all(before - 1 <= event["ts"] / 1e6 <= time.time() + 1 for event in kernel_events)

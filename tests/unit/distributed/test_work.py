@@ -1,4 +1,4 @@
-"""Handles of several operations, whose parts do not tell whether they are done before they are waited for."""
+"""Handles of several operations that do not know whether they are complete without a wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.distributed.work import Together
 
 
 class _Message:
-    """Like gloo's: it can be waited for once."""
+    """A handle that can be waited for once, like gloo's."""
 
     def __init__(self, fails: bool = False) -> None:
         self.come, self.fails, self.waits = threading.Event(), fails, 0
@@ -27,35 +27,35 @@ class _Message:
         return False
 
 
-def _soon(both: Together) -> bool:
+def _completes(work: Together) -> bool:
     deadline = time.monotonic() + 10
-    while not both.is_completed() and time.monotonic() < deadline:
+    while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
-    return both.is_completed()
+    return work.is_completed()
 
 
-def test_who_asks_learns_that_all_have_come() -> None:
+def test_is_completed_is_true_after_all_messages() -> None:
     first, second = _Message(), _Message()
-    both = Together((first, second))
-    assert not both.is_completed()
+    work = Together((first, second))
+    assert not work.is_completed()
     second.come.set()
-    assert not both.is_completed()
+    assert not work.is_completed()
     first.come.set()
-    assert _soon(both)
-    both.wait()
+    assert _completes(work)
+    work.wait()
     assert first.waits == second.waits == 1
 
 
 def test_a_failure_is_raised_by_wait() -> None:
     message = _Message(fails=True)
-    both = Together((message,))
+    work = Together((message,))
     message.come.set()
-    assert _soon(both)
+    assert _completes(work)
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        both.wait()
+        work.wait()
 
 
-def test_nobody_asks() -> None:
+def test_wait_alone_starts_no_thread() -> None:
     message = _Message()
     message.come.set()
     threads = threading.active_count()

@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of what the build reads."""
+    """A copy of the files that the build reads."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, tmp_path / name)
     shutil.copytree(REPO / "megatron" / "kernels" / "csrc", tmp_path / "megatron" / "kernels" / "csrc")
@@ -35,33 +35,33 @@ def _build(project: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def _without_code(project: Path) -> None:
-    """A source of nothing, which takes no time."""
+    """Replace the sources with a trivial file."""
     (csrc := project / "megatron" / "kernels" / "csrc").rename(project / "all")
     (csrc / "cpu").mkdir(parents=True)
     (csrc / "binding.cpp").write_text("int nothing() { return 0; }\n")
 
 
-def test_what_compiles_is_put_in_its_place(project: Path) -> None:
+def test_a_compiled_extension_is_put_into_the_package(project: Path) -> None:
     _without_code(project)
     done = _build(project, CXX="g++", CC="gcc", MEGATRON_CC_BUILD="require")
     assert done.returncode == 0, done.stderr
     assert len(list((project / "megatron" / "kernels").glob("_native*.so"))) == 1
 
 
-def test_without_a_compiler_the_installation_goes_on_and_says_so(project: Path) -> None:
+def test_a_missing_compiler_is_a_warning(project: Path) -> None:
     done = _build(project)
     assert done.returncode == 0, done.stderr
     assert "kernels were not compiled" in done.stdout + done.stderr
     assert list(project.rglob("_native*.so")) == []
 
 
-def test_required_kernels_stop_it(project: Path) -> None:
+def test_a_missing_compiler_is_an_error_if_kernels_are_required(project: Path) -> None:
     assert _build(project, MEGATRON_CC_BUILD="require").returncode != 0
 
 
 @pytest.mark.parametrize("required", ["", "require"])
-def test_a_link_that_fails_is_as_a_compiler_that_does(project: Path, required: str) -> None:
-    """Also the last step: an environment without CUDA's libraries, for example."""
+def test_a_failed_link_is_treated_like_a_failed_compilation(project: Path, required: str) -> None:
+    """For example, without CUDA's libraries."""
     tools = {"CXX": "g++", "CC": "gcc", "LDFLAGS": "-lno-such-library", "CFLAGS": "-O0", "MEGATRON_CC_BUILD": required}
     _without_code(project)
     done = _build(project, **tools)
@@ -70,13 +70,13 @@ def test_a_link_that_fails_is_as_a_compiler_that_does(project: Path, required: s
     assert list(project.rglob("_native*.so")) == []
 
 
-def test_where_cudas_do_not_compile_those_for_cpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_working_cuda_kernels_those_for_cpus_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def run(self: BuildExtension) -> None:
         (extension,) = self.extensions
-        assert not extension._needs_stub  # as setuptools asks of all that it knows
-        assert self.compiler is None  # or new_compiler would not know it
+        assert not extension._needs_stub  # setuptools checks this
+        assert self.compiler is None  # new_compiler needs None
         assert self.inplace
         self.compiler, self.inplace = object(), False
         tried.append(*extension.sources)
@@ -99,7 +99,7 @@ def test_where_cudas_do_not_compile_those_for_cpus_do(monkeypatch: pytest.Monkey
         command.run()
 
 
-def test_they_can_be_left_out(project: Path) -> None:
+def test_kernels_can_be_skipped(project: Path) -> None:
     done = _build(project, MEGATRON_CC_BUILD="skip")
     assert done.returncode == 0, done.stderr
     assert "kernels" not in done.stderr

@@ -1,4 +1,4 @@
-"""The CUDA kernels where there is no GPU: they compile for every architecture, and an emulator runs their logic."""
+"""CUDA kernels without a GPU: they compile, and an emulator runs their logic."""
 
 from __future__ import annotations
 
@@ -47,23 +47,17 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(CXX) is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("emulated")
-    shim = [
-        "-O1",
-        "-U_FORTIFY_SOURCE",
-        "-DMCC_EMULATED",
-        "-DMCC_CUDA",
-        f"-I{REPO / 'tests/support/cuda_emulator'}",
-        "-Wno-unknown-pragmas",
-    ]
+    shim = ["-O1", "-U_FORTIFY_SOURCE", "-DMCC_EMULATED", "-DMCC_CUDA", "-Wno-unknown-pragmas"]
+    shim.append(f"-I{REPO / 'tests/support/cuda_emulator'}")
 
-    def compile_one(source: Path) -> str:
+    def compile_source(source: Path) -> str:
         target = folder / f"{source.stem}.o"
         language = ["-x", "c++"] if source.suffix == ".cu" else []
         _run([CXX, *COMMON, *shim, *INCLUDES, *language, "-c", str(source), "-o", str(target)])
         return str(target)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, [CSRC / "binding.cpp", *_sources()]))
+        objects = list(pool.map(compile_source, [CSRC / "binding.cpp", *_sources()]))
     library = folder / "emulated.so"
     _run([CXX, "-shared", *objects, *LIBRARIES, "-o", str(library)])
     torch.ops.load_library(str(library))
@@ -99,7 +93,7 @@ def test_scales_over_many_pieces(device: str) -> None:
 
 
 def test_topk(device: str) -> None:
-    """Rows within a block, of several blocks, and of several that are not all aligned to 16 bytes."""
+    """Rows within a block, of several blocks, and of several blocks not aligned to 16 bytes."""
     checks.check_topks(device, [(1, 1), (3, 100), (2, 4096), (2, 4097), (1, 33_000), (3, 20_001)])
 
 
@@ -110,7 +104,7 @@ def test_dilation_and_places(device: str) -> None:
         checks.check_places(checks.noise((900,), radius, device), mask.view(-1).nonzero().view(-1))
 
 
-def test_places_outside_are_left_out(device: str) -> None:
+def test_places_out_of_range_are_ignored(device: str) -> None:
     checks.check_places_outside(device)
 
 
@@ -121,13 +115,15 @@ def test_norms_and_histograms(device: str) -> None:
 @pytest.mark.parametrize("rank", [0, 5, 37])
 def test_bases(device: str, rank: int) -> None:
     for n, r, power in ((1, 1, 0), (37, 37, -60), (70, 33, 60)):
-        own = min(rank, n, r)
-        checks.check_bases(checks.noise((2, n, own), 0, device) @ checks.noise((2, own, r), 1, device) * 2.0**power)
+        rank_of_input = min(rank, n, r)
+        checks.check_bases(
+            checks.noise((2, n, rank_of_input), 0, device) @ checks.noise((2, rank_of_input, r), 1, device) * 2.0**power
+        )
 
 
 @pytest.mark.parametrize("rank", [8, 33, 96, 128, 129])
-def test_bases_of_stacks_whose_matrices_go_three_ways(device: str, rank: int) -> None:
-    """Up to 32, 64, 96 and 128 columns, and more, have a kernel each."""
+def test_bases_of_stacks_of_different_matrices(device: str, rank: int) -> None:
+    """There are kernels for up to 32, 64, 96 and 128 columns, and for more."""
     checks.check_mixed_bases(device, rank)
 
 
@@ -135,11 +131,11 @@ def test_bases_begin_with_those_of_fewer_columns(device: str) -> None:
     checks.check_leading_bases(device, (6, 8, 31, 32, 33, 64, 65, 96, 97, 128))
 
 
-def test_bases_of_zeros_and_of_what_is_not_finite(device: str) -> None:
+def test_bases_of_zeros_and_non_finite_matrices(device: str) -> None:
     checks.check_extraordinary_bases(device)
 
 
-def test_bases_that_take_a_second_round(device: str) -> None:
+def test_bases_that_need_a_second_iteration(device: str) -> None:
     u, v = (torch.linalg.qr(checks.noise((40, 40), i, device).double()).Q for i in range(2))
     stack = [(u * torch.logspace(0, -power, 40, dtype=torch.float64) @ v).float() for power in (0, 3, 4, 8)]
     checks.check_bases(torch.stack(stack))
@@ -147,30 +143,17 @@ def test_bases_that_take_a_second_round(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", checks.DTYPES)
 def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
-    """Rows that are and are not aligned to 16 bytes, shorter and longer than a block, with and without padding."""
-    for tokens, columns, valid in (
-        (1, 1, 1),
-        (3, 40, 40),
-        (4, 96, 70),
-        (3, 1111, 1100),
-        (2, 1152, 1030),
-        (2, 5000, 4999),
-    ):
+    """Rows aligned to 16 bytes or not, shorter and longer than a block, with and without padding."""
+    sizes = ((1, 1, 1), (3, 40, 40), (4, 96, 70), (3, 1111, 1100), (2, 1152, 1030), (2, 5000, 4999))
+    for tokens, columns, valid in sizes:
         checks.check_cross_entropies(device, dtype, tokens, columns, valid, 3.0)
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES)
 def test_combined_rows(device: str, dtype: torch.dtype) -> None:
-    """Rows that are and are not aligned to 16 bytes, one number and more than a block; tokens without any row."""
-    for shape in (
-        (1, 1, 1, 0),
-        (5, 2, 40, 0),
-        (4, 3, 96, 5),
-        (3, 2, 1111, 2),
-        (2, 8, 2056, 3),
-        (3, 2, 8, 6),
-        (0, 2, 8, 0),
-    ):
+    """Rows aligned to 16 bytes or not, of a single number to several blocks; tokens without rows."""
+    small = ((1, 1, 1, 0), (5, 2, 40, 0), (4, 3, 96, 5), (3, 2, 8, 6), (0, 2, 8, 0))
+    for shape in (*small, (3, 2, 1111, 2), (2, 8, 2056, 3)):
         checks.check_combined_rows(device, dtype, *shape)
 
 
@@ -183,7 +166,7 @@ def test_float8(device: str) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-def test_messages_that_decide_by_tiles(device: str, role: Role) -> None:
+def test_tiled_messages(device: str, role: Role) -> None:
     tile_checks.check_tilings(device, (0, 5, 2600), role)
 
 
@@ -198,11 +181,18 @@ NVCC = shutil.which("nvcc")
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
-def test_every_kernel_compiles_for_every_architecture_and_the_whole_links(tmp_path: Path) -> None:
-    """Warnings are errors and no kernel spills registers. The extension loads as far as a torch without CUDA goes: its
-    CPU, CUDA and meta operators register, the one function that only a CUDA torch has is bound when it is called."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_all_kernels_compile_and_the_extension_links(every: bool, tmp_path: Path) -> None:
+    """For the oldest architecture or for every architecture, without warnings and spilled registers. The operators
+    register even with a torch without CUDA; the only function of a CUDA torch is bound when it is called."""
     assert NVCC is not None
-    flags = [*build.CUDA_FLAGS, *build.gencode_flags(), "-Werror=all-warnings", "-Xptxas=-v,-warn-spills"]
+    architectures = build.gencode_flags()
+    flags = [
+        *build.CUDA_FLAGS,
+        *(architectures if every else architectures[:1]),
+        "-Werror=all-warnings",
+        "-Xptxas=-v,-warn-spills",
+    ]
 
     def compile_cuda(source: Path) -> tuple[str, str]:
         target = str(tmp_path / f"{source.stem}.cu.o")
@@ -212,19 +202,19 @@ def test_every_kernel_compiles_for_every_architecture_and_the_whole_links(tmp_pa
         target = str(tmp_path / f"{source.stem}.o")
         toolkit = Path(str(NVCC)).resolve().parents[1] / "include"
         macros = ["-DMCC_CUDA", "-DUSE_CUDA", "-isystem", str(toolkit)]
-        fast = ["-O0"]  # the code itself is compiled and tested elsewhere
+        fast = ["-O0"]  # other tests compile and run this code
         _run([CXX, *COMMON, *fast, "-fopenmp", *macros, *INCLUDES, "-c", str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(2) as pool:
         compiled = list(pool.map(compile_cuda, _sources()))
         objects = list(pool.map(compile_cpp, [CSRC / "binding.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]))
-    log = "".join(text for _, text in compiled)
-    assert len(re.findall(r"Function properties", log)) >= 3 * 25
+    log, count = "".join(text for _, text in compiled), 3 if every else 1
+    assert len(re.findall(r"Function properties", log)) >= 25 * count
     for kernel in ("quantize_lanes", "dequantize_words", "errors_in_lanes", "errors_of_tiles", "rank_marked"):
-        assert len(re.findall(rf"Function properties for \w*{kernel}", log)) >= 3, kernel
+        assert len(re.findall(rf"Function properties for \w*{kernel}", log)) >= count, kernel
     assert re.findall(r"[1-9]\d* bytes spill (?:stores|loads)", log) == []
-    library = tmp_path / "whole.so"
+    library = tmp_path / "extension.so"
     _run([str(NVCC), "-shared", "-cudart=static", "-Xcompiler=-fopenmp", *objects, *(t for t, _ in compiled),
           *LIBRARIES, "-o", str(library)])  # fmt: skip
     script = (

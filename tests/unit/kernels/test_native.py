@@ -1,4 +1,4 @@
-"""The compiled kernels against the reference implementations, on the CPU; tests/gpu runs the same checks on CUDA."""
+"""Compiled kernels against the reference implementations on the CPU; tests/gpu runs these checks on CUDA."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DEVICE = "cpu"
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    """The reference implementations must not stand in for what is tested."""
+    """The reference implementations must not replace the kernels."""
     assert native.problem() is None
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 @pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
 def test_codecs_give_the_reference_bits(role: Role, seed: int | None) -> None:
-    """All widths, layouts, methods and grids, over lengths around the kernels' chunks, in all types."""
+    """All widths, layouts, methods, grids and types, and lengths around the chunks of the kernels."""
     for number, grid in enumerate(checks.grids()):
         for count in (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000):
             dtype = checks.DTYPES[number % 3]
@@ -51,7 +51,7 @@ def test_codecs_split_over_threads_give_the_reference_bits() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-def test_messages_that_decide_by_tiles_give_the_reference_bits(role: Role) -> None:
+def test_tiled_messages_give_the_reference_bits(role: Role) -> None:
     tile_checks.check_tilings(DEVICE, (0, 5, 999, 5000), role)
 
 
@@ -77,14 +77,14 @@ def test_errors_and_maps_of_tiles() -> None:
 def test_special_numbers_give_the_reference_bits(
     grid: Grid, count: int, dtype: torch.dtype, power: int, seed: int
 ) -> None:
-    """Zeros of both signs, NaN, infinities, subnormal and huge ones."""
+    """Zeros of both signs, NaN, infinities, subnormal and huge numbers."""
     count = count // grid.group * grid.group if grid.layout is ScaleLayout.CHANNEL else count
     x = checks.spoil(checks.noise((count,), seed, DEVICE) * 2.0**power, seed).to(dtype)
     checks.check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_whole_sixty_fours(bits: int) -> None:
+def test_multiples_of_64_give_the_reference_bits(bits: int) -> None:
     checks.check_whole_64s(DEVICE, bits)
 
 
@@ -96,24 +96,20 @@ def test_whole_sixty_fours(bits: int) -> None:
     levels=st.sampled_from([1, 3, 50, 0]),
     seed=st.integers(0, 99),
 )
-def test_topk_is_the_stable_sorts(rows: int, n: int, share: float, levels: int, seed: int) -> None:
-    """With many ties (few levels), and with numbers that are not finite."""
+def test_topk_is_that_of_a_stable_sort(rows: int, n: int, share: float, levels: int, seed: int) -> None:
+    """With many ties (few levels), and with non-finite numbers."""
     x = checks.noise((rows, n), seed, DEVICE)
     x = (x * levels).round() if levels else checks.spoil(x, seed)
     checks.check_topk(x, int(share * n))
 
 
-def test_topk_over_threads() -> None:
+def test_topk_with_several_threads() -> None:
     x = checks.noise((1, 300_000), 0, DEVICE)
     for threads in (1, 2, 3):
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            for count in (1, 3000, 150_000, 299_999):
-                checks.check_topk(x, count)
-                checks.check_topk((x * 2).round(), count)
-        finally:
-            torch.set_num_threads(before)
+        for count in (1, 3000, 150_000, 299_999):
+            checks.check_topk(x, count)
+            checks.check_topk((x * 2).round(), count)
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,7 +128,9 @@ def test_dilation_and_places(rows: int, n: int, radius: int, seed: int) -> None:
     spoiled=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example(count=3372, dtype=torch.bfloat16, stride=1, spoiled=False, seed=74)  # a quotient that must be rounded once
+@example(
+    count=3372, dtype=torch.bfloat16, stride=1, spoiled=False, seed=74
+)  # a quotient that must not be rounded twice
 def test_norms_and_histograms(count: int, dtype: torch.dtype, stride: int, spoiled: bool, seed: int) -> None:
     x = checks.noise((count,), seed, DEVICE, dtype)
     x = checks.spoil(x, seed) if spoiled else x
@@ -150,14 +148,14 @@ def test_norms_and_histograms(count: int, dtype: torch.dtype, stride: int, spoil
     seed=st.integers(0, 9),
 )
 def test_bases_of_any_rank(k: int, n: int, r: int, rank: int, power: int, seed: int) -> None:
-    """Full rank, deficient, zero; tiny and huge."""
+    """Full rank, deficient and zero; tiny and huge."""
     r, rank = min(n, r), min(n, r, rank)
     x = checks.noise((k, n, rank), seed, DEVICE) @ checks.noise((k, rank, r), seed + 1, DEVICE) * 2.0**power
     checks.check_bases(x)
 
 
-def test_bases_of_matrices_that_are_nearly_deficient() -> None:
-    """Condition numbers up to those at which the factor is given up."""
+def test_bases_of_nearly_deficient_matrices() -> None:
+    """Up to condition numbers at which the triangular factor is abandoned."""
     for seed in range(60):
         n = 20 + seed
         u, v = (torch.linalg.qr(checks.noise((n, n), 2 * seed + i, DEVICE).double()).Q for i in range(2))
@@ -167,17 +165,13 @@ def test_bases_of_matrices_that_are_nearly_deficient() -> None:
 
 def test_bases_do_not_depend_on_threads() -> None:
     x = checks.noise((1, 5000, 40), 3, DEVICE)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = ops.orthonormalize(x)
-        torch.set_num_threads(4)
-        assert torch.equal(ops.orthonormalize(x), one)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    single_threaded = ops.orthonormalize(x)
+    torch.set_num_threads(4)
+    assert torch.equal(ops.orthonormalize(x), single_threaded)
 
 
-def test_bases_of_zeros_and_of_what_is_not_finite() -> None:
+def test_bases_of_zeros_and_non_finite_matrices() -> None:
     checks.check_extraordinary_bases(DEVICE)
 
 
@@ -208,46 +202,37 @@ def test_combined_rows(dtype: torch.dtype, tokens: int, k: int, width: int, miss
 def test_combined_rows_do_not_depend_on_threads() -> None:
     rows_rh, grad_th = checks.noise((200, 700), 1, DEVICE), checks.noise((100, 700), 2, DEVICE)
     places_tk, weights_tk = torch.randperm(200).view(100, 2), torch.rand(100, 2)
-    found = []
-    before = torch.get_num_threads()
+    outputs = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        try:
-            out_th = torch.empty(100, 700)
-            ops.combine_rows(rows_rh, places_tk, weights_tk, out_th)
-            found.append((out_th, *ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)))
-        finally:
-            torch.set_num_threads(before)
-    assert all(map(torch.equal, *found))
+        out_th = torch.empty(100, 700)
+        ops.combine_rows(rows_rh, places_tk, weights_tk, out_th)
+        outputs.append((out_th, *ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)))
+    assert all(map(torch.equal, *outputs))
 
 
-def test_combined_rows_refuse_what_does_not_fit() -> None:
+def test_combined_rows_refuse_wrong_operands() -> None:
     rows_rh, places_tk, out_th = torch.zeros(4, 8), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 8)
-    for operands, said in (
+    for operands, message in (
         ((rows_rh, places_tk, None, torch.zeros(2, 9)), "of one type and as wide"),
         ((rows_rh, places_tk, None, out_th.bfloat16()), "of one type and as wide"),
         ((rows_rh, places_tk.int(), None, out_th), "places must be int64"),
         ((rows_rh, places_tk[:1], None, out_th), "places must be int64"),
         ((rows_rh, places_tk, torch.zeros(3), out_th), "one number for each place"),
     ):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             torch.ops.megatron_cc.combine_rows(*operands)
 
 
 def test_cross_entropy_of_a_large_vocabulary_does_not_depend_on_threads() -> None:
-    found = []
+    outputs = []
     for threads in (1, 3):
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            checks.check_cross_entropies(DEVICE, torch.float32, 5, 50_304, 50_257, 3.0)
-            logits_tv, stats = checks.noise((7, 50_304), 1, DEVICE), torch.empty(2, 7)
-            ops.cross_entropy(logits_tv, torch.arange(7), 50_257, stats[0], stats[1], torch.ones(7))
-            found.append((logits_tv, stats))
-        finally:
-            torch.set_num_threads(before)
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        checks.check_cross_entropies(DEVICE, torch.float32, 5, 50_304, 50_257, 3.0)
+        logits_tv, stats = checks.noise((7, 50_304), 1, DEVICE), torch.empty(2, 7)
+        ops.cross_entropy(logits_tv, torch.arange(7), 50_257, stats[0], stats[1], torch.ones(7))
+        outputs.append((logits_tv, stats))
+    assert all(map(torch.equal, *outputs))
 
 
 def test_cross_entropy_refuses_labels_beyond_the_vocabulary() -> None:
@@ -255,8 +240,8 @@ def test_cross_entropy_refuses_labels_beyond_the_vocabulary() -> None:
         ops.cross_entropy(torch.zeros(2, 16), torch.tensor([3, 9]), 9, torch.zeros(2), torch.zeros(2))
 
 
-def _parts() -> tuple[torch.Tensor, ...]:
-    """A message of 64 numbers in tiles of 8, of which 3 have 4 bits and the others 3."""
+def _tiled_message() -> tuple[torch.Tensor, ...]:
+    """Buffers of 64 numbers in tiles of 8: three tiles of 4 bits, five of 3 bits."""
     codes = [torch.zeros(size, dtype=torch.uint8) for size in (15, 12, 1, 1)]
     return codes[0], torch.zeros(5), codes[1], torch.zeros(3), *codes[2:]
 
@@ -265,7 +250,8 @@ def _operands() -> dict[str, tuple[object, ...]]:
     x, mask = torch.randn(64), torch.zeros(2, 9, dtype=torch.bool)
     codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
     rows, matrix = torch.randn(4, 8), torch.randn(2, 9, 3)
-    index = torch.tensor([1, 5])
+    index, tile_map = torch.tensor([1, 5]), torch.zeros(1, dtype=torch.uint8)
+    gradients = torch.zeros(4, 8), torch.zeros(2, 2)
     return {
         "quantize_pack": (x, torch.zeros(64), codes, scales, 1, 4, 0, 64, 0, 0, 0, False, 0),
         "unpack_dequantize": (codes, scales, torch.zeros(64), x, 1, 4, 0, 64, 0, 0, 0),
@@ -278,46 +264,25 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
         "cross_entropy": (rows, torch.tensor([1, 0, 6, -1]), 7, torch.ones(4), torch.ones(4), torch.ones(4)),
         "combine_rows": (rows, torch.tensor([[1, 0], [3, 4]]), torch.ones(2, 2), torch.zeros(2, 8)),
-        "combine_rows_back": (
-            torch.ones(2, 8),
-            rows,
-            torch.tensor([[1, 0], [3, 2]]),
-            torch.ones(2, 2),
-            torch.zeros(4, 8),
-            torch.zeros(2, 2),
-        ),
+        "combine_rows_back": (torch.ones(2, 8), rows, torch.tensor([[1, 0], [3, 2]]), torch.ones(2, 2), *gradients),
         "float8_encode": (x, torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 3, 32, False, 0),
         "float8_decode": (torch.zeros(64, dtype=torch.uint8), torch.zeros(2), x, 3, 32, 1),
-        "quantize_tiles": (x, torch.zeros(64), *_parts(), 2, 3, 0, 8, 0, 0, 0, 16, 2.0, 0, 8, 3, True, 5, 6),
-        "dequantize_tiles": (*_parts(), x, 3, 3, 0, 8, 0, 0, 0, 16, 0, 8, 3),
-        "tile_errors": (
-            x,
-            torch.zeros(64),
-            torch.zeros(1, dtype=torch.uint8),
-            torch.zeros(8),
-            1,
-            3,
-            8,
-            0,
-            0,
-            0,
-            16,
-            2.0,
-            8,
-        ),
-        "mark_tiles": (index, torch.zeros(1, dtype=torch.uint8)),
+        "quantize_tiles": (x, torch.zeros(64), *_tiled_message(), 2, 3, 0, 8, 0, 0, 0, 16, 2.0, 0, 8, 3, True, 5, 6),
+        "dequantize_tiles": (*_tiled_message(), x, 3, 3, 0, 8, 0, 0, 0, 16, 0, 8, 3),
+        "tile_errors": (x, torch.zeros(64), tile_map, torch.zeros(8), 1, 3, 8, 0, 0, 0, 16, 2.0, 8),
+        "mark_tiles": (index, tile_map),
         "product": (rows, torch.randn(8, 3), torch.zeros(4, 3), True),
         "grouped_product": (rows, torch.randn(2, 8, 3), torch.tensor([1, 4], dtype=torch.int32), torch.zeros(4, 3)),
     }
 
 
 @pytest.mark.parametrize("name", native.OPERATORS)
-def test_torch_finds_nothing_wrong_with_an_operator(name: str) -> None:
+def test_operators_pass_torchs_checks(name: str) -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(torch.ops.megatron_cc, name).default, _operands()[name], test_utils=tests)
 
 
-def test_every_operator_is_in_the_list() -> None:
+def test_every_operator_is_listed() -> None:
     assert native.problem() is None
     registered = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "megatron_cc::" in n}
     assert (
@@ -336,7 +301,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyt
     assert "other sources" in str(native._load())
 
 
-def test_operators_compile_in_one_graph() -> None:
+def test_operators_compile_in_a_single_graph() -> None:
     grid = Grid(4)
 
     def round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -354,7 +319,7 @@ def test_operators_compile_in_one_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "value"),
+    ("name", "index", "value"),
     [
         ("quantize_pack", 0, torch.randn(64).double()),
         ("quantize_pack", 0, torch.randn(128)[::2]),
@@ -399,17 +364,17 @@ def test_operators_compile_in_one_graph() -> None:
         ("grouped_product", 3, torch.zeros(5, 3)),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:
+def test_wrong_operands_are_refused(name: str, index: int, value: object) -> None:
     assert native.problem() is None
     operands = list(_operands()[name])
-    operands[place] = value
+    operands[index] = value
     with pytest.raises(RuntimeError):
         getattr(torch.ops.megatron_cc, name)(*operands)
 
 
 @pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits() -> None:
-    """Each in a process of its own; a processor without it uses the next lesser one."""
+    """Each in a separate process; a processor falls back to an older instruction set."""
     script = (
         "import torch, hashlib\n"
         "from megatron.kernels import ops\n"
@@ -432,6 +397,15 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         "    for t in tile_checks.parts(message):\n"
         "        digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"
+        "from megatron.kernels.float8 import Float8\n"
+        "x = torch.randn(70003, generator=torch.Generator().manual_seed(0))\n"
+        "for form, seed in ((Float8(m, g), s) for m in (2, 3) for g in (100, 128, 70003) for s in (None, 3)):\n"
+        "    codes = torch.empty(70003, dtype=torch.uint8)\n"
+        "    scales, out = torch.empty(form.scale_count(70003)), torch.zeros(70003)\n"
+        "    ops.float8_encode(x, codes, scales, form, seed)\n"
+        "    ops.float8_decode(codes, scales, out, form)\n"
+        "    for t in (codes, scales, out):\n"
+        "        digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.finite_norm(x).numpy().tobytes())\n"
         "digest.update(ops.orthonormalize(x[:5000].view(1, -1, 40)).numpy().tobytes())\n"
         "print(digest.hexdigest())\n"
@@ -446,9 +420,9 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-def test_orthonormalizing_one_matrix_creates_no_threads() -> None:
-    """A parallel region inside another one, even of a single thread, would create threads at every call. Here the stack
-    of a new thread does not fit into the memory that is left once the pool of threads is there."""
+def test_orthonormalizing_a_single_matrix_creates_no_threads() -> None:
+    """A nested parallel region, even of a single thread, would create threads at every call. Here the remaining memory
+    is too small for the stack of a new thread."""
     script = (
         "import resource, torch\n"
         "from megatron.kernels import ops\n"
@@ -467,7 +441,7 @@ def test_orthonormalizing_one_matrix_creates_no_threads() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_kernels_everything_works() -> None:
+def test_the_reference_implementations_can_be_chosen() -> None:
     script = (
         "import torch\n"
         "from megatron.kernels import native, ops\n"

@@ -1,4 +1,4 @@
-"""The twins where no kernel checks them: on devices that divide by a number in another way than CPUs do, and alone."""
+"""Reference implementations without kernels, and on devices with another division."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import kernels as checks
 
 
 class DividesAsCuda(TorchDispatchMode):
-    """A tensor over one number, be it Python's or a tensor's without dimensions, is a product with the reciprocal."""
+    """Divides a tensor by a scalar as CUDA does: by multiplication with the reciprocal."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -29,27 +29,27 @@ class DividesAsCuda(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _found(run: Callable[[], Tensor], as_cuda: bool) -> Tensor:
+def _result(run: Callable[[], Tensor], as_cuda: bool) -> Tensor:
     if not as_cuda:
         return run()
     with DividesAsCuda():
         return run()
 
 
-def test_the_mode_divides_otherwise() -> None:
+def test_the_mode_changes_division() -> None:
     x = checks.noise((1000,), 0, "cpu")
-    assert not torch.equal(_found(lambda: x / 7, True), x / 7)
+    assert not torch.equal(_result(lambda: x / 7, True), x / 7)
 
 
-def test_decoding_divides_in_the_same_way_on_every_device() -> None:
-    """Widths whose top level is no power of two show it; encoders that update a second tensor decode, too."""
+def test_decoding_gives_the_same_bits_on_every_device() -> None:
+    """For all widths, in decoders and in encoders that update a second tensor."""
     x = checks.noise((4096,), 1, "cpu")
     grids = [grid for grid in checks.grids() if grid.layout is not ScaleLayout.CHANNEL]
     for grid in [*grids, *(Grid(bits, ScaleLayout.CHANNEL, 64) for bits in range(1, 9))]:
         codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8)
         scales = torch.empty(grid.scale_count(x.numel()))
 
-        def encoded(grid: Grid = grid, codes: Tensor = codes, scales: Tensor = scales) -> Tensor:
+        def updated(grid: Grid = grid, codes: Tensor = codes, scales: Tensor = scales) -> Tensor:
             other = x * 0.5
             reference.quantize_pack(x, other, codes, scales, grid, Role.FEEDBACK, None)
             return other
@@ -59,8 +59,8 @@ def test_decoding_divides_in_the_same_way_on_every_device() -> None:
             reference.unpack_dequantize(codes, scales, None, out, grid, Role.PLAIN)
             return out
 
-        for run in (encoded, decoded):
-            assert torch.equal(_found(run, True), _found(run, False)), grid
+        for run in (updated, decoded):
+            assert torch.equal(_result(run, True), _result(run, False)), grid
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES)

@@ -1,4 +1,4 @@
-"""The launcher's last line and exit status."""
+"""Last line and exit status of the launcher."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.cli import REPO
 from tests.support.machines import debian
 
 
-def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
+def _failure(folder: Path, exitcode: int, reason: str | None, printed: bool) -> ProcessFailure:
     path = folder / "error.json"
-    if said is not None:
+    if reason is not None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-            leave_reason(said, printed)
+            leave_reason(reason, printed)
     return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "said", "status", "line"),
+    ("exitcode", "reason", "status", "line"),
     [
-        (2, "error: --lr: 'x' is not a number", 2, None),  # printed by the rank, and nothing comes after it
+        (2, "error: --lr: 'x' is not a number", 2, None),  # already printed by the rank
         (2, "unprinted error: --lr: 'x' is not a number", 2, "error: --lr: 'x' is not a number"),
         (2, None, 2, "error: rank 5 (process 4711) ended with status 2"),
         (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
@@ -44,17 +44,13 @@ def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> Pr
         (7, None, 7, "error: rank 5 (process 4711) ended with status 7"),
         (-15, None, 143, "error: rank 5 (process 4711) was ended by SIGTERM"),
         (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
-        (
-            -9,
-            None,
-            137,
-            "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is",
-        ),
+        (-9, None, 137,
+         "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is"),
     ],
-)
-def test_ranks_that_fail(
+)  # fmt: skip
+def test_a_failed_rank_gives_the_status_and_the_last_line(
     exitcode: int,
-    said: str | None,
+    reason: str | None,
     status: int,
     line: str | None,
     tmp_path: Path,
@@ -62,8 +58,8 @@ def test_ranks_that_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(arguments: object) -> None:
-        printed = said is None or not said.startswith("unprinted ")
-        text = said and said.removeprefix("unprinted ")
+        printed = reason is None or not reason.startswith("unprinted ")
+        text = reason and reason.removeprefix("unprinted ")
         raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, text, printed)})
 
     monkeypatch.setattr("torch.distributed.run.run", run)
@@ -77,10 +73,8 @@ def test_ranks_that_fail(
     [
         ("--nproc-per-node 0", "--nproc-per-node 0: give at least 1"),
         ("--nproc-per-node -3", "--nproc-per-node -3: give at least 1"),
-        (
-            "--nproc-per-node two",
-            "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto",
-        ),
+        ("--nproc-per-node two",
+         "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto"),
         ("--nnodes 0", "--nnodes 0: give a number of at least 1"),
         ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1"),
         ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1"),
@@ -90,19 +84,14 @@ def test_ranks_that_fail(
             "number",
         ),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: give static or c10d; others unpickle what they are sent"),
-        (
-            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint x:99999",
-            "--rdzv-endpoint x:99999: give HOST:PORT",
-        ),
-        (
-            "--master-port 99999",
-            "127.0.0.1:99999: give a port from 1 to 65535; on one machine leave it out for a free one",
-        ),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint x:99999", "--rdzv-endpoint x:99999: give HOST:PORT"),
+        ("--master-port 99999",
+         "127.0.0.1:99999: give a port from 1 to 65535; on one machine leave it out for a free one"),
         ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
         ("--node-rank -1", "--node-rank -1 with --nnodes 1: nodes count from 0 to 0"),
     ],
-)
-def test_flags_that_no_ranks_can_come_of(
+)  # fmt: skip
+def test_invalid_flags_are_refused(
     flags: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
@@ -111,7 +100,7 @@ def test_flags_that_no_ranks_can_come_of(
 
 
 @pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 4 --rdzv-backend c10d --node-rank 7"])
-def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_flags_start_ranks(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr("torch.distributed.run.run", started.append)
     assert launch.main([*flags.split(), "x.py"]) == 0
@@ -125,14 +114,14 @@ def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("error: the disk is full", "error: --lr: 'x' is not a number"),
     ],
 )
-def test_a_reason_that_nobody_has_printed_is_the_last_line(
+def test_an_unprinted_reason_is_the_last_line(
     printed_by_rank_0: str,
     line: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Another rank's last words are no reason for silence, unless they are the same."""
+    """Unless another rank has printed the same line."""
     first, other = tmp_path / "first", tmp_path / "other"
     first.mkdir()
     other.mkdir()
@@ -157,7 +146,7 @@ def test_a_reason_that_nobody_has_printed_is_the_last_line(
         (ValueError("nnodes\nmore"), 1, "error: the ranks cannot be started: nnodes"),
     ],
 )
-def test_launchers_that_fail(
+def test_a_failed_launcher_prints_one_line(
     raised: BaseException,
     status: int,
     line: str,
@@ -180,7 +169,7 @@ def test_launchers_that_fail(
         ("--islands 2 --island 0 --serve-islands debian:{}", "(--serve-islands)"),
     ],
 )
-def test_a_name_by_which_no_other_machine_reaches_this_one_is_refused(
+def test_a_loopback_name_is_refused_for_several_machines(
     words: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     debian(monkeypatch)
@@ -217,10 +206,8 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_machines(
 @pytest.mark.parametrize(
     "words", ["--nproc-per-node 1", pytest.param("--islands 2 --nproc-per-node 2", marks=pytest.mark.slow)]
 )
-def test_a_call_of_main_leaves_the_process_as_it_was(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Signals are handled as before, and the environment, the level of logging and the threads are the same."""
+def test_main_restores_the_process(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signal handlers, environment, logging level and threads are the same afterwards."""
     monkeypatch.delenv("LOGLEVEL", raising=False)
     monkeypatch.setattr(sys, "argv", ["tools/launch.py"])
     monkeypatch.chdir(REPO)
@@ -235,13 +222,13 @@ def test_a_call_of_main_leaves_the_process_as_it_was(
     before = state()
     assert launch.main([*words.split(), str(script)]) == 0
     deadline = time.monotonic() + 5
-    while state() != before and time.monotonic() < deadline:  # the threads end soon
+    while state() != before and time.monotonic() < deadline:  # threads end soon
         time.sleep(0.05)
     assert state() == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
+def test_a_stopped_rank_with_a_pending_sigterm_is_found() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
             child.send_signal(signal.SIGSTOP)
@@ -256,7 +243,7 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "status"),
+    ("ranks", "status"),
     [
         ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-9, None, 11)}, 137),
         ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-15, None, 11)}, 143),
@@ -270,18 +257,18 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
         ({1: (-15, None, 10), 0: (-15, None, 10)}, 143),
     ],
 )
-def test_the_status_is_that_of_the_rank_that_the_others_name(
-    ended: Mapping[int, tuple[int, str | None, int]],
+def test_the_status_is_that_of_the_rank_named_by_others(
+    ranks: Mapping[int, tuple[int, str | None, int]],
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that was killed is seen gone by the others before torch sees it, in the same second or the one before."""
+    """Other ranks notice a killed rank before torch does, in the same second or the second before."""
     failures = {}
-    for rank, (exitcode, said, second) in ended.items():
+    for rank, (exitcode, reason, second) in ranks.items():
         folder = tmp_path / str(rank)
         folder.mkdir()
-        failures[rank] = _failure(folder, exitcode, said, True)
+        failures[rank] = _failure(folder, exitcode, reason, True)
         failures[rank].timestamp = second
 
     def run(arguments: object) -> None:
@@ -293,8 +280,8 @@ def test_the_status_is_that_of_the_rank_that_the_others_name(
 
 
 @pytest.mark.slow
-def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
-    """All of torch's launcher, with ranks that fail at once in the way that the project's programs do."""
+def test_the_line_of_the_rank_is_the_last_line_after_restarts(tmp_path: Path) -> None:
+    """With torch's launcher, and ranks that fail immediately like the programs of this project."""
     script = tmp_path / "fail.py"
     script.write_text(
         "import json, os, sys\n"

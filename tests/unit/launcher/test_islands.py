@@ -38,7 +38,7 @@ from megatron.launcher.islands import (
         ("--islands 2 --island 1 --islands-address x:1 --nnodes 2", None),
     ],
 )
-def test_what_cannot_be_started_is_one_line(words: str, reason: str | None) -> None:
+def test_invalid_flags_of_islands_are_one_line(words: str, reason: str | None) -> None:
     arguments = launch_parser().parse_args([*words.split(), "script.py"])
     wrong = wrong_islands(arguments)
     if reason is None:
@@ -50,13 +50,13 @@ def test_what_cannot_be_started_is_one_line(words: str, reason: str | None) -> N
         assert "\n" not in wrong
 
 
-def test_each_island_is_given_the_other_flags_of_the_launcher() -> None:
+def test_islands_get_the_other_flags_of_the_launcher() -> None:
     words = "--islands 2 --max-restarts 1 --nproc-per-node=4 --standalone --serve-islands 127.0.0.1:0 --log-dir x"
     assert _without_own(words.split()) == ["--max-restarts", "1", "--log-dir", "x"]
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "found"),
+    ("visible", "processes", "expected"),
     [
         ("0,1,2,3", 2, ["0,1", "2,3"]),
         ("GPU-a, GPU-b", 1, ["GPU-a", "GPU-b"]),
@@ -69,26 +69,26 @@ def test_each_island_is_given_the_other_flags_of_the_launcher() -> None:
         (None, 1, [None, None]),
     ],
 )
-def test_islands_of_a_machine_have_gpus_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, found: list[str | None]
+def test_islands_of_a_machine_have_separate_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, processes: int, expected: list[str | None]
 ) -> None:
-    """As far as there are enough of them; on CPUs nothing is said of any."""
+    """If there are enough; on CPUs the variable is not set."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    for number, names in enumerate(found):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for number, names in enumerate(expected):
         assert gpus_of(number, processes, visible_gpus()).get("CUDA_VISIBLE_DEVICES") == names
 
 
-def test_all_gpus_of_a_machine_are_shared_out_where_none_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gpus_of_a_machine_are_visible_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert visible_gpus() == ["0", "1", "2", "3"]
 
 
-def test_an_island_that_fails_is_noted_at_once_and_the_others_are_waited_for() -> None:
-    said: list[str] = []
+def test_a_failed_island_is_noted_at_once_and_others_go_on() -> None:
+    lines: list[str] = []
     failed: list[tuple[int, bool]] = []
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other, subprocess.Popen(["false"]) as fails:
 
@@ -97,12 +97,12 @@ def test_an_island_that_fails_is_noted_at_once_and_the_others_are_waited_for() -
             assert other.stdin is not None
             other.stdin.close()
 
-        assert _wait([other, fails], said.append, note) == 0
+        assert _wait([other, fails], lines.append, note) == 0
     assert failed == [(1, True)]
-    assert said == ["island 1 ended with status 1"]
+    assert lines == ["island 1 ended with status 1"]
 
 
-def test_a_port_that_is_in_use_is_named_in_one_line() -> None:
+def test_a_port_in_use_is_named_in_one_line() -> None:
     store = serve("127.0.0.1", 0)
     with pytest.raises(CommunicationError, match=f"meeting place cannot be at 127.0.0.1:{store.port}: ") as caught:
         serve("127.0.0.1", store.port)

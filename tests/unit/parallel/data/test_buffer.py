@@ -1,4 +1,4 @@
-"""Gradients in the flat buffers: where the first of a step goes, and what those get that have none."""
+"""Gradients in flat buffers: first and later gradients, conversion, alignment and padding."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _buffer(
     return list(params.values()), buffer
 
 
-def _stale(buffer: FlatBuffer) -> None:
-    """A step's begin, on top of what another one has left."""
+def _begin_stale(buffer: FlatBuffer) -> None:
+    """Begin a step on top of stale gradients."""
     buffer.grads_flat.fill_(torch.nan)
     buffer.begin_grads()
 
@@ -46,9 +46,9 @@ def _grads_of(buffer: FlatBuffer, param: nn.Parameter) -> Tensor:
     return buffer.grads_flat[slot.start : slot.stop].view(param.shape)
 
 
-def test_the_first_gradient_takes_the_place_of_what_was_there_and_others_are_added() -> None:
+def test_the_first_gradient_overwrites_stale_values_and_others_are_added() -> None:
     (w, unused), buffer = _buffer({"w": (3, 4), "unused": (2, 2)})
-    _stale(buffer)
+    _begin_stale(buffer)
     for factor in (2.0, 3.0, 5.0):
         (w * factor).sum().backward()
     buffer.complete_grads()
@@ -64,29 +64,29 @@ def test_the_first_gradient_takes_the_place_of_what_was_there_and_others_are_add
 def test_gradients_of_another_type_are_converted_and_added_in_fp32(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first replaces what was there; later ones would be rounded off in the parameters' type."""
+    """Sums in the type of the parameters would be rounded."""
     monkeypatch.setattr("megatron.parallel.data.buffer._CONVERTED_ELEMENTS", at_once)
     (w, unused), buffer = _buffer({"w": (3, 4), "unused": (2, 2)}, dtype, torch.float32)
     for _ in range(2):
-        _stale(buffer)
+        _begin_stale(buffer)
         factors = [torch.full((4, 3), value, dtype=dtype).t() for value in (256.0, 0.5, 0.25)]
         factors[2][1, 2] = 3.0
         for factor in factors:
             (w * factor).sum().backward()
             assert w.grad is None
         buffer.complete_grads()
-        wanted = torch.stack([factor.float() for factor in factors]).sum(0)
-        assert torch.equal(_grads_of(buffer, w), wanted)
-        assert not torch.equal(wanted, wanted.to(torch.bfloat16).float())
+        expected = torch.stack([factor.float() for factor in factors]).sum(0)
+        assert torch.equal(_grads_of(buffer, w), expected)
+        assert not torch.equal(expected, expected.to(torch.bfloat16).float())
         assert torch.equal(_grads_of(buffer, unused), torch.zeros(2, 2))
 
 
-def test_a_bucket_of_another_type_is_whole_when_it_is_announced() -> None:
+def test_a_bucket_of_another_type_is_complete_when_announced() -> None:
     w, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
     four_replicas = cast(Group, SimpleNamespace(size=4))
     params = [(name, name, ParamSpec((3,)), param) for name, param in (("w", w), ("late", late))]
     buffer = FlatBuffer(params, torch.float32, four_replicas, None, sharded=True)
-    _stale(buffer)
+    _begin_stale(buffer)
     launched: list[list[float]] = []
     buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
     (2 * w).sum().backward()
@@ -95,12 +95,12 @@ def test_a_bucket_of_another_type_is_whole_when_it_is_announced() -> None:
     assert launched == [[3.0, 3.0, 3.0, 2.0, 2.0, 2.0, *[0.0] * 26]]
 
 
-def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:
-    """It is launched at that moment, before the step's gradients are completed."""
+def test_the_padding_of_a_full_bucket_is_zero() -> None:
+    """At the moment when it is launched, before the gradients of the step are completed."""
     w = nn.Parameter(torch.ones(3))
     two_replicas = cast(Group, SimpleNamespace(size=2))
     buffer = FlatBuffer([("w", "w", ParamSpec((3,)), w)], torch.float32, two_replicas, None, sharded=True)
-    _stale(buffer)
+    _begin_stale(buffer)
     launched: list[list[float]] = []
     buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
     w.sum().backward()
@@ -109,8 +109,8 @@ def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
 @pytest.mark.parametrize("bucket", [None, 1, 300])
-def test_odd_sizes_leave_the_others_aligned(replicas: int, bucket: int | None) -> None:
-    """As products on GPUs need their factors: from the start of a bucket, or of a share, by 16 bytes of bf16."""
+def test_odd_sizes_do_not_misalign_others(replicas: int, bucket: int | None) -> None:
+    """Products on GPUs need factors aligned to 16 bytes of bf16 within a bucket or share."""
     sizes = ((2,), (97, 32), (3, 5), (24,), (16, 24), (1,), (8, 8), (7,))
     params = [(f"p{n}", f"p{n}", ParamSpec(size), nn.Parameter(torch.zeros(size))) for n, size in enumerate(sizes)]
     group = cast(Group, SimpleNamespace(size=replicas))
@@ -124,7 +124,7 @@ def test_odd_sizes_leave_the_others_aligned(replicas: int, bucket: int | None) -
 def test_the_end_of_a_step_completes_its_gradients() -> None:
     engines = tiny_engines({})
     for buffer in engines.buffers:
-        _stale(buffer)
+        _begin_stale(buffer)
     engines.sync.begin_step(0, 1.0)
     assert engines.sync.finish_reduction(1.0)
     assert not any(buffer.grads_flat.any() for buffer in engines.buffers)
@@ -141,19 +141,19 @@ def _stacked(x: Tensor, w: nn.Parameter, _: list[nn.Parameter]) -> Tensor:
     return linear(x, w.view(2, 8, 24).flatten(0, -2), None)
 
 
-def _grouped(x: Tensor, w: nn.Parameter, more: list[nn.Parameter]) -> Tensor:
-    return grouped_linear(x, [w, *more], torch.tensor([20, 0, 12]))
+def _grouped(x: Tensor, w: nn.Parameter, weights: list[nn.Parameter]) -> Tensor:
+    return grouped_linear(x, [w, *weights], torch.tensor([20, 0, 12]))
 
 
 @need_products
 @pytest.mark.parametrize("form", [_linear, _stacked, _grouped])
 @pytest.mark.parametrize("times", [1, 2])
-def test_products_write_the_first_gradient_to_its_place(
+def test_products_write_the_first_gradient_into_the_buffer(
     form: Form, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a parameter is used twice in a backward, and in another one after it."""
-    (w, *more), buffer = _buffer({f"experts.{number}.up.weight": (16, 24) for number in range(3)})
-    used = [w, *more] if form is _grouped else [w]
+    """Also if a parameter is used twice in a backward, and again in the next."""
+    (w, *weights), buffer = _buffer({f"experts.{number}.up.weight": (16, 24) for number in range(3)})
+    used = [w, *weights] if form is _grouped else [w]
     x = torch.randn(32, 24)
     written: list[int] = []
     with products_chosen(True):
@@ -169,15 +169,17 @@ def test_products_write_the_first_gradient_to_its_place(
 
         operators = SimpleNamespace(product=product, grouped_product=grouped_product)
         monkeypatch.setattr(native, "operators", lambda: operators)
-        loss = torch.stack([form(x, w, more).square().sum() for _ in range(times)]).sum()
-        wanted = torch.autograd.grad(form(x, w, more).square().sum(), used)
-        _stale(buffer)
+        loss = torch.stack([form(x, w, weights).square().sum() for _ in range(times)]).sum()
+        expected = torch.autograd.grad(form(x, w, weights).square().sum(), used)
+        _begin_stale(buffer)
         for step in range(2):
             written.clear()
             loss.backward(retain_graph=True)
-            assert written.count(_grads_of(buffer, used[0]).data_ptr()) == (step == 0), "written there once, at first"
+            assert written.count(_grads_of(buffer, used[0]).data_ptr()) == (step == 0), (
+                "written into the buffer once, at first"
+            )
     buffer.complete_grads()
-    for param, grad in zip(used, wanted, strict=True):
+    for param, grad in zip(used, expected, strict=True):
         torch.testing.assert_close(_grads_of(buffer, param), 2 * times * grad, rtol=1e-5, atol=1e-5)
         assert param.grad is not None
         assert param.grad.data_ptr() == _grads_of(buffer, param).data_ptr()

@@ -1,4 +1,4 @@
-"""The order of the reductions' rounds: buckets take turns, and messages between nodes leave during backward."""
+"""Order of reduction rounds: buckets take turns, and messages between nodes leave during backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.parallel.data.reducer import GradBucket
 
 @dataclass
 class RecordingGroup:
-    """A rank's view of a group whose collectives change nothing; ``events`` has their starts and waits, in order."""
+    """A rank's view of a group whose collectives change nothing, but record starts and waits in ``events``."""
 
     events: list[str]
     name: str = "all"
@@ -51,10 +51,10 @@ class Levels(RoundCompressor):
         self.levels, self.events = levels, events
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        given = x.clone()
+        original = x.clone()
         for level in self.levels:
             x = yield Request(x, Op.REDUCE, level=level)
-        return Aggregate(x, given)
+        return Aggregate(x, original)
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
         self.events.append(f"end {x.numel()}")
@@ -62,7 +62,7 @@ class Levels(RoundCompressor):
 
 @dataclass
 class Plan:
-    """A plan with one compressor of gradients."""
+    """A plan with a single compressor of gradients."""
 
     compressor: RoundCompressor
     stage: int = 0
@@ -96,7 +96,7 @@ def events_of(*levels: Level, finite: bool = True) -> tuple[list[str], list[str]
     return backward, events[len(backward) :]
 
 
-def test_what_goes_between_nodes_leaves_when_the_next_bucket_is_ready() -> None:
+def test_messages_between_nodes_leave_when_the_next_bucket_is_ready() -> None:
     backward, end = events_of(Level.NODE, Level.ACROSS)
     first = ["start node 1", "wait node 1", "start across 1", "start node 2"]
     assert backward == [*first, "wait node 2", "start across 2", "start node 3"]
@@ -104,21 +104,21 @@ def test_what_goes_between_nodes_leaves_when_the_next_bucket_is_ready() -> None:
     assert end == ["wait across 1", "wait across 2", "end 1", *third]
 
 
-def test_backward_waits_for_nothing_between_nodes() -> None:
+def test_backward_does_not_wait_for_messages_between_nodes() -> None:
     for levels in ((Level.ALL, Level.ALL), (Level.ACROSS, Level.NODE)):
         backward, _ = events_of(*levels)
         assert [event.split()[0] for event in backward] == ["start"] * 3
 
 
 def test_buckets_take_turns() -> None:
-    """The second round of each is on its way while the others' first ones are waited for."""
+    """Second rounds are in flight while other buckets wait for their first rounds."""
     _, end = events_of(Level.ALL, Level.ALL)
-    turns = [f"{what} all {size}" for size in (1, 2, 3) for what in ("wait", "start")]
+    turns = [f"{event} all {size}" for size in (1, 2, 3) for event in ("wait", "start")]
     assert end == [*turns, "wait all 1", "wait all 2", "end 1", "wait all 3", "end 2", "end 3"]
 
 
 def test_a_bucket_ends_while_others_are_between_nodes() -> None:
-    """And after the next one's turn, whose message leaves first."""
+    """After the turn of the next bucket, whose message leaves first."""
     _, end = events_of(Level.NODE, Level.ACROSS, Level.NODE)
     first = ["wait across 1", "start node 1", "wait node 1"]
     second = ["wait across 2", "start node 2", "wait node 2", "end 1"]
@@ -126,6 +126,6 @@ def test_a_bucket_ends_while_others_are_between_nodes() -> None:
     assert end == first + second + third
 
 
-def test_a_step_that_is_not_taken_starts_no_further_round() -> None:
+def test_a_skipped_step_starts_no_further_round() -> None:
     _, end = events_of(Level.ALL, Level.ALL, finite=False)
     assert end == ["wait all 1", "wait all 2", "wait all 3"]

@@ -1,4 +1,4 @@
-"""Ways of rows to the ranks of experts."""
+"""Routes of rows to the ranks of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.expert.dispatcher import ExpertComm
 
 def _group(ranks: Sequence[int], rank: int, nodes: str) -> Group:
     def make(groups: Iterable[tuple[int, ...]], name: str) -> Group | None:
-        mine = [part for part in groups if rank in part]
+        mine = [group_ranks for group_ranks in groups if rank in group_ranks]
         return Group(None, mine[0], mine[0].index(rank), name, "none") if mine else None
 
     group = Group(None, tuple(ranks), ranks.index(rank), "expert-parallel", "none")
@@ -24,7 +24,7 @@ def _group(ranks: Sequence[int], rank: int, nodes: str) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "stages"),
+    ("nodes", "setting", "stages"),
     [
         ("aabb", "auto", 2),
         ("abba", "auto", 2),
@@ -39,19 +39,19 @@ def _group(ranks: Sequence[int], rank: int, nodes: str) -> Group:
         ("aabb", "off", 1),
     ],
 )
-def test_every_rank_is_reached_by_way_of_its_node(nodes: str, asked: str, stages: int) -> None:
+def test_every_rank_is_reached_through_its_node(nodes: str, setting: str, stages: int) -> None:
     ranks = range(3, 3 + 2 * len(nodes), 2)
-    node_of = "???" + "?".join(nodes)  # of global ranks, some of which are not of the group
+    node_of = "???" + "?".join(nodes)  # by global rank; only odd ranks are in the group
     comms = {
-        rank: ExpertComm(_group(ranks, rank, node_of), Ledger(), CompressionPlan({}), asked)  # type: ignore[arg-type]
+        rank: ExpertComm(_group(ranks, rank, node_of), Ledger(), CompressionPlan({}), setting)  # type: ignore[arg-type]
         for rank in ranks
     }
     for rank, comm in comms.items():
         assert (comm.nodes is not None) is (stages == 2)
-        for position, wanted in enumerate(ranks):
+        for position, target in enumerate(ranks):
             carrier = rank
             if comm.nodes is not None:
                 carrier = comm.nodes.group.ranks[comm.node_of[position]]
-                assert node_of[carrier] == node_of[wanted]
-            assert comms[carrier].ranks.group.ranks[comm.index_in_node[position]] == wanted
+                assert node_of[carrier] == node_of[target]
+            assert comms[carrier].ranks.group.ranks[comm.index_in_node[position]] == target
         assert comm.ranks.inside is (comm.nodes is not None)

@@ -1,4 +1,4 @@
-"""No deadlock, whatever is launched for the first time: the real engine on devices where messages and loading wait."""
+"""First launches never deadlock: the real engine on simulated devices where messages and kernel loading block."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, 
 
 SHAPE = torch.Size((2, 1, 2))
 WARM_UP = 3
-"""Iterations before the codecs."""
+"""Iterations before codecs start."""
 
 
 class Halving(Codec):
-    """Launches other kernels for the first message that it remembers, for every third of them, and for each shape."""
+    """Launches other kernels for its first message, for every third message, and for each shape."""
 
     def __init__(self, device: SpinningDevice, point: Point) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Halving(Codec):
     def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Any) -> Hashable:
         return state.layout(("calls",)), state.count("calls") % 3
 
-    def _launch(self, what: str, shape: torch.Size, state: CompressorState) -> None:
-        self.device.launch((self.point, what, shape, state.get("seen") is None, state.count("calls") % 3))
+    def _launch(self, operation: str, shape: torch.Size, state: CompressorState) -> None:
+        self.device.launch((self.point, operation, shape, state.get("seen") is None, state.count("calls") % 3))
         state.stage("calls", state.count("calls") + 1)
         state.stage("seen", torch.zeros(1))
 
@@ -81,7 +81,7 @@ class _Layer(torch.autograd.Function):
 
 @dataclass
 class Program:
-    """One chunk; in a step of another kind, or of other sequences, it launches other kernels."""
+    """A chunk that launches other kernels for each kind of step and each length."""
 
     device: SpinningDevice
     chunk: int
@@ -108,7 +108,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline and its steps: the micro-batches of each, whether it is an evaluation, and lengths where they grow."""
+    """A pipeline and its steps: micro-batches, whether it is an evaluation, and growing lengths, if any."""
 
     kind: str
     pp: int
@@ -126,8 +126,10 @@ class Case:
 
 def case(kind: str, pp: int, chunks: int, count: int) -> Case:
     """Codecs begin at iteration ``WARM_UP``, the first evaluation comes before, and the batch grows twice."""
-    train, more, evaluation = (count, False), (count + pp, False), (count, True)
-    return Case(kind, pp, chunks, (train, train, evaluation, train, train, train, train, more, evaluation, more, more))
+    train, larger, evaluation = (count, False), (count + pp, False), (count, True)
+    return Case(
+        kind, pp, chunks, (train, train, evaluation, train, train, train, train, larger, evaluation, larger, larger)
+    )
 
 
 CASES = [
@@ -138,7 +140,7 @@ GROWING = [
     replace(case(kind, pp, chunks, 2 * pp), lengths=(2, 2, 5, 2, 3, 3, 3, 3, 5, 5, 5))
     for kind, pp, chunks in (("1f1b", 2, 1), ("1f1b", 2, 2), ("1f1b", 3, 3), ("eager-1f1b", 4, 1), ("gpipe", 2, 1))
 ]
-"""Sequences grow before, with and after a codec's first step, and with a batch; evaluations have the last length."""
+"""Sequences grow before, with and after the first step of codecs, and with a batch."""
 
 
 def _always(codec: Codec) -> Callable[[Any], Codec]:
@@ -165,7 +167,7 @@ Meddle = Callable[[PipelineEngine, SpinningDevice, int], None]
 def _rank(
     case: Case, meddle: Meddle
 ) -> Callable[[SpinningDevice], tuple[list[str], list[int], list[dict[int, float]]]]:
-    """Violations, receives pending beside a launch of each step, and losses."""
+    """Program of a rank: violations, receives pending during launches by step, and losses by step."""
 
     def main(device: SpinningDevice) -> tuple[list[str], list[int], list[dict[int, float]]]:
         engine, ahead, losses, iteration = _build(case, device), [], [], 0
@@ -174,7 +176,7 @@ def _rank(
             meddle(engine, device, step)
             device.ahead = 0
             kind = ("evaluation" if evaluates else "training", count)
-            found: dict[int, float] = {}
+            step_losses: dict[int, float] = {}
             programs = [
                 Program(
                     device,
@@ -182,7 +184,7 @@ def _rank(
                     first=chunk == 0 and device.rank == 0,
                     last=case.layout.virtual_stage(device.rank, chunk) == case.layout.num_virtual_stages - 1,
                     kind=kind,
-                    losses=found,
+                    losses=step_losses,
                     shape=case.shape(step),
                 )
                 for chunk in range(case.chunks)
@@ -198,18 +200,18 @@ def _rank(
                 state.rollback() if evaluates or step == 5 else state.commit()
             iteration += not evaluates
             ahead.append(device.ahead)
-            losses.append(found)
+            losses.append(step_losses)
         return device.violations, ahead, losses
 
     return main
 
 
 def _nothing(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
-    """Leaves a run as it is."""
+    """Leave a run unchanged."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
-def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case) -> None:
+def test_kernels_are_not_loaded_during_receives_and_ranks_never_deadlock(case: Case) -> None:
     results = run_threads(case.pp, _rank(case, _nothing))
     for rank, (violations, ahead, losses) in enumerate(results):
         assert violations == []
@@ -221,8 +223,8 @@ def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case
 
 @pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some ranks forget what they have launched, each at steps of its own: they wait where the others post ahead."""
+def test_ranks_may_have_completed_different_launches(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks forget their launches at different steps: they wait where others post receives ahead."""
     monkeypatch.setattr(engine_module, "POSTED_AHEAD", ahead)
 
     def forget(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
@@ -235,21 +237,21 @@ def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monke
 
 
 class Checked(engine_module._StepMessages):
-    """Compares what was posted before each operation with what was due."""
+    """Checks that due messages are posted before each operation."""
 
-    def __init__(self, engine: PipelineEngine, table: Timetable, *rest: Any) -> None:
-        super().__init__(engine, table, *rest)
+    def __init__(self, engine: PipelineEngine, table: Timetable, *args: Any) -> None:
+        super().__init__(engine, table, *args)
         self.dues = list(table.messages_due[engine.stage])
 
     def post(self) -> None:
         super().post()
-        due = self.dues.pop(0)
-        assert self._posted[True] >= due.forward
-        assert self._posted[False] >= due.backward
+        messages = self.dues.pop(0)
+        assert self._posted[True] >= messages.forward
+        assert self._posted[False] >= messages.backward
 
 
-def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender that loads something relies on it."""
+def test_due_messages_are_posted_in_overlapping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that loads a kernel relies on it."""
     monkeypatch.setattr(engine_module, "POSTED_AHEAD", 1)
     monkeypatch.setattr(engine_module, "_StepMessages", Checked)
     results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
@@ -265,16 +267,16 @@ def test_receives_that_are_always_posted_ahead_would_deadlock() -> None:
 
 
 def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
-    """Virtual stages: a message on its way, which its receiver needs later than one that is still to be computed."""
+    """With virtual stages, a message in flight may be needed later than a message still to be computed."""
 
     def needed(table: Timetable, stage: int, layout: Layout) -> tuple[Due, ...]:
         last = layout.num_virtual_stages - 1
-        counts, found = {True: 0, False: 0}, []
+        counts, dues = {True: 0, False: 0}, []
         for op in table.schedules[stage]:
             at = layout.virtual_stage(stage, op.chunk)
             counts[op.is_forward] += at > 0 if op.is_forward else at < last
-            found.append(Due(counts[True], counts[False]))
-        return tuple(found)
+            dues.append(Due(counts[True], counts[False]))
+        return tuple(dues)
 
     def late(layout: Layout, schedules: Any) -> Timetable:
         table = build_timetable(layout, schedules)
@@ -291,7 +293,7 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
         run_threads(2, _rank(case("1f1b", 2, 2, 4), forget_all))
 
 
-def test_what_was_forgotten_is_only_unknown() -> None:
+def test_forgotten_launches_are_unknown() -> None:
     kinds = CompletedLaunches()
     kinds.record(["first", None])
     assert kinds.covers(["first"])

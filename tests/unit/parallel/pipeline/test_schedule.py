@@ -1,4 +1,4 @@
-"""Pipeline schedules, by simulating every rank with blocking receives and asynchronous sends."""
+"""Pipeline schedules, simulated with blocking receives and asynchronous sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """One pipeline; ``kind`` "eval" stands for the forward-only schedule."""
+    """A pipeline; ``kind`` "eval" is the forward-only schedule."""
 
     kind: str
     pp: int
@@ -62,11 +62,11 @@ def cases(draw: st.DrawFn, *kinds: str) -> Case:
 
 
 class Wires:
-    """Point-to-point messages: those of one queue between two ranks are carried out strictly in the order issued.
+    """Point-to-point messages; a queue between two ranks executes its messages in the order issued.
 
     Args:
         case: the pipeline.
-        queue: names the queue of a message; a name of its own for every message is a wire with tags, like gloo's.
+        queue: returns the queue of a message. A queue for each message models tags, as in gloo.
     """
 
     def __init__(self, case: Case, queue: Callable[[Message], Hashable]) -> None:
@@ -78,34 +78,34 @@ class Wires:
         self.arrived: set[Message] = set()
         self.sent: list[list[Message]] = [[] for _ in range(case.pp)]
 
-    def issue(self, rank: int, what: str, message: Message) -> None:
+    def issue(self, rank: int, operation: str, message: Message) -> None:
         ends = self.case.ends(message)
-        assert rank == ends[what == "recv"]
+        assert rank == ends[operation == "recv"]
         queues = self.issued[self.queue(message), frozenset(ends)]
-        queues[rank].append((what, message))
+        queues[rank].append((operation, message))
         a, b = ends
         while queues[a] and queues[b] and queues[a][0][1] == queues[b][0][1]:
             self.arrived.add(queues[a].popleft()[1])
             queues[b].popleft()
-        if what == "send":
+        if operation == "send":
             self.sent[rank].append(message)
 
     def leaving(self, rank: int, forward: bool) -> int:
-        """Messages of a direction that a rank sent and that have not arrived."""
+        """Number of sent messages of a direction that have not arrived."""
         return sum(m[0] == forward and m not in self.arrived for m in self.sent[rank])
 
 
 def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | None) -> Iterator[Callable[[], bool]]:
-    """What the engine does on one rank, with so many receives of each direction posted; yields what to wait for."""
+    """Operations of a rank with ``ahead`` posted receives per direction; yields conditions to wait for."""
     ops = case.schedules()[stage]
-    coming: dict[bool, deque[Message]] = {True: deque(), False: deque()}
+    incoming: dict[bool, deque[Message]] = {True: deque(), False: deque()}
     for op in ops:
         message = case.incoming(stage, op)
         if message is not None:
-            coming[op.is_forward].append(message)
+            incoming[op.is_forward].append(message)
     posted = {True: 0, False: 0}
     for op in ops:
-        for forward, messages in coming.items():
+        for forward, messages in incoming.items():
             while messages and posted[forward] < ahead:
                 wires.issue(stage, "recv", messages.popleft())
                 posted[forward] += 1
@@ -123,23 +123,23 @@ def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | N
 def finishes(
     case: Case, queue: Callable[[Message], Hashable], ahead: int = MAX_POSTED_AHEAD, keep: int | None = None
 ) -> bool:
-    """Whether all ranks come to their ends."""
+    """Whether all ranks finish."""
     wires = Wires(case, queue)
     programs = {s: rank_program(case, s, wires, ahead, keep) for s in range(case.pp)}
-    waiting: dict[int, Callable[[], bool]] = {}
+    blocked: dict[int, Callable[[], bool]] = {}
     progress = True
     while programs and progress:
         progress = False
         for stage in list(programs):
-            if stage in waiting and not waiting[stage]():
+            if stage in blocked and not blocked[stage]():
                 continue
             progress = True
             following = next(programs[stage], None)
             if following is None:
                 del programs[stage]
-                waiting.pop(stage, None)
+                blocked.pop(stage, None)
             else:
-                waiting[stage] = following
+                blocked[stage] = following
     return not programs
 
 
@@ -148,27 +148,26 @@ def _tagged(message: Message) -> Hashable:
 
 
 @given(cases())
-def test_every_operation_runs_once_and_forward_comes_first(case: Case) -> None:
+def test_every_operation_runs_once_and_forward_before_backward(case: Case) -> None:
     for schedule in case.schedules():
         forwards = [(op.chunk, op.micro_batch) for op in schedule if op.is_forward]
         backwards = [(op.chunk, op.micro_batch) for op in schedule if not op.is_forward]
         everything = Counter((c, m) for c in range(case.chunks) for m in range(case.count))
         assert Counter(forwards) == everything
         assert Counter(backwards) == (Counter() if case.kind == "eval" else everything)
-        place = {(op.is_forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
-        assert all(place[True, c, m] < place[False, c, m] for c, m in backwards)
+        index = {(op.is_forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
+        assert all(index[True, c, m] < index[False, c, m] for c, m in backwards)
 
 
 @given(cases(), st.integers(1, 4))
-def test_no_deadlock_and_few_messages_under_way(case: Case, ahead: int) -> None:
-    """A rank that waits for its older sends never waits for ever."""
+def test_bounded_messages_in_flight_do_not_deadlock(case: Case, ahead: int) -> None:
     keep = max_pending_sends(Layout(pp=case.pp, chunks=case.chunks))
     assert finishes(case, _tagged, ahead, keep)
 
 
 @given(cases())
-def test_no_deadlock_where_messages_of_a_pair_run_in_order(case: Case) -> None:
-    """NCCL's rule, with a process group for each direction of travel and each way around the ring."""
+def test_ordered_messages_of_a_pair_do_not_deadlock(case: Case) -> None:
+    """NCCL's rule, with a process group for each direction and each way around the ring."""
 
     def queue(message: Message) -> Hashable:
         sender, receiver = case.ends(message)
@@ -177,8 +176,8 @@ def test_no_deadlock_where_messages_of_a_pair_run_in_order(case: Case) -> None:
     assert finishes(case, queue)
 
 
-def test_one_queue_for_both_ways_would_deadlock() -> None:
-    """Two stages with virtual ones: activations travel both ways between one pair."""
+def test_a_single_queue_for_both_ways_would_deadlock() -> None:
+    """Between two stages with virtual stages, activations travel both ways."""
     assert not finishes(Case("1f1b", 2, 2, 4), lambda message: message[0])
 
 
@@ -196,12 +195,12 @@ def test_both_ends_of_a_link_agree_on_the_order(case: Case) -> None:
     assert sent == received
 
 
-def _held(schedule: list[PipelineOp]) -> int:
-    """Most activations that are held at once."""
-    held = most = 0
+def _most_activations(schedule: list[PipelineOp]) -> int:
+    """Maximum number of activations in memory."""
+    count = most = 0
     for op in schedule:
-        held += 1 if op.is_forward else -1
-        most = max(most, held)
+        count += 1 if op.is_forward else -1
+        most = max(most, count)
     return most
 
 
@@ -209,16 +208,16 @@ def _held(schedule: list[PipelineOp]) -> int:
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
         if case.kind == "eager-1f1b":
-            assert _held(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
+            assert _most_activations(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
         elif case.chunks == 1:
-            assert _held(schedule) == min(case.count, case.pp - stage)
+            assert _most_activations(schedule) == min(case.count, case.pp - stage)
         else:
             warm_up = 2 * (case.pp - stage - 1) + (case.chunks - 1) * case.pp
-            assert _held(schedule) == min(case.count * case.chunks, warm_up + 1)
+            assert _most_activations(schedule) == min(case.count * case.chunks, warm_up + 1)
 
 
 def _duration(case: Case, forward: int, backward: int, message: int = 0) -> int:
-    """Time until the last rank is done, where each message takes so long, and any number at once."""
+    """Time until the last rank finishes, with messages that take a fixed time and do not queue."""
     ready: dict[Message, int] = {}
     clock = [0] * case.pp
     queues = [deque(schedule) for schedule in case.schedules()]
@@ -240,15 +239,15 @@ def _duration(case: Case, forward: int, backward: int, message: int = 0) -> int:
 
 
 @given(cases("1f1b", "eager-1f1b", "gpipe", "interleaved"), st.integers(1, 3), st.integers(1, 3))
-def test_the_bubble_is_what_the_papers_say(case: Case, forward: int, backward: int) -> None:
-    """(p - 1) (f + b) of idle time, with f and b those of one chunk (Narayanan et al. 2021, section 2.2)."""
+def test_the_bubble_has_the_published_size(case: Case, forward: int, backward: int) -> None:
+    """(p - 1) (f + b) of idle time, with f and b of a chunk (Narayanan et al. 2021, section 2.2)."""
     work = case.count * case.chunks * (forward + backward)
     assert _duration(case, forward, backward) == work + (case.pp - 1) * (forward + backward)
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20))
 def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, count: int) -> None:
-    """A message no longer than the shorter half of a micro-batch shows in filling and draining alone."""
+    """Messages shorter than both passes of a micro-batch cost time only in warm-up and cool-down."""
     message = min(forward, backward)
     hidden = count * (forward + backward) + (pp - 1) * (forward + backward + 2 * message)
     assert _duration(Case("eager-1f1b", pp, 1, count), forward, backward, message) == hidden

@@ -1,4 +1,4 @@
-"""When messages are due: before everything that may wait for them, and not much earlier."""
+"""Due messages: early enough for everything that may wait for them, and not much earlier."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def _table(case: Case) -> Timetable:
 
 
 @given(cases())
-def test_what_an_operation_needs_is_due_and_little_else(case: Case) -> None:
-    """At most as many as wait where receives are posted ahead; with virtual stages, both directions' meet."""
+def test_messages_of_an_operation_are_due_and_few_others(case: Case) -> None:
+    """At most as many as are posted ahead; twice as many with virtual stages, where both directions meet."""
     table = _table(case)
     for stage, schedule in enumerate(table.schedules):
         received = {True: 0, False: 0}
-        for op, due in zip(schedule, table.messages_due[stage], strict=True):
-            counts = {True: due.forward, False: due.backward}
-            waiting = [counts[forward] - received[forward] for forward in (True, False)]
-            assert min(waiting) >= 0
-            assert max(waiting) <= (MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD)
+        for op, messages in zip(schedule, table.messages_due[stage], strict=True):
+            counts = {True: messages.forward, False: messages.backward}
+            pending = [counts[forward] - received[forward] for forward in (True, False)]
+            assert min(pending) >= 0
+            assert max(pending) <= (MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD)
             if case.incoming(stage, op) is not None:
                 received[op.is_forward] += 1
                 assert counts[op.is_forward] >= received[op.is_forward]
 
 
 @given(cases())
-def test_what_is_due_was_sent_by_what_needs_nothing_more(case: Case) -> None:
-    """Executed by levels: all operations that are reached find what is due to them sent, whatever their ranks."""
+def test_due_messages_can_be_sent_without_further_receives(case: Case) -> None:
+    """In each level of execution, all due messages of the next operations have been sent."""
     table = _table(case)
     sent: set[Message] = set()
     position = [0] * case.pp
     while any(at < len(table.schedules[stage]) for stage, at in enumerate(position)):
         ready = [stage for stage in range(case.pp) if _all_due_sent(case, table, stage, position[stage], sent)]
-        assert ready, "every rank waits for what is due to it"
+        assert ready, "every rank waits for due messages"
         for stage in ready:
             message = case.outgoing(stage, table.schedules[stage][position[stage]])
             sent |= {message} if message is not None else set()
@@ -50,10 +50,10 @@ def test_what_is_due_was_sent_by_what_needs_nothing_more(case: Case) -> None:
 def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[Message]) -> bool:
     if at == len(table.schedules[stage]):
         return False
-    due = table.messages_due[stage][at]
-    for forward, count in ((True, due.forward), (False, due.backward)):
-        coming = [case.incoming(stage, op) for op in table.schedules[stage] if op.is_forward is forward]
-        if not sent.issuperset([message for message in coming if message is not None][:count]):
+    messages = table.messages_due[stage][at]
+    for forward, count in ((True, messages.forward), (False, messages.backward)):
+        incoming = [case.incoming(stage, op) for op in table.schedules[stage] if op.is_forward is forward]
+        if not sent.issuperset([message for message in incoming if message is not None][:count]):
             return False
     return True
 

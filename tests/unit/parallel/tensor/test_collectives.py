@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives: the noise of stochastic rounding."""
+"""Stochastic rounding in tensor-parallel collectives."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron.parallel.tensor.collectives import TensorComm
 
 
 def _gathered(
-    name: str, iteration: int, micro_batch: int = 0, place: str = "0.mlp", point: Point = Point.TP_FWD
+    name: str, iteration: int, micro_batch: int = 0, layer: str = "0.mlp", point: Point = Point.TP_FWD
 ) -> Tensor:
-    """What arrives of the same activations under sequence parallelism."""
-    compress = [f"{where}={name},rounding=stochastic" for where in ("tp-forward", "tp-backward")]
+    """Gathered activations under sequence parallelism."""
+    compress = [f"{direction}={name},rounding=stochastic" for direction in ("tp-forward", "tp-backward")]
     specs = read_specs(compress, Registry(BUILTIN), RunLength(10))
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan(specs))
     comm.begin_step(iteration)
     comm.seeds.begin_micro_batch(micro_batch)
-    return comm.at(place).start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), point).wait()
+    return comm.at(layer).start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), point).wait()
 
 
 @pytest.mark.parametrize("name", ["fixpoint,bits=2", "float8"])
-def test_each_gather_draws_other_noise(name: str) -> None:
-    """With the same noise in each, an error would return in each, and not vanish in the mean."""
+def test_each_gather_draws_different_noise(name: str) -> None:
+    """With equal noise, errors would repeat instead of averaging out."""
     first = _gathered(name, 3)
     assert torch.equal(first, _gathered(name, 3))
     assert not torch.equal(first, _gathered(name, 4))
     assert not torch.equal(first, _gathered(name, 3, micro_batch=1))
-    assert not torch.equal(first, _gathered(name, 3, place="1.mlp"))
+    assert not torch.equal(first, _gathered(name, 3, layer="1.mlp"))
     assert not torch.equal(first, _gathered(name, 3, point=Point.TP_BWD))

@@ -1,4 +1,4 @@
-"""Gradients that backward functions write into the bucket; an output layer computes its gradient in the forward."""
+"""Gradients that backward functions write into the bucket; the output layer computes its gradient in forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tokens(number: int) -> Tensor:
 
 
 def _head(weight: nn.Parameter, number: int, x_sbh: Tensor | None = None) -> Tensor:
-    """The loss of a micro-batch."""
+    """Loss of a micro-batch."""
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
     x_sbh = _draws(TOKENS, 1, WIDTH, seed=number) if x_sbh is None else x_sbh
     weights_sb = torch.full((TOKENS, 1), 0.5, dtype=torch.float64)
@@ -50,53 +50,53 @@ def _rows(weight: nn.Parameter, number: int) -> Tensor:
 
 
 def _tied(weight: nn.Parameter, number: int) -> Tensor:
-    """Two texts' embeddings, and the output layer with the same weights."""
+    """Embeddings of two texts and the output layer, with tied weights."""
     x_sbh = rows_of(weight, _tokens(number)) + rows_of(weight, _tokens(number + 1))
     return _head(weight, number, x_sbh.tanh())
 
 
 def _plain(weight: nn.Parameter, number: int, use: Use) -> Tensor:
-    """The loss of ``use`` from torch's own operations."""
-    found = _tokens(number)
+    """Loss of ``use`` by torch's operations."""
+    tokens = _tokens(number)
     if use is _rows:
-        return (F.embedding(found, weight) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
+        return (F.embedding(tokens, weight) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
     x_th = _draws(TOKENS, 1, WIDTH, seed=number).flatten(0, 1)
     if use is _tied:
-        x_th = (F.embedding(found, weight) + F.embedding(_tokens(number + 1), weight)).tanh().flatten(0, 1)
-    return 0.5 * F.cross_entropy(x_th @ weight.t(), found.flatten(), reduction="sum")
+        x_th = (F.embedding(tokens, weight) + F.embedding(_tokens(number + 1), weight)).tanh().flatten(0, 1)
+    return 0.5 * F.cross_entropy(x_th @ weight.t(), tokens.flatten(), reduction="sum")
 
 
 class Step:
-    """A parameter in a buffer whose gradients have begun, on top of what another step has left.
+    """Parameters in a buffer at the begin of a step, on top of stale gradients.
 
     Attributes:
-        seen: gradients that autograd has stored.
+        stored: gradients that autograd has stored.
     """
 
     def __init__(self, *shape: int, count: int = 1, dtype: torch.dtype = torch.float64) -> None:
         draws = [_draws(*(shape or (VOCAB, WIDTH)), seed=99 + number) for number in range(count)]
         params = [nn.Parameter(draw.to(dtype)) for draw in draws]
         self.weight, self.params = params[0], params
-        self.seen: list[Tensor] = []
+        self.stored: list[Tensor] = []
         specs = [
             (f"experts.{number}.w", f"experts.{number}.w", ParamSpec(tuple(param.shape), of_expert=count > 1), param)
             for number, param in enumerate(params)
         ]
         for param in params:
-            param.register_hook(lambda grad: self.seen.append(grad) if grad is not None else None)
+            param.register_hook(lambda grad: self.stored.append(grad) if grad is not None else None)
         self.buffer = FlatBuffer(specs, dtype, single_process("cpu").dp, None)
         self.buffer.grads_flat.fill_(torch.nan)
         self.buffer.begin_grads()
 
     def end(self) -> Tensor:
-        """The gradient of the step."""
+        """Complete the step and return the gradient."""
         self.buffer.complete_grads()
         assert self.weight.grad is not None
         assert self.weight.grad.untyped_storage().data_ptr() == self.buffer.grads_flat.untyped_storage().data_ptr()
         return self.weight.grad.clone()
 
 
-def _wanted(weight: nn.Parameter, use: Use, *numbers: int) -> Tensor:
+def _expected(weight: nn.Parameter, use: Use, *numbers: int) -> Tensor:
     other = nn.Parameter(weight.detach().clone())
     torch.stack([_plain(other, number, use) for number in numbers]).sum().backward()
     assert other.grad is not None
@@ -104,53 +104,53 @@ def _wanted(weight: nn.Parameter, use: Use, *numbers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-def test_micro_batches_one_by_one_and_several_on_the_way(use: Use) -> None:
+def test_micro_batches_in_sequence_and_several_in_flight(use: Use) -> None:
     step = Step()
     for number in (1, 2):
         use(step.weight, number).backward()
     losses = [use(step.weight, number) for number in (3, 4)]
     for loss in losses:
         loss.backward()
-    assert not step.seen
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2, 3, 4), rtol=1e-12, atol=1e-14)
+    assert not step.stored
+    torch.testing.assert_close(step.end(), _expected(step.weight, use, 1, 2, 3, 4), rtol=1e-12, atol=1e-14)
     step.buffer.begin_grads()
     losses = [use(step.weight, number) for number in (5, 6)]
     for loss in losses:
         loss.backward()
-    assert not step.seen
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 5, 6), rtol=1e-12, atol=1e-14)
+    assert not step.stored
+    torch.testing.assert_close(step.end(), _expected(step.weight, use, 5, 6), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_a_forward_pass_without_backward_changes_nothing(use: Use) -> None:
+def test_a_forward_without_backward_has_no_gradient(use: Use) -> None:
     step = Step()
     use(step.weight, 1)
     use(step.weight, 2).backward()
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 2), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(step.end(), _expected(step.weight, use, 2), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_backwards_in_another_order_than_their_forwards(use: Use) -> None:
-    """The first forward has claimed the memory; the gradient of the second waits beside it."""
+def test_backwards_in_another_order_than_forwards(use: Use) -> None:
+    """The first forward has claimed the bucket, so the gradient of the second is kept elsewhere."""
     step = Step()
     first, second, third = (use(step.weight, number) for number in (1, 2, 3))
     for loss in (second, third, first):
         loss.backward()
-    assert not step.seen
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2, 3), rtol=1e-12, atol=1e-14)
+    assert not step.stored
+    torch.testing.assert_close(step.end(), _expected(step.weight, use, 1, 2, 3), rtol=1e-12, atol=1e-14)
 
 
-def test_a_claim_without_backward_loses_no_gradient_of_others() -> None:
+def test_a_forward_without_backward_loses_no_other_gradient() -> None:
     step = Step()
     _head(step.weight, 1)
     _rows(step.weight, 2).backward()
     (3.0 * step.weight).sum().backward()
-    wanted = _wanted(step.weight, _rows, 2) + 3.0
-    torch.testing.assert_close(step.end(), wanted, rtol=1e-12, atol=1e-14)
+    expected = _expected(step.weight, _rows, 2) + 3.0
+    torch.testing.assert_close(step.end(), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_a_gradient_of_a_step_that_is_over_is_refused(use: Use) -> None:
+def test_a_backward_after_its_step_is_refused(use: Use) -> None:
     step = Step()
     early = use(step.weight, 3)
     step.buffer.begin_grads()
@@ -160,7 +160,7 @@ def test_a_gradient_of_a_step_that_is_over_is_refused(use: Use) -> None:
 
 @pytest.mark.parametrize("use", [_head, _tied])
 def test_a_second_backward_is_refused(use: Use) -> None:
-    """What lies in the place by then is the gradient of the step, or of the next one."""
+    """The bucket then holds the gradient of this step or of the next."""
     step = Step()
     loss = use(step.weight, 1)
     loss.backward(retain_graph=True)
@@ -172,10 +172,10 @@ def test_a_second_backward_is_refused(use: Use) -> None:
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-def test_several_losses_in_one_backward(use: Use) -> None:
+def test_several_losses_in_a_single_backward(use: Use) -> None:
     step = Step()
     (8.0 * (use(step.weight, 1) + use(step.weight, 2))).backward()
-    torch.testing.assert_close(step.end(), 8.0 * _wanted(step.weight, use, 1, 2), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(step.end(), 8.0 * _expected(step.weight, use, 1, 2), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
@@ -184,13 +184,13 @@ def test_gradients_outside_a_step_go_to_their_caller(use: Use) -> None:
     use(step.weight, 2).backward()
     total = step.end()
     (grad,) = torch.autograd.grad(use(step.weight, 1), step.weight)
-    torch.testing.assert_close(grad, _wanted(step.weight, use, 1), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad, _expected(step.weight, use, 1), rtol=1e-12, atol=1e-14)
     assert step.weight.grad is not None
     assert torch.equal(step.weight.grad, total)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_frozen_weights(use: Use) -> None:
+def test_frozen_weights_have_no_gradient(use: Use) -> None:
     step = Step()
     step.weight.requires_grad_(False)
     x_sbh = _draws(TOKENS, 1, WIDTH, seed=1).requires_grad_()
@@ -202,13 +202,13 @@ def test_frozen_weights(use: Use) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_of_tokens(dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradient as in memory of its own, to the bit: in bf16 summed in fp32."""
+    """Bit by bit the gradient of a parameter outside of a buffer; bf16 is summed in fp32."""
     monkeypatch.setattr(cross_entropy, "_groups", partial(_in_groups, groups))
     step = Step(dtype=dtype)
     other = nn.Parameter(step.weight.detach().clone())
     for weight in (step.weight, other):
         _head(weight, 1, _draws(TOKENS, 1, WIDTH, seed=1).to(dtype)).backward()
-    assert not step.seen
+    assert not step.stored
     assert other.grad is not None
     assert torch.equal(step.end(), other.grad)
 
@@ -217,17 +217,17 @@ def _in_groups(groups: int, tokens: int, *_: Any) -> list[slice]:
     return [slice(first, first + tokens // groups) for first in range(0, tokens, tokens // groups)]
 
 
-def test_no_tokens() -> None:
+def test_a_loss_without_tokens() -> None:
     step = Step()
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
     none = torch.zeros(0, 1, dtype=torch.float64)
     x_sbh = torch.zeros(0, 1, WIDTH, dtype=torch.float64)
     head_loss(x_sbh, step.weight, none.long(), none, comm, VocabShard(VOCAB, VOCAB, comm))[0].backward()
-    assert not step.seen
+    assert not step.stored
     assert not step.end().any()
 
 
-def test_one_row() -> None:
+def test_a_single_row() -> None:
     step = Step()
     rows_of(step.weight, torch.tensor(3)).sum().backward()
     assert torch.equal(step.end().sum(1), torch.eye(VOCAB, dtype=torch.float64)[3] * WIDTH)
@@ -235,18 +235,18 @@ def test_one_row() -> None:
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
 @pytest.mark.parametrize("first", [False, True])
-def test_what_autograd_stores_is_added(use: Use, first: bool) -> None:
-    """In the same backward, whichever of both comes first, and in later ones."""
+def test_gradients_stored_by_autograd_are_added(use: Use, first: bool) -> None:
+    """In the same backward, in either order, and in later backwards."""
     step = Step()
     plain = 3.0 * step.weight.sum()
     (plain + use(step.weight, 1) if first else use(step.weight, 1) + plain).backward()
-    assert step.seen
+    assert step.stored
     use(step.weight, 2).backward()
     (2.0 * step.weight.sum()).backward()
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2) + 5.0, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(step.end(), _expected(step.weight, use, 1, 2) + 5.0, rtol=1e-12, atol=1e-13)
 
 
-def test_a_recorded_backward_adds_once() -> None:
+def test_a_differentiable_backward_adds_once() -> None:
     step = Step()
     for recorded in (False, True, False):
         (3.0 * step.weight.square().sum()).backward(create_graph=recorded)
@@ -264,7 +264,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def test_a_bucket_with_an_undefined_range_is_not_full() -> None:
-    """A parameter without a gradient, and a weight whose gradient of a forward pass still waits for its backward."""
+    """A parameter without a gradient, and a weight with a forward that waits for its backward."""
     step = Step()
     full: list[int] = []
     step.buffer.notify_when_full(full.append)
@@ -273,22 +273,22 @@ def test_a_bucket_with_an_undefined_range_is_not_full() -> None:
     _head(step.weight, 1)
     _rows(step.weight, 2).backward()
     assert not full
-    torch.testing.assert_close(step.end(), _wanted(step.weight, _rows, 2), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(step.end(), _expected(step.weight, _rows, 2), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiled_grouped_products_write_to_the_bucket(gated: bool) -> None:
-    """Sizes that the compiled operator takes."""
+    """With sizes that the compiled operator supports."""
     width, rows = 64, 256
     step = Step(*((2, 32, width) if gated else (64, width)), count=2, dtype=torch.float32)
     x = _draws(rows, width, seed=1).float()
     counts = torch.tensor([100, 156])
     grouped_linear(x, [param.flatten(0, -2) for param in step.params], counts).square().sum().backward()
-    assert not step.seen
+    assert not step.stored
     step.end()
-    for param, part in zip(step.params, x.split(counts.tolist()), strict=True):
+    for param, group_rows in zip(step.params, x.split(counts.tolist()), strict=True):
         other = nn.Parameter(param.detach().clone())
-        (part @ other.flatten(0, -2).t()).square().sum().backward()
+        (group_rows @ other.flatten(0, -2).t()).square().sum().backward()
         assert param.grad is not None
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-3)
 
@@ -300,11 +300,11 @@ def test_a_bucket_is_full_once_all_functions_have_written(use: Use) -> None:
     full: list[Tensor] = []
     step.buffer.notify_when_full(lambda _: full.append(step.buffer.grads_flat.clone()))
     (use(step.weight, 2) + use(step.weight, 3)).backward()
-    wanted = _wanted(step.weight, use, 1, 2, 3).flatten()
-    torch.testing.assert_close(full, [wanted], rtol=1e-12, atol=1e-13)
+    expected = _expected(step.weight, use, 1, 2, 3).flatten()
+    torch.testing.assert_close(full, [expected], rtol=1e-12, atol=1e-13)
 
 
-def test_gradients_of_rows_that_are_differentiated() -> None:
+def test_gradients_of_rows_are_differentiable() -> None:
     step = Step()
     step.end()
     (grad,) = torch.autograd.grad(_rows(step.weight, 1).square(), step.weight, create_graph=True)
@@ -327,13 +327,13 @@ def test_torchs_products_write_to_the_bucket(
         weights = [param.flatten(0, -2) for param in step.params]  # a gated layer holds two projections
         out = grouped_linear(x, weights, counts) if grouped else linear(x, weights[0], None)
         out.square().sum().backward()
-    assert not step.seen
+    assert not step.stored
     step.end()
     ends = [0, *counts.cumsum(0).tolist()] if grouped else [0, TOKENS]
     for param, begin, end in zip(step.params, ends[:-1], ends[1:], strict=True):
         other = nn.Parameter(param.detach().clone())
-        parts = [_draws(TOKENS, WIDTH, seed=number)[begin:end] for number in (1, 2)]
-        torch.stack([(x @ other.flatten(0, -2).t()).square().sum() for x in parts]).sum().backward()
+        inputs = [_draws(TOKENS, WIDTH, seed=number)[begin:end] for number in (1, 2)]
+        torch.stack([(x @ other.flatten(0, -2).t()).square().sum() for x in inputs]).sum().backward()
         assert param.grad is not None
         assert other.grad is not None
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-13)

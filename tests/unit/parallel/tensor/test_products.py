@@ -1,4 +1,4 @@
-"""Linear layers from 8-bit numbers: outputs and gradients against products in fp64 of numbers rounded by hand."""
+"""8-bit linear layers: outputs and gradients against fp64 products of rounded numbers."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def _column(bias: bool = True, outputs: int = OUT) -> ColumnParallelLinear:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, by_rows: bool) -> Tensor:
-    """The numbers of a matrix as 8 bits and their scales hold them, in fp64."""
+    """Matrix rounded to 8 bits with scales, in fp64."""
     most = x.abs().amax(dim=1) if by_rows else x.abs().amax().expand(len(x))
     scales = torch.tensor([scale(float(m), dtype) for m in most], dtype=torch.float64).unsqueeze(1)
     return nearest(x.double() / scales, dtype) * scales
 
 
 def _gradients(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and the input's gradient; the parameters' are left in them."""
-    given = x.clone().requires_grad_()
-    out = layer(given)
+    """Output and gradient of the input; gradients of parameters stay in the layer."""
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf)
     out = out[0] if isinstance(out, tuple) else out
     out.backward(grad)
-    assert given.grad is not None
-    return out.detach(), given.grad
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
 
 
-def _close(found: Tensor | None, wanted: Tensor) -> None:
-    """To bf16's rounding, and fp32's of sums."""
-    assert found is not None
-    torch.testing.assert_close(found.double().view(wanted.shape), wanted, rtol=2.0**-8, atol=1e-4)
+def _close(actual: Tensor | None, expected: Tensor) -> None:
+    """Compare to the rounding of bf16, and of fp32 sums."""
+    assert actual is not None
+    torch.testing.assert_close(actual.double().view(expected.shape), expected, rtol=2.0**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["column", "column without bias", "row"])
-def test_all_products_are_those_of_the_rounded_numbers(recipe: Any, kind: str) -> None:
+def test_all_products_use_the_rounded_numbers(recipe: Any, kind: str) -> None:
     layer: ColumnParallelLinear | RowParallelLinear
     if kind == "row":
         layer = RowParallelLinear(IN, OUT, True, _comm(), CPU, torch.bfloat16)
@@ -72,7 +72,7 @@ def test_all_products_are_those_of_the_rounded_numbers(recipe: Any, kind: str) -
     else:
         layer = _column(bias=kind == "column")
     layer.compute_in_fp8(recipe)
-    # Tokens of very different sizes: what one scale holds, and what one for each row does.
+    # Tokens of very different magnitudes tell a scale per tensor from scales per row.
     x, grad = noise(S * B, IN, 1) * torch.logspace(-3, 0, S * B).bfloat16().unsqueeze(1), noise(S * B, OUT, 2)
     grad = grad * torch.logspace(0, -6, S * B).bfloat16().unsqueeze(1)
     out, grad_x = _gradients(layer, x.view(S, B, IN), grad.view(S, B, OUT))
@@ -87,7 +87,7 @@ def test_all_products_are_those_of_the_rounded_numbers(recipe: Any, kind: str) -
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tokens_of_any_size_keep_their_digits_where_each_has_a_scale(recipe: Any) -> None:
+def test_small_tokens_survive_with_scales_per_row(recipe: Any) -> None:
     layer = _column(bias=False)
     layer.compute_in_fp8(recipe)
     x = noise(S * B, IN, 1)
@@ -107,12 +107,12 @@ def test_zeros_give_zeros(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_what_is_no_number_reaches_the_gradients(recipe: Any, strange: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_numbers_reach_the_gradients(recipe: Any, bad: float) -> None:
     layer = _column()
     layer.compute_in_fp8(recipe)
     grad = noise(S * B, OUT, 2)
-    grad[3, 5] = strange
+    grad[3, 5] = bad
     _, grad_x = _gradients(layer, noise(S * B, IN, 1).view(S, B, IN), grad.view(S, B, OUT))
     assert grad_x.view(S * B, IN)[3].isnan().all()
     assert layer.weight.grad is not None
@@ -120,16 +120,16 @@ def test_what_is_no_number_reaches_the_gradients(recipe: Any, strange: float) ->
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_sizes_that_do_not_suit_stay_as_they_were(recipe: Any) -> None:
+def test_unsupported_sizes_use_plain_products(recipe: Any) -> None:
     for outputs, tokens in ((40, (4, 4)), (32, (3, 5))):
         plain, small = _column(outputs=outputs), _column(outputs=outputs)
         small.compute_in_fp8(recipe)
         x, grad = noise(tokens[0] * tokens[1], IN, 1), noise(tokens[0] * tokens[1], outputs, 2)
-        found, wanted = (
+        actual, expected = (
             _gradients(layer, x.view(*tokens, IN), grad.view(*tokens, outputs)) for layer in (small, plain)
         )
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one, other)
+        for result, other in zip(actual, expected, strict=True):
+            assert torch.equal(result, other)
     suits, same = _column(), _column()
     suits.compute_in_fp8(recipe)
     x = noise(16, IN, 1).view(4, 4, IN)
@@ -137,7 +137,7 @@ def test_sizes_that_do_not_suit_stay_as_they_were(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_leaves_embedding_and_head_as_they_are(recipe: str) -> None:
+def test_embedding_and_head_of_a_model_stay_in_bf16(recipe: str) -> None:
     (stage,) = tiny_engines({"precision": {"bf16": True, "fp8": recipe}}).stages
     linear = [module for module in stage.modules() if hasattr(module, "compute_in_fp8")]
     assert {type(module).__name__ for module in linear if module is not stage} == {
@@ -152,18 +152,18 @@ def test_a_model_leaves_embedding_and_head_as_they_are(recipe: str) -> None:
     assert torch.equal(stage.logits(x), plain.logits(x))
 
 
-def test_scales_begin_where_their_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the middle of another tensor's: matrix units may ask for aligned ones."""
-    given: list[Tensor] = []
+def test_scales_start_at_the_beginning_of_their_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix units may need aligned scales."""
+    scales: list[Tensor] = []
 
     def product(a: fp8.Quantized, b: fp8.Quantized, *args: Any, **kwargs: Any) -> Tensor:
-        given.extend((a.scale, b.scale))
+        scales.extend((a.scale, b.scale))
         return fp8.reference_product(a, b)
 
     monkeypatch.setattr(fp8, "scaled_product", product)
     for recipe, products in (("tensorwise", 3), ("rowwise", 2)):
-        given.clear()
+        scales.clear()
         layer = _column(bias=False)
         layer.compute_in_fp8(recipe)  # type: ignore[arg-type]
         _gradients(layer, noise(S * B, IN, 1).view(S, B, IN), noise(S * B, OUT, 2).view(S, B, OUT))
-        assert [scale.storage_offset() for scale in given] == [0] * 2 * products
+        assert [scale.storage_offset() for scale in scales] == [0] * 2 * products

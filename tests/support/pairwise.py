@@ -1,0 +1,25 @@
+"""Fewer test cases than a full product of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which each pair of values of any two parameters occurs, in a fixed order."""
+    choices = [range(len(values)) for values in parameters]
+    uncovered = {
+        ((i, a), (j, b)) for i, j in combinations(range(len(parameters)), 2) for a, b in product(choices[i], choices[j])
+    }
+    rows = []
+    while uncovered:
+        row = dict(min(uncovered))
+        for i, values in enumerate(choices):
+            if i not in row:
+                gains = [sum(tuple(sorted(((i, a), item))) in uncovered for item in row.items()) for a in values]
+                row[i] = gains.index(max(gains))
+        uncovered -= set(combinations(sorted(row.items()), 2))
+        rows.append(tuple(values[row[i]] for i, values in enumerate(parameters)))
+    return rows

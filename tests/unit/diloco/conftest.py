@@ -1,0 +1,41 @@
+"""Meeting places and islands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from megatron.diloco.membership import Islands
+from megatron.diloco.store import IslandStore, serve
+from tests.unit.diloco.support import MakeIslands, print_nothing
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = serve("127.0.0.1", 0)
+    yield store.port
+    del store
+
+
+@pytest.fixture
+def make_islands(port: int) -> Iterator[MakeIslands]:
+    islands_of_test: list[Islands] = []
+
+    def make(
+        count: int,
+        quorum: int,
+        numbers: Sequence[int] | None = None,
+        seconds: float = 1.0,
+        tell: Callable[[str], None] = print_nothing,
+    ) -> list[Islands]:
+        islands = [
+            Islands(IslandStore("127.0.0.1", port, 10.0), number, count, quorum, seconds, 5.0, None, tell=tell)
+            for number in (range(count) if numbers is None else numbers)
+        ]
+        islands_of_test.extend(islands)
+        return islands
+
+    yield make
+    for island in islands_of_test:
+        island.leave()
