@@ -31,7 +31,9 @@ KINDS = [RANK, SHARE, SWITCH, TEXT, DEVICE]
         (DEVICE, "off", [False, "OFF"], "off", "off"),
     ],
 )
-def test_each_source_has_its_forms_of_a_value(kind: ValueType, text: str, plain: list[Any], exact: Any, value: Any) -> None:
+def test_each_source_has_its_forms_of_a_value(
+    kind: ValueType, text: str, plain: list[Any], exact: Any, value: Any
+) -> None:
     for result in (
         kind.from_text(text, "x"),
         *(kind.from_plain(source, "x") for source in plain),
