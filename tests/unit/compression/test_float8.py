@@ -103,16 +103,16 @@ def test_fixed_point_is_better_without_outliers_and_float8_with_them() -> None:
     assert _errors(e5m2, spiked) == (_about(0.006), _about(0.043), 0.0)
 
 
-def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
+def test_stochastic_rounding_of_small_and_large_numbers_is_unbiased_and_seeded() -> None:
     x = torch.cat([torch.linspace(-1, 1, 64), torch.linspace(-1e-4, 1e-4, 64)])
     for kind, share in SHARES.items():
-        rounds = [_round_trip(x, seed=seed, format=kind, rounding="stochastic") for seed in range(400)]
+        rounds = [_round_trip(x, seed=seed, format=kind, rounding="stochastic") for seed in range(100)]
         assert torch.equal(rounds[0], _round_trip(x, seed=0, format=kind, rounding="stochastic"))
         assert not torch.equal(rounds[0], rounds[1])
         bias = (torch.stack(rounds).double().mean(dim=0) - x).abs()
         least = 2.0**-9 / 448 if kind == "e4m3" else 2.0**-16 / 57344
         step = (2 * share * x.abs()).clamp(min=least)
-        assert bool((bias < 5 * step / 2 / math.sqrt(400)).all())
+        assert bool((bias < 5 * step / 2 / math.sqrt(100)).all())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

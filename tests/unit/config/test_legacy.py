@@ -180,17 +180,16 @@ def test_log_gradients_output_dir_is_the_folder_of_gradient_records(by_iteration
 
 
 @pytest.mark.parametrize(
-    ("switch", "point"),
+    ("switch", "point", "share", "iterations"),
     [
-        ("grad_comp", "dp-grad"),
-        ("inter_grad_comp", "pp-backward"),
-        ("inter_acti_comp", "pp-forward"),
-        ("emb_grad_comp", "embedding"),
-        ("mp_grad_comp", "tp-backward"),
-        ("mp_acti_comp", "tp-forward"),
+        ("grad_comp", "dp-grad", "1.0", 100),
+        ("inter_grad_comp", "pp-backward", "1", 100),
+        ("inter_acti_comp", "pp-forward", "0.999", 99),
+        ("emb_grad_comp", "embedding", "0.01", 1),
+        ("mp_grad_comp", "tp-backward", "0", 0),
+        ("mp_acti_comp", "tp-forward", "1.0", 100),
     ],
 )
-@pytest.mark.parametrize(("share", "iterations"), [("1.0", 100), ("1", 100), ("0.999", 99), ("0.01", 1), ("0", 0)])
 def test_a_warm_up_is_a_share_of_the_run(
     by_iterations: list[str], switch: str, point: str, share: str, iterations: int
 ) -> None:

@@ -52,41 +52,25 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", 
 BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
 
 
-def test_variables_of_torchrun_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, TORCHRUN) == (5, 8, 1)
-
-
-def test_torchrun_inside_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task of srun per node starts torchrun, which has priority."""
-    assert _read(monkeypatch, {**SRUN, **TORCHRUN}) == (5, 8, 1)
-
-
-def test_each_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, SRUN) == (3, 4, 1)
-
-
-def test_srun_with_an_exported_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, {**SRUN, "WORLD_SIZE": "8"}) == (3, 8, 1)
-
-
-def test_a_batch_script_without_srun_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, BATCH_STEP) == (0, 1, 0)
-
-
-def test_an_empty_environment_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, {}) == (0, 1, 0)
-    assert _read(monkeypatch, {"RANK": "3"}) == (0, 1, 0)
-
-
-def test_the_local_rank_flag_has_priority_over_slurm_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, {}, 2) == (0, 1, 2)
-    assert _read(monkeypatch, SRUN, 2)[2] == 2
-    assert _read(monkeypatch, TORCHRUN, 2)[2] == 1
-
-
-def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"WORLD_SIZE is 'many', not a number"):
-        _read(monkeypatch, {"RANK": "0", "WORLD_SIZE": "many"})
+@pytest.mark.parametrize(
+    ("env", "flag", "rank"),
+    [
+        (TORCHRUN, None, (5, 8, 1)),
+        ({**SRUN, **TORCHRUN}, None, (5, 8, 1)),  # a task of srun per node starts torchrun
+        (SRUN, None, (3, 4, 1)),
+        ({**SRUN, "WORLD_SIZE": "8"}, None, (3, 8, 1)),
+        (BATCH_STEP, None, (0, 1, 0)),  # a batch script without srun
+        ({}, None, (0, 1, 0)),
+        ({"RANK": "3"}, None, (0, 1, 0)),
+        ({}, 2, (0, 1, 2)),
+        (SRUN, 2, (3, 4, 2)),  # the flag --local-rank has priority over Slurm only
+        (TORCHRUN, 2, (5, 8, 1)),
+    ],
+)
+def test_a_rank_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], flag: int | None, rank: tuple[int, int, int]
+) -> None:
+    assert _read(monkeypatch, env, flag) == rank
 
 
 @pytest.mark.parametrize(
@@ -194,7 +178,7 @@ def test_gloo_runs_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', not a number"),
+        ({"WORLD_SIZE": "abc", "RANK": "0"}, "WORLD_SIZE is 'abc', not a number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', not a number"),
         ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE is .*, not a number"),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9*', not a number"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,21 @@ def _failure(folder: Path, exitcode: int, reason: str | None, printed: bool) -> 
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
             leave_reason(reason, printed)
     return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
+
+
+@pytest.fixture
+def launch_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
+    """Run the launcher; torch raises an error. Return the exit status."""
+
+    def launch_with(error: BaseException) -> int:
+        def run(arguments: object) -> None:
+            raise error
+
+        monkeypatch.setattr("torch.distributed.run.run", run)
+        monkeypatch.setenv("LOGLEVEL", "WARNING")
+        return launch.main(["x.py"])
+
+    return launch_with
 
 
 @pytest.mark.parametrize(
@@ -54,17 +69,12 @@ def test_a_failed_rank_gives_the_status_and_the_last_line(
     status: int,
     line: str | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launch_failing: Callable[[BaseException], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(arguments: object) -> None:
-        printed = reason is None or not reason.startswith("unprinted ")
-        text = reason and reason.removeprefix("unprinted ")
-        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, text, printed)})
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setenv("LOGLEVEL", "WARNING")
-    assert launch.main(["x.py"]) == status
+    printed = reason is None or not reason.startswith("unprinted ")
+    failure = _failure(tmp_path, exitcode, reason and reason.removeprefix("unprinted "), printed)
+    assert launch_failing(ChildFailedError("x", {5: failure})) == status
     assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
 
 
@@ -118,7 +128,7 @@ def test_an_unprinted_reason_is_the_last_line(
     printed_by_rank_0: str,
     line: str | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launch_failing: Callable[[BaseException], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Unless another rank has printed the same line."""
@@ -128,13 +138,7 @@ def test_an_unprinted_reason_is_the_last_line(
     failures = {5: _failure(first, 2, "error: --lr: 'x' is not a number", False)}
     failures[0] = _failure(other, 2, printed_by_rank_0, True)
     failures[0].timestamp = failures[5].timestamp + 5
-
-    def run(arguments: object) -> None:
-        raise ChildFailedError("x", failures)
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setenv("LOGLEVEL", "WARNING")
-    assert launch.main(["x.py"]) == 2
+    assert launch_failing(ChildFailedError("x", failures)) == 2
     assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
 
 
@@ -150,15 +154,10 @@ def test_a_failed_launcher_prints_one_line(
     raised: BaseException,
     status: int,
     line: str,
-    monkeypatch: pytest.MonkeyPatch,
+    launch_failing: Callable[[BaseException], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(arguments: object) -> None:
-        raise raised
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setenv("LOGLEVEL", "WARNING")
-    assert launch.main(["x.py"]) == status
+    assert launch_failing(raised) == status
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -261,7 +260,7 @@ def test_the_status_is_that_of_the_rank_named_by_others(
     ranks: Mapping[int, tuple[int, str | None, int]],
     status: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    launch_failing: Callable[[BaseException], int],
 ) -> None:
     """Other ranks notice a killed rank before torch does, in the same second or the second before."""
     failures = {}
@@ -270,13 +269,7 @@ def test_the_status_is_that_of_the_rank_named_by_others(
         folder.mkdir()
         failures[rank] = _failure(folder, exitcode, reason, True)
         failures[rank].timestamp = second
-
-    def run(arguments: object) -> None:
-        raise ChildFailedError("x", failures)
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setenv("LOGLEVEL", "WARNING")
-    assert launch.main(["x.py"]) == status
+    assert launch_failing(ChildFailedError("x", failures)) == status
 
 
 @pytest.mark.slow
