@@ -129,7 +129,9 @@ def test_any_words_on_the_command_line(words: list[str]) -> None:
     _within(lambda: _prepare([*MINIMAL, "--train-iters=100", *words]))
 
 
-@pytest.mark.parametrize("field", [f for f in NUMBERS if f.element is int and f.section in run_sections()], ids=str)
+@pytest.mark.parametrize(
+    "field", [f for f in NUMBERS if f.element is int and f.section in run_sections()], ids=lambda f: f.flag
+)
 def test_sizes_of_any_magnitude_are_counted_or_refused(field: FieldOption) -> None:
     lengths = cycle(["--train-iters=100", "--train-samples=6400"])
     for size, length in zip((10**9, 10**12, 10**18, 2**63 - 1, 2**63, 10**30, -1, -(10**18)), lengths, strict=False):
