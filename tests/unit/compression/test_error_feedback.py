@@ -35,14 +35,14 @@ def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64
 @pytest.mark.parametrize("kind", ["local", "aggregate"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: Any) -> None:
-    """Over 40 steps, some of them skipped: sum of sums + residuals = sum of the inputs of the taken steps. The residual
+    """Over 24 steps, two of them skipped: sum of sums + residuals = sum of the inputs of the taken steps. The residual
     does not grow."""
     ranks, shape = 3, (2, 8, 6)
     compressor = ErrorFeedback(ALGORITHMS[name](), kind)
     states = [CompressorState() for _ in range(ranks)]
     inputs_sum, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     norms = []
-    for step in range(40):
+    for step in range(24):
         xs = [_noise(shape, 1000 * step + rank) for rank in range(ranks)]
         step_taken = step % 10 != 7
         if step_taken:
@@ -56,7 +56,7 @@ def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: Any) -> None:
         torch.testing.assert_close(sent + residual, inputs_sum, rtol=0, atol=1e-10)
         norms.append(float(residual.norm()))
     assert min(norms) > 0
-    assert max(norms[20:]) < 3 * max(norms[:20])
+    assert max(norms[12:]) < 3 * max(norms[:12])
 
 
 def _orthonormal(x: np.ndarray) -> np.ndarray:
