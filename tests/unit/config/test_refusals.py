@@ -266,7 +266,7 @@ BY_ITERATIONS = [
     ("--compress pp-forward=fixpoint,scale=row", 2, ["scale=row", "group, channel, tensor"]),
     ("--compress pp-forward=fixpoint,when=epilogue", 2, ["when=epilogue", "only pp-backward"]),
     ("--compress pp-backward=fixpoint,eval=on", 2, ["eval=on", "leave it out"]),
-    ("--compress tp-forward=fixpoint,error-feedback=on", 2, ["error-feedback", "keeps no state"]),
+    ("--compress tp-forward=fixpoint,error-feedback=on", 2, ["error-feedback", "has no state"]),
     ("--compress dp-grad=powersgd,fused=on", 2, ["fused=on", "only the embedding"]),
     ("--grad-comp --compress dp-grad=powersgd", 2, ["dp-grad", "given twice"]),
     ("--compress dp-grad=powersgd,error-feedback=lazy", 2, ["error-feedback=lazy", "local, aggregate"]),
