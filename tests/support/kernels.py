@@ -168,8 +168,7 @@ def check_topk(x_kn: Tensor, count: int) -> None:
 
 
 def check_topks(device: str, shapes: Iterable[tuple[int, int]]) -> None:
-    """Numbers apart and with many ties, from none to all of a row; and rows with the same number everywhere, as zero
-    and NaN."""
+    """Numbers apart and with many ties, from none to all of a row; and rows of equal numbers, as zero and NaN."""
     for seed, (rows, n) in enumerate(shapes):
         x_kn = spoil(noise((rows, n), seed, device), seed)
         for share in (0.0, 0.01, 0.5, 0.99, 1.0):
