@@ -10,7 +10,7 @@ GPU_WORKERS := -n 5 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
+.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -37,7 +37,7 @@ format:  ## rewrite the sources in the project's style
 docs:  ## build the site of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(RUN) --extras docs -- -m mkdocs build --strict $(ARGS)
 
-bench-train:  ## measure training speed beside Hugging Face's GPT-2
+bench-train:  ## measure training speed beside Hugging Face's models
 	@$(RUN) --extras test,lint -- -m benchmarks.train $(ARGS)
 
 bench-kernels:  ## measure the compressors' kernels beside a copy and their reference implementations
@@ -49,10 +49,7 @@ bench-memory:  ## measure peak memory with and without compressors
 bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (hours; ARGS="--cases ...")
 	@$(RUN) --extras test,lint -- -m benchmarks.convergence $(ARGS)
 
-bench-lep:  ## measure what error propagation does to gradients and losses, by width (hours)
-	@$(RUN) --extras test,lint -- -m benchmarks.lep.run $(ARGS)
-
-bench-cleaning:  ## measure the cleaning tools, and find_duplicates beside a plain loop over datasketch
+bench-cleaning:  ## measure find_duplicates beside a plain loop over datasketch
 	@$(RUN) --extras test,lint -- -m benchmarks.cleaning $(ARGS)
 
 bench-generate:  ## measure generation beside Hugging Face's generate
@@ -67,7 +64,7 @@ bench-gpu:  ## measure speeds on a GPU, beside nanoGPT's model and Hugging Face'
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.time_to_loss $(ARGS)
 
-bench-islands:  ## islands over a slow link, beside data parallelism and torch DDP's hooks (Linux, root, half an hour)
+bench-islands:  ## islands over a slow link, beside data parallelism (Linux, root, half an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.islands $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output

@@ -1,24 +1,24 @@
-"""Measurements: training, kernels, memory, networks of other rates, and what compressors do to losses."""
+"""Measurements: training, kernels, memory, slow networks, and the cost of compressors in loss."""
 
 import argparse
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-"""Whose programs are measured, and where documents and pictures lie."""
+"""Folder of the repository."""
 
 
-def listed(names: Iterable[str], separator: str = ",") -> str:
-    """Names as argparse's help texts take them: a "%" in a help text is written twice."""
+def join_for_help(names: Iterable[str], separator: str = ",") -> str:
+    """Names for argparse's help texts, in which "%" is written twice."""
     return f"{separator} ".join(names).replace("%", "%%")
 
 
-def chosen(
-    parser: argparse.ArgumentParser, flag: str, text: str | None, known: Collection[str], separator: str = ","
+def parse_names(
+    parser: argparse.ArgumentParser, flag: str, text: str | None, choices: Collection[str], separator: str = ","
 ) -> list[str]:
-    """The names that a flag gives, all that are known where it is not given; ends the program at any other name."""
-    names = [name.strip() for name in text.split(separator)] if text else list(known)
+    """The names in a flag's value, or all choices without a value; an unknown name ends the program."""
+    names = [name.strip() for name in text.split(separator)] if text else list(choices)
     for name in names:
-        if name not in known:
-            parser.error(f"{flag} {name}: choose from {f'{separator} '.join(known)}")
+        if name not in choices:
+            parser.error(f"{flag} {name}: choose from {f'{separator} '.join(choices)}")
     return names

@@ -1,4 +1,4 @@
-"""The cases of the convergence benchmark: their compressors, layouts, and what each is compared with."""
+"""The cases of the convergence benchmark: their compressors, layouts and baselines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
 MINMAX = "grid=minmax,scale-dtype=bf16"
 POWERSGD = "dp-grad=powersgd,rank=16,warmup=40"
 SHARDED = "--use-distributed-optimizer"
-"""Of the cases that gather parameters, which a sharded optimizer alone does."""
+"""Flag of the cases that gather parameters."""
 
 CASES: dict[str, list[str]] = {
     "dense": [],
@@ -90,10 +90,10 @@ CASES |= {
 }
 
 ISLANDS = "islands"
-"""First word of the cases of 4 islands of one process each."""
+"""First word of the cases of 4 islands of a process each."""
 _MUON = "--optimizer=muon"
 _STREAMS = {5: "fragments=1", 20: "fragments=4", 50: "fragments=2"}
-"""Fragments of the steps of a round: at most the layers, and turns of equal distances."""
+"""Fragments by the steps of a round: at most the number of layers, at equal distances."""
 CASES |= {f"{REPLICAS}, Muon": [_MUON]}
 for _h, _fragments in _STREAMS.items():
     CASES |= {
@@ -145,13 +145,13 @@ WITH_EXPERTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What cases with the same first word share.
+    """Layout and baseline of the cases with the same first word.
 
     Args:
-        baseline: the case that they are compared with.
-        flags: flags besides MODEL's.
-        nodes: nodes that the ranks believe to be on.
-        islands: islands that share the ranks.
+        baseline: name of their baseline.
+        flags: flags in addition to MODEL.
+        nodes: simulated nodes.
+        islands: islands among the ranks.
         evaluations: validations during the run.
     """
 
@@ -162,28 +162,28 @@ class Family:
     evaluations: int = 2
 
 
-_WHOLE: dict[str, Any] = {"pipeline-model-parallel-size": 1, "micro-batch-size": 4}
+_REPLICATED: dict[str, Any] = {"pipeline-model-parallel-size": 1, "micro-batch-size": 4}
 FAMILIES: dict[str, Family] = {
-    EXPERTS: Family(f"{EXPERTS}, dense", {**WITH_EXPERTS, **_WHOLE}),
-    REPLICAS: Family(f"{REPLICAS}, dense", _WHOLE, nodes=2),
-    ISLANDS: Family(f"{REPLICAS}, dense", _WHOLE, islands=4),
+    EXPERTS: Family(f"{EXPERTS}, dense", {**WITH_EXPERTS, **_REPLICATED}),
+    REPLICAS: Family(f"{REPLICAS}, dense", _REPLICATED, nodes=2),
+    ISLANDS: Family(f"{REPLICAS}, dense", _REPLICATED, islands=4),
 }
 STAGES = Family("dense", evaluations=8)
-"""Of all other cases: two pipeline stages."""
+"""All other cases, with two pipeline stages."""
 
 
 def family(case: str) -> Family:
-    """What a case shares with others, by its first word."""
+    """The family of a case, by its first word."""
     return FAMILIES.get(case.partition(",")[0], STAGES)
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word of a case is a flag of the run, not a spec of a compressor."""
+    """Whether a word of a case is a flag of the run, rather than a spec of a compressor."""
     return word.startswith("--")
 
 
 def read_case(text: str) -> tuple[str, list[str]]:
-    """A case that a user gives, as ``NAME: SPEC ... --flag=value ...``.
+    """Parses a user's case, ``NAME: SPEC ... --flag=value ...``.
 
     Raises:
         ValueError: when it has no name.

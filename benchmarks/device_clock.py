@@ -1,4 +1,4 @@
-"""Times operations of a device: on a CPU by the clock, on CUDA by events, over inputs that its L2 does not hold."""
+"""Times operations: on a CPU by the clock, on CUDA by events with inputs outside of the L2 cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.turns import timed
 
 Call = Callable[[], Any]
 MOST_SETS = 64
-"""Most sets of inputs of one measurement."""
+"""Largest number of input sets of a measurement."""
 _ROOM = 4
-"""The sets of inputs are together so many times as large as the L2."""
+"""Size of all input sets, in sizes of the L2."""
 _SHORT_SECONDS = 2e-3
-"""Calls below this are captured into a graph, since launching them could take longer than running them."""
+"""Shorter calls are captured into a graph, since launching them could take longer than running them."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """The time of one call.
+    """The time of a call.
 
     Args:
         seconds: median time.
@@ -35,35 +35,35 @@ class Time:
 
 
 class CallTimer(Protocol):
-    """A timer of calls that do the same over different inputs."""
+    """A timer of calls that do the same work over different inputs."""
 
     def sets(self, nbytes: int) -> int:
-        """The number of sets of inputs, each of that size, that a measurement needs."""
+        """The number of input sets of this size that a measurement needs."""
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Measures the time of one call."""
+        """Measures the time of a call."""
         ...
 
 
 class CpuClock:
-    """Times calls by the processor's clock, with the first set of inputs alone.
+    """Times calls by the processor's clock, with the first input set only.
 
     Args:
-        budget: seconds of each measurement; there are at least three runs but of what exceeds it at once.
+        budget: seconds of each measurement; a call that takes longer is timed once, others at least three times.
     """
 
     def __init__(self, budget: float) -> None:
         self.budget = budget
 
     def sets(self, nbytes: int) -> int:
-        """One set: code on a CPU finds its inputs in the caches as they are."""
+        """A single set: code on a CPU finds its inputs in the caches as they are."""
         return 1
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Takes the median of at least three runs, of as many as the budget allows, and of 30 at most."""
+        """Takes the median of 3 to 30 runs, as the budget allows."""
         once = partial(timed, calls[0])
-        once()  # what is imported, compiled or allocated at first
+        once()  # imports, compilations and allocations
         first = once()
         if first > self.budget:
             return Time(first, "clock")
@@ -72,14 +72,14 @@ class CpuClock:
 
 
 class CudaClock:
-    """Times calls by the device's events, which count neither launches nor what the host does meanwhile.
+    """Times calls by the device's events, which count neither launches nor the host's work.
 
-    Short calls are captured into one graph that goes through all sets of inputs, so that each call finds its own
-    evicted from the L2. What cannot be captured, or is long, is timed call by call, the L2 overwritten in between.
+    Short calls are captured into a graph over all input sets, so that the inputs of each call have been evicted from
+    the L2. Long calls, and calls that cannot be captured, are timed singly, with the L2 overwritten in between.
 
     Args:
-        budget: seconds of each measurement, at least five samples but of what is long.
-        l2_bytes: size of the device's L2 cache; asked of the device unless given.
+        budget: seconds of each measurement; a call that takes longer is timed three times, others at least five.
+        l2_bytes: size of the L2 cache; the device's by default.
         cuda, device: torch's module and its device, or stand-ins for them.
     """
 
@@ -91,11 +91,11 @@ class CudaClock:
         self._flush: torch.Tensor | None = None
 
     def sets(self, nbytes: int) -> int:
-        """As many sets as together are several times as large as the L2."""
+        """As many sets as exceed the L2 several times."""
         return max(1, min(MOST_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
 
     def time(self, calls: Sequence[Call]) -> Time:
-        for call in calls:  # what is loaded, compiled or allocated at first
+        for call in calls:  # loading, compilation and allocations
             call()
         first = statistics.median(self._events(calls[:1], 3))
         if first < _SHORT_SECONDS:
@@ -132,7 +132,7 @@ class CudaClock:
         self._flush.zero_()
 
     def _captured(self, calls: Sequence[Call]) -> Any:
-        """Captures all calls in a graph; None where one waits for the device, or does what no graph can."""
+        """Captures all calls in a graph; None when a call waits for the device, or cannot be captured."""
         self.cuda.synchronize()
         stream = self.cuda.current_stream()
         try:
@@ -146,7 +146,7 @@ class CudaClock:
                 for call in calls:
                     call()
         except RuntimeError:
-            self.cuda.set_stream(stream)  # a capture that fails leaves its own
+            self.cuda.set_stream(stream)  # a failed capture leaves its own stream
             self.cuda.synchronize()
             return None
         return graph

@@ -1,12 +1,12 @@
-"""Speed of generation beside Hugging Face's ``generate`` on the same weights.
+"""Speed of generation compared with Hugging Face's ``generate`` on the same weights.
 
     make bench-generate                 GPT-2's smallest shape and a Llama of its size (about five minutes on two cores)
     make bench-generate ARGS="--quick"  a smoke run on tiny shapes
 
-Both sides continue the same prompts greedily by the same number of tokens with keys and values cached, in one process,
-taking turns; their tokens are compared. Rates are medians. The limit is that of one token a row: all weights must
-come from memory once (at the rate of a copy measured here), or their products be computed (at the rate of a large
-product), whichever takes longer.
+Both sides continue the same prompts greedily by the same number of tokens with cached keys and values, in one process,
+taking turns; their tokens are compared. Rates are medians. The limit of a token for each row is the time to read all
+weights once, at the rate of reading measured here, or to compute their products, at the rate of a large product,
+whichever is longer.
 """
 
 from __future__ import annotations
@@ -25,107 +25,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.tables import Column, Table
-from benchmarks.train_sides import Shape, hugging_face
+from benchmarks.models import Shape, hugging_face
+from benchmarks.report import Column, Table
 from benchmarks.turns import Step, in_turns, synchronize, timed
 from megatron.base.errors import UserError
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.convert.command import convert, parse
 from megatron.inference.generate import generate
-from megatron.inference.model import LoadedModel
+from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.planner.measure import rate_of
 
-LENGTH = 1024
-"""Most tokens of a sequence."""
-
-
-def shapes(quick: bool) -> dict[str, Shape]:
-    """Shapes of the models, by name."""
-    layers, hidden, vocab = (2, 128, 512) if quick else (12, 768, 50257)
-    plain = Shape(layers, hidden, LENGTH, 1, vocab)
-    llama = replace(plain, llama=True, ffn=hidden * 8 // 3, groups=hidden // 128)
-    return {"GPT-2": plain, "Llama, 2 queries a group": llama}
-
-
-def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Our model with their weights."""
-    from megatron.config.tokenizer import TokenizerConfig
-    from megatron.inference.model import load_model
-
-    with tempfile.TemporaryDirectory(prefix="bench-generate-") as name:
-        folder = Path(name)
-        theirs.save_pretrained(folder / "hf")
-        kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-        arguments = ["-i", str(folder / "hf"), "-o", str(folder / "ours"), "--to", "megatron-cc", "--dtype", kind]
-        try:
-            with redirect_stderr(io.StringIO()):
-                convert(parse(arguments))
-        except UserError as error:
-            sys.exit(f"error: {error}")
-        tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=theirs.config.vocab_size - 1)
-        return load_model(folder / "ours", tokenizer=tokenizer, device=device)
-
-
-def weights_of(model: LoadedModel) -> list[torch.Tensor]:
-    """The weights that must be read for each token."""
-    return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
-
-
-def limit(model: LoadedModel, rows: int) -> float:
-    """Tokens per second at the limits of memory and products."""
-    wait = partial(synchronize, model.device.type)
-    weights = weights_of(model)
-    elements, size = sum(p.numel() for p in weights), weights[0].element_size()
-    source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
-    # A sum reads, as a product with few rows does; a copy would write as well.
-    read = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), wait)
-    a = torch.randn((2048, 2048), dtype=weights[0].dtype, device=model.device)
-    products = rate_of(lambda: a @ a, wait) * 2 * 2048**3
-    return rows / max(elements * size / (read * (1 << 26) * size), 2.0 * elements * rows / products)
-
-
-def measure(
-    ours: LoadedModel,
-    theirs: Any,
-    prompts: Sequence[Sequence[int]],
-    new: int,
-    turns: int,
-    alive: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Measures tokens per second of ours and theirs, the ratio of pairs, and the share of equal tokens.
-
-    Args:
-        ours, theirs: both models.
-        prompts: the prompts of a batch.
-        new: new tokens of each.
-        turns: measured turns of each side.
-        alive: called after every turn of a side.
-    """
-    ids = torch.tensor(prompts, device=ours.device)
-    found: tuple[list[list[int]], list[list[int]]] = ([], [])
-
-    def run_ours() -> None:
-        found[0][:] = [sample.tokens for sample in generate(ours, prompts, new, Sampling(greedy=True))]
-
-    def run_theirs() -> None:
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                              do_sample=False, pad_token_id=0)  # fmt: skip
-        found[1][:] = out.tolist()
-
-    def turn(run: Step) -> float:
-        seconds = timed(run, ours.device.type)
-        alive()
-        return seconds
-
-    sides = (partial(turn, run) for run in (run_ours, run_theirs))
-    taken, tokens = in_turns(*sides, turns=turns, warm=1), len(prompts) * new
-    # A row that ended early would not have been as much work.
-    pairs = [(a, b) for x, y in zip(*found, strict=True) for a, b in zip_longest(x, y)]
-    equal = sum(a == b for a, b in pairs) / len(pairs)
-    rates = {"tokens_per_s": tokens / taken.median(), "their_tokens_per_s": tokens / taken.median(1)}
-    return {**rates, "ratio": taken.ratio(), "equal": equal}
-
-
+MAX_LENGTH = 1024
+TURNS = 5
 TABLE = Table(
     Column("model", "model"),
     Column("type", "type"),
@@ -138,30 +50,113 @@ TABLE = Table(
 )
 
 
+def shapes(quick: bool) -> dict[str, Shape]:
+    """Shapes of the models, by name."""
+    layers, hidden, vocab = (2, 128, 512) if quick else (12, 768, 50257)
+    gpt2 = Shape(layers, hidden, MAX_LENGTH, 1, vocab)
+    llama = replace(gpt2, llama=True, ffn=hidden * 8 // 3, groups=hidden // 128)
+    return {"GPT-2": gpt2, "Llama, 2 queries a group": llama}
+
+
+def load_converted(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Our model with the weights of a model of transformers."""
+    with tempfile.TemporaryDirectory(prefix="bench-generate-") as name:
+        folder = Path(name)
+        theirs.save_pretrained(folder / "hf")
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        flags = ["-i", str(folder / "hf"), "-o", str(folder / "ours"), "--to", "megatron-cc", "--dtype", precision]
+        try:
+            with redirect_stderr(io.StringIO()):
+                convert(parse(flags))
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=theirs.config.vocab_size - 1)
+        return load_model(folder / "ours", tokenizer=tokenizer, device=device)
+
+
+def weights_of(model: LoadedModel) -> list[torch.Tensor]:
+    """The weights that are read for each token."""
+    return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
+
+
+def limit_rate(model: LoadedModel, rows: int) -> float:
+    """Tokens per second at the limits of memory and products."""
+    wait = partial(synchronize, model.device.type)
+    weights = weights_of(model)
+    elements, size = sum(p.numel() for p in weights), weights[0].element_size()
+    source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
+    # A product with a vector only reads, as products with few rows do; a copy would write as well.
+    read_rate = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), wait) * (1 << 26)
+    a = torch.randn((2048, 2048), dtype=weights[0].dtype, device=model.device)
+    product_rate = rate_of(lambda: a @ a, wait) * 2 * 2048**3
+    return rows / max(elements * size / (read_rate * size), 2.0 * elements * rows / product_rate)
+
+
+def measure(
+    ours: LoadedModel,
+    theirs: Any,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    turns: int,
+    after_turn: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Measures tokens per second of ours and theirs, their ratio over pairs, and the share of equal tokens.
+
+    Args:
+        ours, theirs: both models.
+        prompts: the prompts of a batch.
+        new: new tokens of each.
+        turns: measured turns of each side.
+        after_turn: called after every turn of a side.
+    """
+    prompt_ids = torch.tensor(prompts, device=ours.device)
+    outputs: tuple[list[list[int]], list[list[int]]] = ([], [])
+
+    def run_ours() -> None:
+        outputs[0][:] = [sample.tokens for sample in generate(ours, prompts, new, Sampling(greedy=True))]
+
+    def run_theirs() -> None:
+        out = theirs.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), max_new_tokens=new,
+                              min_new_tokens=new, do_sample=False, pad_token_id=0)  # fmt: skip
+        outputs[1][:] = out.tolist()
+
+    def turn(run: Step) -> float:
+        seconds = timed(run, ours.device.type)
+        after_turn()
+        return seconds
+
+    turn_functions = (partial(turn, run) for run in (run_ours, run_theirs))
+    measured, tokens = in_turns(*turn_functions, turns=turns, warm=1), len(prompts) * new
+    # zip_longest: a row that ended early would not have been as much work.
+    pairs = [(a, b) for our_row, their_row in zip(*outputs, strict=True) for a, b in zip_longest(our_row, their_row)]
+    equal = sum(a == b for a, b in pairs) / len(pairs)
+    rates = {"tokens_per_s": tokens / measured.median(), "their_tokens_per_s": tokens / measured.median(1)}
+    return {**rates, "ratio": measured.ratio(), "equal": equal}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--turns", type=int, default=5, help="measured runs of each side (5)")
     parser.add_argument("--threads", type=int, default=2, help="of each side, on a CPU (2)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    new, lengths = (8, 8) if options.quick else (128, 64)
-    print(f"{device.type}, {options.threads} threads, prompts of {lengths} tokens, {new} new tokens each\n")
+    new, length = (8, 8) if options.quick else (128, 64)
+    print(f"{device.type}, {options.threads} threads, prompts of {length} tokens, {new} new tokens each\n")
     print(TABLE.head())
     for name, shape in shapes(options.quick).items():
         torch.manual_seed(1)
         theirs = hugging_face(shape, use_cache=True).eval()
         for dtype in (torch.float32, torch.bfloat16):
             theirs.to(dtype=dtype, device=device)
-            ours = loaded(theirs, dtype, device)
+            ours = load_converted(theirs, dtype, device)
             for count in (1, 8):
                 generator = torch.Generator().manual_seed(count)
-                prompts = torch.randint(0, theirs.config.vocab_size - 1, (count, lengths), generator=generator).tolist()
-                found = measure(ours, theirs, prompts, new, options.turns)
-                found["of_limit"] = found["tokens_per_s"] / limit(ours, count)
+                prompts = torch.randint(0, theirs.config.vocab_size - 1, (count, length), generator=generator).tolist()
+                figures = measure(ours, theirs, prompts, new, TURNS)
+                figures["of_limit"] = figures["tokens_per_s"] / limit_rate(ours, count)
                 names = {"model": name, "type": str(dtype).removeprefix("torch."), "prompts": count}
-                print(TABLE.line({**names, **found}), flush=True)
+                print(TABLE.line({**names, **figures}), flush=True)
 
 
 if __name__ == "__main__":

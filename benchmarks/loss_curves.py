@@ -1,4 +1,4 @@
-"""Draws the losses of several runs over iterations, tokens and training time, and their differences to one of them.
+"""Draws the losses of several runs over iterations, tokens and training time, and their differences to a baseline.
 
     python tools/plot_loss_curves.py dense=dense/log.jsonl radius=radius/log.jsonl --baseline dense -o loss.png
     python tools/plot_loss_curves.py a.txt b.txt --x iterations,hours --smooth 50
@@ -6,9 +6,9 @@
 A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines), with
 a name before it if you like. Lines are training losses: means over --smooth points of the run that logs least often,
 and over as many iterations of the others; without it over ten points, but at most a tenth of the shortest run. Hollow
-markers are validation losses, filled ones those at the end of training, which are of other samples: each is compared
-with its like alone. Training time (--x hours, in the unit that fits) is what the iterations in the log took: pauses
-between restarts do not count. Also prints a table: the last losses, and when each run had the last validation loss of
+markers are validation losses, filled markers losses at the end of training, of other samples: each kind is compared
+with its own. Training time (--x hours, in the unit that fits) is the time of the iterations in the log, without pauses
+between restarts. Also prints a table: the last losses, and when each run had the last validation loss of
 the baseline. Losses that are not finite are gaps in the curves, and are counted below the table.
 """
 
@@ -37,12 +37,12 @@ AXES = ("iterations", "tokens", "hours")
 
 
 def span_of(runs: Sequence[LossCurves], smooth: int) -> float:
-    """Number of iterations in a mean: the same for all runs, so that no curve lags behind another."""
+    """Number of iterations in a mean, equal for all runs so that no curve lags behind another."""
     return smooth * max(run.interval for run in runs)
 
 
 def default_smooth(runs: Sequence[LossCurves]) -> int:
-    """Points in a mean unless --smooth is given: ten, but at most a tenth of the shortest run."""
+    """Default of --smooth: ten points, but at most a tenth of the shortest run."""
     shortest = min(run.train[-1].iteration - run.train[0].iteration for run in runs)
     return min(10, max(1, int(shortest / 10 / span_of(runs, 1))))
 
@@ -62,13 +62,13 @@ def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
     return means
 
 
-def reached(points: Sequence[LossPoint], loss: float) -> LossPoint | None:
-    """The first point whose validation loss is at or below a loss."""
+def first_at_loss(points: Sequence[LossPoint], loss: float) -> LossPoint | None:
+    """The first point at or below a loss."""
     return next((point for point in points if point.loss <= loss), None)
 
 
 def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) -> str:
-    """A table of last losses, and of when each run had the baseline's last validation loss."""
+    """A table of the last losses, and of the time of each run to the baseline's last validation loss."""
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
     ends = any(run.final for run in runs)
     heads = ["run", "iterations", "training loss", "validation loss", *(["at the end"] if ends else []), unit]
@@ -83,20 +83,20 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
         cells = [run.name, str(last.iteration), f"{smoothed(run.train, span)[-1]:.4f}", _last(run.valid)]
         cells += [*([_last(run.final)] if ends else []), f"{last.hours / length:.3g}"]
         if baseline is not None and not math.isnan(goal):
-            own, theirs = reached(compared[run.name], goal), reached(compared[baseline.name], goal)
-            if own is None or theirs is None:
+            point, base_point = (first_at_loss(compared[name], goal) for name in (run.name, baseline.name))
+            if point is None or base_point is None:
                 cells += ["never", "", ""]
             else:
-                times = f"{theirs.hours / own.hours:.2f}" if own.hours else ""
-                cells += [str(own.iteration), f"{own.hours / length:.3g}", times]
+                times = f"{base_point.hours / point.hours:.2f}" if point.hours else ""
+                cells += [str(point.iteration), f"{point.hours / length:.3g}", times]
         rows.append(cells)
     return markdown_table(heads, rows)
 
 
 def _compared(runs: Sequence[LossCurves], baseline: LossCurves | None) -> dict[str, list[LossPoint]]:
-    """Validation losses that are compared with the baseline's: those during training, where it has any."""
-    on_the_way = baseline is not None and bool(baseline.valid)
-    return {run.name: run.valid if on_the_way else run.final for run in runs}
+    """Validation losses to compare: during training if the baseline has any, else at the end."""
+    during_training = baseline is not None and bool(baseline.valid)
+    return {run.name: run.valid if during_training else run.final for run in runs}
 
 
 def _last(points: Sequence[LossPoint]) -> str:
@@ -104,14 +104,14 @@ def _last(points: Sequence[LossPoint]) -> str:
 
 
 def notes(runs: Sequence[LossCurves], baseline: LossCurves | None) -> list[str]:
-    """Lines about losses that are not finite, and about differences that are also of samples."""
+    """Lines about losses that are not finite, and about differing samples."""
     lines = []
     for run in runs:
         for kind, points in (("training", run.train), ("validation", [*run.valid, *run.final])):
-            lost = [point.iteration for point in points if math.isnan(point.loss)]
-            if lost:
+            gaps = [point.iteration for point in points if math.isnan(point.loss)]
+            if gaps:
                 lines.append(
-                    f"{run.name}: {kind} losses that are not finite: {len(lost)}, the first at iteration {lost[0]}"
+                    f"{run.name}: {kind} losses that are not finite: {len(gaps)}, the first at iteration {gaps[0]}"
                 )
         if baseline is not None and run.eval_interval and run.eval_interval != baseline.eval_interval != 0:
             lines.append(
@@ -125,37 +125,37 @@ Curve = tuple[list[float], list[float]]
 """Coordinates and losses."""
 
 
-def differences(own: Curve, theirs: Curve) -> list[tuple[float, float]]:
-    """Differences between two curves, at the first one's points that the other covers."""
+def differences(curve: Curve, baseline: Curve) -> list[tuple[float, float]]:
+    """Differences of a curve to a baseline, at the points of the curve that the baseline covers."""
     pairs = []
-    for x, y in zip(*own, strict=True):
-        base = interpolated(*theirs, x)
+    for x, y in zip(*curve, strict=True):
+        base = interpolated(*baseline, x)
         if base is not None:
             pairs.append((x, y - base))
     return pairs
 
 
 def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
-    """Training losses, validation losses, and those at the end, over an axis (time in hours).
+    """Training losses, validation losses, and losses at the end, over an axis (time in hours).
 
     Raises:
-        UserError: when a log lacks what the axis needs.
+        UserError: when a log lacks the coordinates of the axis.
     """
-    found = {}
+    curves_by_kind = {}
     for kind, points in (("train", run.train), ("valid", run.valid), ("final", run.final)):
-        places = [point.at(axis) for point in points]
-        if any(place is None for place in places):
+        coordinates = [point.at(axis) for point in points]
+        if any(x is None for x in coordinates):
             raise UserError(f"{run.name}: the text log does not say tokens; add --seq-length, or leave them out of --x")
         losses = smoothed(points, span) if kind == "train" else [point.loss for point in points]
-        found[kind] = ([place for place in places if place is not None], losses)
-    return found
+        curves_by_kind[kind] = ([x for x in coordinates if x is not None], losses)
+    return curves_by_kind
 
 
 def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence[str], smooth: int, out: Path) -> None:
     """Draws a column for each axis: losses above, differences to the baseline below.
 
     Raises:
-        UserError: when a log lacks what an axis needs.
+        UserError: when a log lacks the coordinates of an axis.
     """
     rows = 1 if baseline is None else 2
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
@@ -174,9 +174,9 @@ def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence
                 scale,
             )
             if baseline is not None and run is not baseline:
-                theirs = lines[baseline.name]
-                found = {kind: differences(curve, theirs[kind]) for kind, curve in lines[run.name].items()}
-                _plot(panels[1][column], found, style, scale)
+                base_lines = lines[baseline.name]
+                changes = {kind: differences(curve, base_lines[kind]) for kind, curve in lines[run.name].items()}
+                _plot(panels[1][column], changes, style, scale)
         bottom = panels[-1][column]
         if axis == "iterations":
             label_iterations(bottom)
@@ -187,13 +187,13 @@ def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence
 
 
 def _style(number: int, count: int) -> dict[str, Any]:
-    """The style of a run's curve. Each is thinner than the one before, so that equal curves stay visible."""
+    """The style of a run's curve; later curves are thinner, so that equal curves stay visible."""
     return {**curve_style(number), "linewidth": 1.2 + 2.2 * (count - 1 - number) / max(count - 1, 3)}
 
 
-def _plot(panel: Any, found: dict[str, list[tuple[float, float]]], style: dict[str, Any], scale: float) -> None:
+def _plot(panel: Any, points: dict[str, list[tuple[float, float]]], style: dict[str, Any], scale: float) -> None:
     hollow = {"color": style["color"], "marker": style["marker"], "linestyle": "none", "markersize": 4.5}
-    for kind, pairs in found.items():
+    for kind, pairs in points.items():
         if not pairs:
             continue
         xs, ys = [x / scale for x, _ in pairs], [y for _, y in pairs]
@@ -204,7 +204,7 @@ def _plot(panel: Any, found: dict[str, list[tuple[float, float]]], style: dict[s
 
 
 def _finish(figure: Any, panels: Any, runs: Sequence[LossCurves], baseline: LossCurves | None, span: float) -> None:
-    """Adds labels, grids and one key for all panels, which explains colors, lines and markers."""
+    """Adds labels, grids and a common key of colors, lines and markers."""
     from matplotlib.lines import Line2D
 
     for row, label in zip(

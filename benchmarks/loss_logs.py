@@ -15,11 +15,11 @@ from megatron.base.errors import UserError
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
 
-# A number with what comes after it, so that one that the run was killed in does not count.
+# A number with the next character, so that a number cut short by a kill does not count.
 _NUMBER = r"\s*(?P<loss>[-+.\w]+)[^-+.\w\n]"
 _TRAIN = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*?consumed samples:\s*(?P<samples>\d+).*?"
-    r"elapsed time per iteration \((?P<unit>ms|s)\):\s*(?P<elapsed>[\d.]+)(?P<rest>.*)"
+    r"elapsed time per iteration \((?P<unit>ms|s)\):\s*(?P<elapsed>[\d.]+)(?P<fields>.*)"
 )
 _LOSS = re.compile("lm loss:" + _NUMBER)
 _SKIPPED = re.compile(r"number of skipped iterations:\s*(\d+)\D")
@@ -32,7 +32,7 @@ _Row = tuple[str, int, float, float | None, float]
 
 @dataclass
 class LossPoint:
-    """A loss, in nats per token, and its position; nan when it was not finite."""
+    """A loss in nats per token (nan when it was not finite) and its position."""
 
     iteration: int
     loss: float
@@ -46,14 +46,13 @@ class LossPoint:
 
 @dataclass
 class LossCurves:
-    """The loss curves of one run, in order.
+    """The loss curves of a run, in order.
 
     Args:
         name: name of the run.
-        train: training losses, means since the previous one.
+        train: training losses, means since the previous point.
         valid: validation losses during training, each of the next samples.
-        final: losses at the end of training, of the validation set's first samples, not those that are evaluated
-            during training.
+        final: losses at the end of training, of the first samples of the validation set.
     """
 
     name: str
@@ -73,9 +72,9 @@ class LossCurves:
 
 
 def _spacing(points: Sequence[LossPoint]) -> float:
-    """The usual distance of points; the only one's distance from the beginning; 0 where there are none."""
-    places = [point.iteration for point in points]
-    steps = [b - a for a, b in itertools.pairwise(places)] or places
+    """The median distance of points; the distance of a single point from the beginning; 0 without points."""
+    iterations = [point.iteration for point in points]
+    steps = [b - a for a, b in itertools.pairwise(iterations)] or iterations
     return float(statistics.median(steps)) if steps else 0.0
 
 
@@ -103,26 +102,26 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
     for kind, iteration, loss, tokens, _ in rows:
         if kind != "train":
             curve = run.valid if kind == "validation" else run.final
-            curve.append(_seen([starts, *run.train], iteration, loss, tokens))
+            curve.append(_evaluation_point([starts, *run.train], iteration, loss, tokens))
     return run
 
 
 def _beginning(train: Sequence[_Row]) -> int:
-    """The iteration that a log starts from: its first window is as long as the second."""
+    """The iteration before a log's first window, whose length is taken from the second."""
     first = train[0][1]
     return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
 
 
-def _seen(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
-    """A point of an evaluation, whose time (and tokens, if not given) is interpolated between training losses."""
-    places = [point.iteration for point in train]
-    inside = min(max(iteration, places[0]), places[-1])
-    hours = interpolated(places, [point.hours for point in train], inside)
-    known = [point for point in train if point.tokens is not None]
-    if tokens is None and known:
-        places = [0, *(point.iteration for point in known)]
-        ys = [0.0, *(point.tokens or 0.0 for point in known)]
-        tokens = interpolated(places, ys, min(iteration, places[-1]))
+def _evaluation_point(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
+    """A point of an evaluation, with time (and missing tokens) interpolated between training losses."""
+    iterations = [point.iteration for point in train]
+    clamped = min(max(iteration, iterations[0]), iterations[-1])
+    hours = interpolated(iterations, [point.hours for point in train], clamped)
+    counted = [point for point in train if point.tokens is not None]
+    if tokens is None and counted:
+        iterations = [0, *(point.iteration for point in counted)]
+        counts = [0.0, *(point.tokens or 0.0 for point in counted)]
+        tokens = interpolated(iterations, counts, min(iteration, iterations[-1]))
     return LossPoint(iteration, loss, tokens, hours or 0.0)
 
 
@@ -137,7 +136,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | 
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """Splits a word into a name (empty where none is given) and a file, which may have a = in its own name."""
+    """Splits NAME=FILE; the name is empty without it, and a file's name may contain =."""
     name, equals, path = word.partition("=")
     if not equals or Path(word).is_file():
         return "", Path(word)
@@ -147,46 +146,48 @@ def split_name(word: str) -> tuple[str, Path]:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether the first line that is not blank is a JSON object."""
+    """Whether the first line with text is a JSON object."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         return next((line for line in file if line.strip()), "").lstrip().startswith("{")
 
 
 def _from_json(path: Path) -> list[_Row]:
-    """Reads a JSON-lines log. An event without a loss stands for iterations that were all skipped."""
+    """Reads a JSON-lines log. An event without a loss is a window of skipped iterations."""
     rows: list[_Row] = []
     for event in read_records(path):
         if event.get("kind") in ("train", "validation") and "lm_loss" in event:
             kind = "final" if event["kind"] == "validation" and of_final_draw(event) else event["kind"]
             tokens = None if event.get("consumed_tokens") is None else event.number("consumed_tokens")
             seconds = event.number("seconds_per_iteration", 0.0)
-            known = seconds if math.isfinite(seconds) else 0.0
-            rows.append((kind, event.iteration(), event.number("lm_loss"), tokens, known))
+            seconds = seconds if math.isfinite(seconds) else 0.0
+            rows.append((kind, event.iteration(), event.number("lm_loss"), tokens, seconds))
     return rows
 
 
 def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
-    """Reads a text log. A log that was continued from an earlier iteration replaces what came after that."""
+    """Reads a text log. After a restart from an earlier iteration, the new lines replace the old."""
     rows: list[_Row] = []
     before: int | None = None
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             if match := _TRAIN.search(line):
                 iteration = int(match["iteration"])
                 if before is not None and before >= iteration:
                     rows = [row for row in rows if row[1] < iteration]
                     before = None
-                loss = _text_loss(match["rest"], 1 if before is None else iteration - before, place)
+                loss = _text_loss(match["fields"], 1 if before is None else iteration - before, location)
                 before = iteration
                 if loss is None:
                     continue
                 tokens = None if seq_length is None else float(int(match["samples"]) * seq_length)
-                seconds = _number(match["elapsed"], "elapsed time", place) / (1000.0 if match["unit"] == "ms" else 1.0)
+                seconds = _number(match["elapsed"], "elapsed time", location) / (
+                    1000.0 if match["unit"] == "ms" else 1.0
+                )
                 rows.append(("train", iteration, loss, tokens, seconds))
             elif match := _VALID.search(line):
-                loss = _number(match["loss"], "lm loss", place)
-                # "on 640-sample draw from test set", or in other forks "on validation set": of the end of training.
+                loss = _number(match["loss"], "lm loss", location)
+                # "on 640-sample draw from test set", or in other forks "on validation set": at the end of training.
                 draw = match["draw"].split()
                 kind = "final" if draw else "validation"
                 if draw[-2:] != ["test", "set"]:
@@ -194,20 +195,20 @@ def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
     return rows
 
 
-def _text_loss(fields: str, iterations: int, place: str) -> float | None:
-    """The mean loss of a training line's window of so many iterations; None when there is none, or the line is torn.
+def _text_loss(fields: str, iterations: int, location: str) -> float | None:
+    """The mean loss of a training line's window of iterations; None for a window without a step or a torn line.
 
-    A line leaves out a mean that is nan, and so it does where every iteration was skipped.
+    A line omits a mean that is nan, and the mean of a window in which every iteration was skipped.
     """
     if match := _LOSS.search(fields):
-        return _number(match["loss"], "lm loss", place)
+        return _number(match["loss"], "lm loss", location)
     skipped = _SKIPPED.search(fields)
     return math.nan if skipped is not None and int(skipped[1]) < iterations else None
 
 
-def _number(text: str, name: str, place: str) -> float:
+def _number(text: str, name: str, location: str) -> float:
     try:
         value = float(text)
     except ValueError as error:
-        raise UserError(f"{place}: {name} {text} is not a number; correct or delete the line") from error
+        raise UserError(f"{location}: {name} {text} is not a number; correct or delete the line") from error
     return value if math.isfinite(value) else math.nan

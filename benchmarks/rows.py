@@ -1,4 +1,7 @@
-"""Rows of a benchmark in a file that survives whatever ends it: the same command goes on with the missing ones."""
+"""Rows of a benchmark in a file that survives its process: the same command continues with the missing rows.
+
+The file has a line of JSON for each event. The first line says on which hardware, versions and sources the rows depend.
+"""
 
 from __future__ import annotations
 
@@ -8,94 +11,96 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import Cells
+from benchmarks.report import Cells
 
 
 class RowLog:
-    """The log of rows that are measured, one line of JSON for each event."""
+    """Writes the events of rows to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.exists() and not path.read_bytes().endswith(b"\n"):
-            with path.open("a") as file:  # a kill cut it short
+            with path.open("a") as file:  # a killed process left half a line
                 file.write("\n")
 
     def begin(self, key: str) -> None:
-        """Records which row is being measured."""
+        """Records which row is being measured; repeated, it is a sign of life."""
         self._write({"begin": key})
 
     def row(self, key: str, **cells: Any) -> None:
         """Records a finished row."""
         self._write({"row": key, "cells": cells})
 
-    def failed(self, key: str, why: str) -> None:
+    def failed(self, key: str, reason: str) -> None:
         """Records a row that cannot be measured; others follow."""
-        self._write({"failed": key, "why": why})
+        self._write({"failed": key, "reason": reason})
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, event: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(event) + "\n")
 
 
 @dataclass
-class Book:
+class RowFile:
     """The content of such a file.
 
     Args:
-        rows: finished rows, by their keys.
-        failures: reasons why other rows are missing, of this call.
+        rows: finished rows by key.
+        failures: reasons of this call's missing rows by key.
         current: key of the row that is being measured.
-        lines: lines read so far.
+        line_count: number of lines read.
     """
 
     rows: dict[str, Cells] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     current: str | None = None
-    lines: int = 0
+    line_count: int = 0
 
-    def read(self, path: Path) -> Book:
-        """Reads what was written since the last call, without a last line that a kill cut short."""
+    def read(self, path: Path) -> RowFile:
+        """Reads the lines since the last call, without an unfinished last line."""
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        for text in lines[self.lines :]:
-            self.lines += 1
+        for text in lines[self.line_count :]:
+            self.line_count += 1
             try:
-                line = json.loads(text)
+                event = json.loads(text)
             except ValueError:
                 continue
-            if "begin" in line:
-                self.current = line["begin"]
-            elif "row" in line:
-                self.rows[line["row"]] = line["cells"]
-                self.failures.pop(line["row"], None)
-            elif "failed" in line:
-                self.failures[line["failed"]] = line["why"]
+            if "begin" in event:
+                self.current = event["begin"]
+            elif "row" in event:
+                self.rows[event["row"]] = event["cells"]
+                self.failures.pop(event["row"], None)
+            elif "failed" in event:
+                self.failures[event["failed"]] = event["reason"]
         return self
 
 
-def kept(path: Path, made_by: Mapping[str, str]) -> Book:
-    """The finished rows of earlier calls that were measured with the same hardware, torch and sources."""
-    if not path.exists() or not path.read_text().startswith(_first(made_by) + "\n"):
-        return Book()
-    return Book(rows=Book().read(path).rows)
+def earlier_rows(path: Path, dependencies: Mapping[str, str]) -> RowFile:
+    """The finished rows of earlier calls with the same hardware, versions and sources."""
+    if not path.exists() or not path.read_text().startswith(_first_line(dependencies) + "\n"):
+        return RowFile()
+    return RowFile(rows=RowFile().read(path).rows)
 
 
-def _first(made_by: Mapping[str, str]) -> str:
-    return json.dumps({"made_by": dict(made_by)})
+def _first_line(dependencies: Mapping[str, str]) -> str:
+    return json.dumps({"depends_on": dict(dependencies)})
 
 
-def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
-    """The rows that are kept, and a file to go on in; one whose rows are not is put aside.
+def open_rows(path: Path, dependencies: Mapping[str, str], again: bool) -> RowFile:
+    """Reads the earlier rows and writes the file anew with these alone; rows of other sources move to ``.old``.
 
     Args:
         path: path of the file.
-        made_by: what rows must have been measured with.
-        again: whether to keep no rows.
+        dependencies: hardware, versions and sources.
+        again: whether to measure all rows again.
     """
-    book = Book() if again else kept(path, made_by)
-    if path.exists() and not book.rows:
+    file = RowFile() if again else earlier_rows(path, dependencies)
+    if path.exists() and not file.rows:
         path.replace(path.with_name(path.name + ".old"))
-    # Written anew, so that failures and what a kill cut short are gone.
-    lines = [_first(made_by), *(json.dumps({"row": key, "cells": cells}) for key, cells in book.rows.items())]
+    lines = [
+        _first_line(dependencies),
+        *(json.dumps({"row": key, "cells": cells}) for key, cells in file.rows.items()),
+    ]
     path.write_text("\n".join(lines) + "\n")
-    book.lines = len(lines)
-    return book
+    file.line_count = len(lines)
+    return file

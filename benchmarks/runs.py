@@ -1,4 +1,4 @@
-"""Whole training runs of a benchmark: their text, their flags, and their logs, by which finished runs are kept."""
+"""Whole training runs: their text, their flags, and their logs; finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run([sys.executable, *command], cwd=REPO, stdout=file, stderr=subprocess.STDOUT, env=env)
-    if done.returncode:
+        result = subprocess.run([sys.executable, *command], cwd=REPO, stdout=file, stderr=subprocess.STDOUT, env=env)
+    if result.returncode:
         sys.exit(f"error: {' '.join(command[:3])} failed; see {log}\n{log.read_text()[-2000:]}")
 
 
 def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> None:
-    """Writes corpus, vocabulary and token files, unless they are there.
+    """Writes corpus, vocabulary and token files, unless they exist.
 
     Args:
-        out: folder for all of it.
-        train_bytes: text to train on.
-        heldout_bytes: held-out text, of short documents; None for all that there is.
+        out: folder of these files.
+        train_bytes: size of the training text.
+        heldout_bytes: size of the held-out text, of short documents; None for all held-out text.
     """
     data, logs = out / "data", out / "logs"
     if (data / "done").exists():
@@ -49,23 +49,23 @@ def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> No
     vocabulary = ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "vocabulary")]
     run(["tools/train_vocab.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
     data.mkdir(parents=True, exist_ok=True)
-    short = None if heldout_bytes is None else heldout_bytes // 4
-    for part, most, longest in (("train", train_bytes, None), ("heldout", heldout_bytes, short)):
-        text = data / f"{part}.jsonl"
-        _take(out / "corpus" / text.name, text, most, longest)
-        files = ["--input", str(text), "--output-prefix", str(data / part)]
-        run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], logs / f"{part}.log")
+    longest_heldout = None if heldout_bytes is None else heldout_bytes // 4
+    for split, size, longest in (("train", train_bytes, None), ("heldout", heldout_bytes, longest_heldout)):
+        text = data / f"{split}.jsonl"
+        _copy_documents(out / "corpus" / text.name, text, size, longest)
+        files = ["--input", str(text), "--output-prefix", str(data / split)]
+        run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], logs / f"{split}.log")
     (data / "done").touch()
 
 
-def _take(source: Path, target: Path, most: int | None, longest: int | None) -> None:
-    """Copies documents, but those that are longer than the longest, until so many characters are taken; None: all."""
-    taken = 0
+def _copy_documents(source: Path, target: Path, size: int | None, longest: int | None) -> None:
+    """Copies documents up to a length until they have a size; None: no limit."""
+    copied = 0
     with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as file:
         for line in lines:
-            if (most is None or taken < most) and (longest is None or len(line) <= longest):
+            if (size is None or copied < size) and (longest is None or len(line) <= longest):
                 file.write(line)
-                taken += len(line)
+                copied += len(line)
 
 
 def _tokenizer_flags(out: Path) -> list[str]:
@@ -78,15 +78,15 @@ def flags(values: Mapping[str, Any], specs: Sequence[str], out: Path, log: Path)
     """Flags of a run on the prepared text.
 
     Args:
-        values: values of its flags, by name; True for a switch.
+        values: values of the flags, by name; True for a switch.
         specs: specs of compressors.
         out: folder of the text.
-        log: file of its records.
+        log: file of its JSON lines.
     """
     words = [text for name, value in values.items() for text in (f"--{name}", *([] if value is True else [str(value)]))]
     words += [word for spec in specs for word in ("--compress", spec)]
-    for part, name in (("train", "train"), ("valid", "heldout"), ("test", "heldout")):
-        words.append(f"--{part}-data-path={out / 'data' / name}_text_document")
+    for split, name in (("train", "train"), ("valid", "heldout"), ("test", "heldout")):
+        words.append(f"--{split}-data-path={out / 'data' / name}_text_document")
     return [*words, *_tokenizer_flags(out), "--log-json-file", str(log)]
 
 
@@ -108,14 +108,14 @@ def train(
     """Runs a training, unless its log is complete.
 
     Args:
-        words: its flags.
-        name: its name in messages.
-        log: file of its records; of the first island's, where there are several.
+        words: flags.
+        name: name in messages.
+        log: file of its JSON lines; with islands, the first island's.
         output: file of its output.
         ranks: number of processes.
-        threads: number of threads of each.
-        nodes: nodes that the ranks believe to be on, a launcher for each.
-        islands: islands that share the ranks.
+        threads: threads per process.
+        nodes: simulated nodes, each with a launcher.
+        islands: islands among the ranks.
     """
     if has_ended(log):
         return
@@ -133,7 +133,7 @@ def train(
 
 
 def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
-    """The words before a program's that start its ranks, for each node."""
+    """The launcher's words before the program, for each node."""
     if ranks == 1:
         return [[]]
     if islands > 1:
@@ -141,8 +141,8 @@ def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
     launcher = ["tools/launch.py", f"--nproc-per-node={ranks // nodes}"]
     if nodes == 1:
         return [launcher]
-    place = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [[*launcher, *place, "--node-rank", str(node)] for node in range(nodes)]
+    rendezvous = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [[*launcher, *rendezvous, "--node-rank", str(node)] for node in range(nodes)]
 
 
 def free_port() -> int:

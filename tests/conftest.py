@@ -36,7 +36,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
-        *("asplos23", "bench_gpu", "bench_memory", "bench_network", "bench_train", "evaluate_lm", "faults"),
+        *("asplos23", "bench_gpu", "bench_memory", "bench_network", "evaluate_lm", "faults"),
         *(
             "damaged_files",
             "finetune_example",

@@ -1,21 +1,21 @@
-"""Section generate: continuing one prompt, beside Hugging Face's generate, in bf16."""
+"""Section generate: continuing a prompt, compared with Hugging Face's generate, in bf16."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from benchmarks.generate import LENGTH, loaded, weights_of
+from benchmarks.generate import MAX_LENGTH, load_converted, weights_of
 from benchmarks.generate import measure as measure_model
-from benchmarks.gpu.setting import Claim, Setting
+from benchmarks.gpu.setting import Setting
+from benchmarks.models import Shape, hugging_face
+from benchmarks.report import Column
 from benchmarks.rows import RowLog
-from benchmarks.tables import Cells, Column
-from benchmarks.train_sides import Shape, hugging_face
 from benchmarks.turns import synchronize
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
@@ -24,9 +24,9 @@ from megatron.inference.steps import Workspaces
 
 TITLE = "Generation, bf16, greedy, one prompt"
 NOTE = (
-    "Both sides have the same random weights and take turns in one process; prompts of 64 tokens, 128 new ones. The"
+    "Both sides have the same random weights and take turns in one process; prompts of 64 tokens, 128 new tokens. The"
     " limit is that of one token a step: the bytes of all weights at the rate of a large copy. Without graphs, ours"
-    " launches each kernel of a token by itself."
+    " launches each kernel of a token separately."
 )
 COLUMNS = (
     Column("model", "model"),
@@ -42,48 +42,43 @@ WEIGHT = 10.0
 PATIENCE_SECONDS = 90.0
 
 SMALL, LARGE = "GPT-2 small (L12 h768)", "GPT-2 form, 1.3B (L24 h2048)"
-REAL = {SMALL: (Shape(12, 768, LENGTH, 1), 3), LARGE: (Shape(24, 2048, LENGTH, 1), 2)}
-TOY = {"toy": (Shape(2, 64, LENGTH, 1, vocab=512), 2)}
-"""Shapes, and numbers of measured runs of each side, by the name of the row."""
-
-
-def _models(setting: Setting) -> dict[str, tuple[Shape, int]]:
-    return TOY if setting.toy else REAL
+REAL = {SMALL: (Shape(12, 768, MAX_LENGTH, 1), 3), LARGE: (Shape(24, 2048, MAX_LENGTH, 1), 2)}
+TOY = {"toy": (Shape(2, 64, MAX_LENGTH, 1, vocab=512), 2)}
+"""Shapes and measured turns of each side, by the name of the row."""
 
 
 def keys(setting: Setting) -> list[str]:
     """The models."""
-    return list(_models(setting))
+    return list(TOY if setting.toy else REAL)
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
+def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
     """Measures both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")
     device = torch.device(setting.device)
-    prompt, new = (8, 8) if setting.toy else (64, 128)
-    for name, (shape, turns) in _models(setting).items():
-        if name not in wanted:
+    prompt_length, new = (8, 8) if setting.toy else (64, 128)
+    for name, (shape, turns) in (TOY if setting.toy else REAL).items():
+        if name not in row_keys:
             continue
-        alive = partial(report.begin, name)
-        alive()
+        sign_of_life = partial(log.begin, name)
+        sign_of_life()
         with device:
             theirs = hugging_face(shape, use_cache=True).eval().to(torch.bfloat16)
-        alive()
-        ours = loaded(theirs, torch.bfloat16, device)
-        alive()
+        sign_of_life()
+        ours = load_converted(theirs, torch.bfloat16, device)
+        sign_of_life()
         generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(0, shape.vocab - 1, (1, prompt), generator=generator).tolist()
-        found = measure_model(ours, theirs, prompts, new, turns, alive)
-        size = sum(weight.numel() * weight.element_size() for weight in weights_of(ours))
-        limit = setting.copy_bytes_per_s / size
-        found |= {"limit": limit, "of_limit": found["tokens_per_s"] / limit}
-        report.row(name, model=name, **found)  # at once: a limit of time may take what follows
-        found["eager_tokens_per_s"] = _rate(replace(ours, workspaces=Workspaces()), prompts, new)
-        report.row(name, model=name, **found)
+        prompts = torch.randint(0, shape.vocab - 1, (1, prompt_length), generator=generator).tolist()
+        figures = measure_model(ours, theirs, prompts, new, turns, sign_of_life)
+        limit = setting.copy_bytes_per_s / sum(weight.numel() * weight.element_size() for weight in weights_of(ours))
+        figures |= {"limit": limit, "of_limit": figures["tokens_per_s"] / limit}
+        log.row(name, model=name, **figures)  # now, as a time limit may cut the rest
+        figures["eager_tokens_per_s"] = eager_rate(replace(ours, workspaces=Workspaces()), prompts, new)
+        log.row(name, model=name, **figures)
 
 
-def _rate(model: LoadedModel, prompts: Sequence[Sequence[int]], new: int) -> float:
+def eager_rate(model: LoadedModel, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Tokens per second of the second of two runs."""
     for _ in range(2):
         synchronize(model.device.type)
@@ -91,17 +86,3 @@ def _rate(model: LoadedModel, prompts: Sequence[Sequence[int]], new: int) -> flo
         generate(model, prompts, new, Sampling(greedy=True))
         synchronize(model.device.type)
     return len(prompts) * new / (time.perf_counter() - start)
-
-
-def tidy() -> None:
-    """Does nothing: a killed section leaves nothing."""
-
-
-def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Claims: a multiple of Hugging Face's rate at the small size, a share of the bound at the large one."""
-    made = []
-    if SMALL in rows:
-        made.append(Claim("generate, GPT-2 small: tokens/s over Hugging Face", 5.0, (rows[SMALL]["ratio"],)))
-    if LARGE in rows:
-        made.append(Claim("generate, 1.3B: of the bound", 0.4, (rows[LARGE]["of_limit"],)))
-    return made

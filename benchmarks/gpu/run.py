@@ -1,16 +1,15 @@
-"""All speeds on a GPU in one run: training, kernels, generation, slow networks; tables and JSON to a folder.
+"""All speeds on a GPU: training, 8-bit products, kernels, generation, slow networks; tables and JSON to a folder.
 
     make bench-gpu                                the most important rows of every section, in about eight minutes
     make bench-gpu ARGS="--minutes 30"            more of them
     make bench-gpu ARGS="--only train,kernels"    some sections
-    make bench-gpu ARGS="--limit network=900"     a section with more time than its share
+    make bench-gpu ARGS="--limit network=900"     another time limit for a section
     make bench-gpu ARGS="--device cpu"            toy sizes: does it run?
 
-Every section runs in a process of its own; one that hangs, crashes or runs out of memory is reported as such, and the
+Every section runs in a process of its own; when it hangs, crashes or runs out of memory, the report says so, and the
 others go on. The sections share the --minutes of the call, and each measures its most important rows first: its time
-limit may cut the others. Finished rows are kept, as long as the hardware, torch and the sources stay the same: the same
-command goes on with those that are missing, --again measures all anew. Writes report.md, results.json and each
-section's log to --out.
+limit may cut the others. Finished rows are kept while hardware, torch and sources stay the same: the same command goes
+on with the missing rows, and --again repeats all. Writes report.md, results.json and each section's log to --out.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks import chosen
-from benchmarks.gpu import machine, report
-from benchmarks.gpu.run_section import run_section
-from benchmarks.gpu.section import NAMES, path_of, section_of
-from benchmarks.gpu.setting import Setting
-from benchmarks.record import header, made_by, write_record
-from benchmarks.rows import Book, kept, opened
+from benchmarks import parse_names
+from benchmarks.gpu import machine
+from benchmarks.gpu.section import NAMES, path_of, run_section, section_of
+from benchmarks.gpu.setting import Section, Setting
+from benchmarks.report import Table, header, write_record
+from benchmarks.rows import RowFile, earlier_rows, open_rows
 from megatron.data.interrupt import stopped_in_order
 
 SHORTEST_SECONDS = 30.0
-"""What a section gets even where nothing is left: less would not even start it."""
+"""Least time of a section; in less it would not even start."""
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(NAMES), help=f"comma-separated sections, of {', '.join(NAMES)}")
+    parser.add_argument("--only", help=f"comma-separated sections, of {', '.join(NAMES)} (all)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes, to see that everything runs"
     )
-    parser.add_argument("--again", action="store_true", help="measure finished rows anew")
+    parser.add_argument("--again", action="store_true", help="repeat finished rows")
     parser.add_argument(
         "--limit",
         action="append",
@@ -53,12 +52,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         metavar="SECTION=SECONDS",
         help="time limit of a section, such as network=500, instead of its share of the call's time",
     )
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="time of the whole call, which the sections share (8)"
-    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="time of the call, which the sections share (8)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
     options = parser.parse_args(words)
-    options.only = chosen(parser, "--only", options.only, NAMES)
+    options.only = parse_names(parser, "--only", options.only, NAMES)
     options.limits = {}
     for word in options.limit:
         name, _, seconds = word.partition("=")
@@ -72,83 +69,110 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def write(out: Path, made_with: dict[str, object], books: dict[str, Book], setting: Setting) -> str:
-    """Writes the report and the results; returns the claims that were measured."""
-    parts, claims, results = [report.heading(made_with)], [], {}
-    for name, book in books.items():
-        section = section_of(name)
-        parts.append(report.table(section, book, section.keys(setting)))
-        claims += section.claims(book.rows)
-        results[name] = {"rows": book.rows, "failures": book.failures}
-    claims = report.merged(claims)
-    closing = report.wanted(claims) if claims and not setting.toy else ""
-    parts += [closing] if closing else []
-    (out / "report.md").write_text("\n\n".join(parts) + "\n")
-    values = [{"what": c.what, "at_least": c.least, "measured": c.values, "met": c.met} for c in claims]
-    write_record(out / "results.json", made_with, sections=results, wanted=values)
-    return closing
+def heading(record_header: Mapping[str, Any]) -> str:
+    """The report's heading: hardware, versions, date."""
+    gib = float(record_header["memory_bytes"]) / 2**30
+    memory = f", {gib:.0f} GiB" if gib else ""
+    return "\n".join(
+        [
+            "# GPU benchmark",
+            "",
+            f"- {record_header['device']}{memory}, driver {record_header['driver']}; {record_header['cpus']} processor"
+            " cores",
+            f"- {record_header['date']}; torch {record_header['torch']}, CUDA {record_header['cuda']}, NCCL"
+            f" {record_header['nccl']}",
+            f"- git commit {record_header['commit']}; sources {record_header['sources']}",
+            f"- a large copy moves {record_header['copy_bytes_per_s'] / 1e9:,.0f} GB/s, read and written; a large bf16"
+            f" product computes {record_header['product_flops'] / 1e12:,.1f} TFLOP/s, the peak is"
+            f" {record_header['peak_flops'] / 1e12:,.1f}",
+        ]
+    )
 
 
-def limit_of(names: Sequence[str], given: Mapping[str, float], seconds: float) -> float:
-    """The time limit of the first of the sections that are left: its share of the time that is left.
+def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str:
+    """A table of a section's finished rows, and the reasons of missing rows."""
+    rows = [file.rows[key] for key in order if key in file.rows]
+    lines = [f"## {section.TITLE}", "", section.NOTE, ""]
+    if rows:
+        lines += [Table(*section.COLUMNS).without_empty_columns(rows).text(rows), ""]
+    keys_by_reason: dict[str, list[str]] = {}
+    for key in order:
+        if key not in file.rows:
+            keys_by_reason.setdefault(file.failures.get(key, "not asked for"), []).append(key)
+    for reason, keys in keys_by_reason.items():
+        named = "; ".join(keys) if len(keys) <= 3 else f"{len(keys)} rows, the first {keys[0]}"
+        lines.append(f"Not measured ({named}): {reason}.")
+    return "\n".join(lines).rstrip()
+
+
+def write(out: Path, record_header: dict[str, object], files: dict[str, RowFile], setting: Setting) -> None:
+    """Writes the report and the results."""
+    sections = {name: section_of(name) for name in files}
+    texts = [section_report(section, files[name], section.keys(setting)) for name, section in sections.items()]
+    (out / "report.md").write_text("\n\n".join([heading(record_header), *texts]) + "\n")
+    results = {name: {"rows": file.rows, "failures": file.failures} for name, file in files.items()}
+    write_record(out / "results.json", record_header, sections=results)
+
+
+def limit_of(names: Sequence[str], limits: Mapping[str, float], seconds: float) -> float:
+    """The time limit of the next section: its share of the remaining time.
 
     Args:
-        names: names of the sections with missing rows.
-        given: the limits that the command line has, which are no shares.
-        seconds: time left for all of them.
+        names: names of the sections with missing rows, the next section first.
+        limits: limits from the command line.
+        seconds: remaining time of all sections.
     """
-    if names[0] in given:
-        return given[names[0]]
-    weights = {name: section_of(name).WEIGHT for name in names if name not in given}
-    free = seconds - sum(given[name] for name in names if name in given)
-    return max(SHORTEST_SECONDS, free * weights[names[0]] / sum(weights.values()))
+    if names[0] in limits:
+        return limits[names[0]]
+    weights = {name: section_of(name).WEIGHT for name in names if name not in limits}
+    shared = seconds - sum(limits[name] for name in names if name in limits)
+    return max(SHORTEST_SECONDS, shared * weights[names[0]] / sum(weights.values()))
 
 
-def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
-    """Runs the sections one after another; writes the report anew after each."""
-    # Toys show that everything runs.
+def measure(options: argparse.Namespace) -> dict[str, RowFile]:
+    """Runs the sections in order; writes the report anew after each."""
     end = math.inf if options.device == "cpu" else time.monotonic() + 60 * options.minutes
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    found = machine.probe(options.device)
-    made_with = {**header(str(found["device"])), **found}
-    copied, peak = (float(str(found[key])) for key in ("copy_bytes_per_s", "peak_flops"))
-    setting = Setting(options.device, out, copied, peak)
-    print(report.heading(made_with).partition("\n\n")[2], flush=True)
-    books: dict[str, Book] = {}
+    figures = machine.probe(options.device)
+    record_header = {**header(str(figures["device"])), **figures}
+    dependencies = {key: str(record_header[key]) for key in ("device", "torch", "cuda", "sources")}
+    copy_rate, peak = (float(str(figures[key])) for key in ("copy_bytes_per_s", "peak_flops"))
+    setting = Setting(options.device, out, copy_rate, peak)
+    print(heading(record_header).partition("\n\n")[2], flush=True)
+    files: dict[str, RowFile] = {}
     for name in NAMES:
         path = path_of(out, name)
         if name in options.only:
-            books[name] = opened(path, made_by(made_with), options.again)
-        elif (earlier := kept(path, made_by(made_with))).rows:  # stay in the report
-            books[name] = earlier
-    rows = {name: section_of(name).keys(setting) for name in options.only}
-    closing = ""
-    with tqdm(total=sum(map(len, rows.values())), unit="row", mininterval=1.0) as bar:
+            files[name] = open_rows(path, dependencies, options.again)
+        elif (earlier := earlier_rows(path, dependencies)).rows:  # other sections stay in the report
+            files[name] = earlier
+    keys = {name: section_of(name).keys(setting) for name in options.only}
+    with tqdm(total=sum(map(len, keys.values())), unit="row", mininterval=1.0) as bar:
         for number, name in enumerate(options.only):
-            later = [other for other in options.only[number + 1 :] if {*rows[other]} - books[other].rows.keys()]
+            later = [other for other in options.only[number + 1 :] if {*keys[other]} - files[other].rows.keys()]
             limit = limit_of([name, *later], options.limits, end - time.monotonic())
-            books[name] = run_section(name, setting, rows[name], books[name], limit, bar)
-            closing = write(out, made_with, books, setting)
-    return closing, {name: books[name] for name in options.only}
+            files[name] = run_section(name, setting, keys[name], files[name], limit, bar)
+            write(out, record_header, files, setting)
+    return {name: files[name] for name in options.only}
 
 
 def main(words: list[str] | None = None) -> int:
     options = parse(words)
     try:
         with stopped_in_order():
-            closing, books = measure(options)
+            files = measure(options)
     except KeyboardInterrupt:
         print("bench-gpu: interrupted; finished rows are kept", file=sys.stderr)
         return 130
     except (OSError, RuntimeError) as error:
         print(f"bench-gpu: error: {error}", file=sys.stderr)
         return 1
-    for name, book in books.items():
-        reasons = list(dict.fromkeys(book.failures.values()))
-        print(f"{name}: {len(book.rows)} rows" + (f"; {len(book.failures)} missing: {reasons[0]}" if reasons else ""))
-    print(f"{closing}\n\nwritten to {options.out / 'report.md'} and results.json".lstrip())
-    return 1 if any(book.failures for book in books.values()) else 0
+    for name, file in files.items():
+        reasons = list(dict.fromkeys(file.failures.values()))
+        print(f"{name}: {len(file.rows)} rows" + (f"; {len(file.failures)} missing: {reasons[0]}" if reasons else ""))
+    print(f"written to {options.out / 'report.md'} and results.json")
+    return 1 if any(file.failures for file in files.values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The setting of the GPU benchmark, the interface of its sections, and what they claim."""
+"""The setting of the GPU benchmark, and the interface of its sections."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.report import Column
 from benchmarks.rows import RowLog
-from benchmarks.tables import Cells, Column
 
 
 @dataclass(frozen=True)
@@ -30,39 +30,18 @@ class Setting:
 
     @property
     def toy(self) -> bool:
-        """Whether sizes are such that a CPU computes them in seconds."""
+        """Whether sizes are so small that a CPU computes them in seconds."""
         return self.device == "cpu"
 
+    def to_json(self) -> str:
+        """The setting as JSON, for a section's process."""
+        return json.dumps({**asdict(self), "out": str(self.out)})
 
-def setting_text(setting: Setting) -> str:
-    """The setting as JSON, for a section's process."""
-    return json.dumps({**asdict(setting), "out": str(setting.out)})
-
-
-def setting_of(text: str) -> Setting:
-    """The setting of a text of ``setting_text``."""
-    values = json.loads(text)
-    return Setting(**{**values, "out": Path(values["out"])})
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim about some rows, and their values.
-
-    Args:
-        what: the claim, in words.
-        least: smallest value at which the claim holds.
-        values: measured values.
-    """
-
-    what: str
-    least: float
-    values: tuple[float, ...]
-
-    @property
-    def met(self) -> int:
-        """Number of the values that meet the claim."""
-        return sum(value >= self.least for value in self.values)
+    @staticmethod
+    def from_json(text: str) -> Setting:
+        """The setting of a text of ``to_json``."""
+        values = json.loads(text)
+        return Setting(**{**values, "out": Path(values["out"])})
 
 
 class Section(Protocol):
@@ -73,22 +52,14 @@ class Section(Protocol):
     """Explanation of the table's columns."""
     COLUMNS: Sequence[Column]
     WEIGHT: float
-    """Share of a call's time, beside those of the other sections."""
+    """Share of a call's time, relative to the other sections."""
     PATIENCE_SECONDS: float
-    """Longest silence of a section before it counts as hung."""
+    """Silence of a section that counts as a hang."""
 
     def keys(self, setting: Setting) -> list[str]:
-        """The rows, the most important ones first."""
+        """The rows, the most important first."""
         ...
 
-    def measure(self, setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
+    def measure(self, setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
         """Measures some of the rows."""
-        ...
-
-    def tidy(self) -> None:
-        """Removes what a killed process of the section leaves behind."""
-        ...
-
-    def claims(self, rows: Mapping[str, Cells]) -> list[Claim]:
-        """Claims about the rows."""
         ...

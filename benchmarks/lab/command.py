@@ -3,14 +3,14 @@
     sudo python tools/netlab.py --hosts 4 --rate 100mbit -- pretrain_gpt.py ...
     sudo python tools/netlab.py --hosts 2 --ranks-per-host 2 --rate 1gbit --rate 1=200mbit -- pretrain_gpt.py ...
     sudo python tools/netlab.py --device cuda --rate 1gbit -- pretrain_gpt.py ...   ranks on this machine's GPUs
-    sudo python tools/netlab.py clean          removes what killed runs left behind, their processes too
+    sudo python tools/netlab.py clean          removes the remains of killed runs, their processes too
 
 Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
 inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
-torchrun, one node to a host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links, also where
-several ranks share one GPU. When it has ended or timed out, the interfaces' own byte counters are printed,
-but not after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
-killed; SIGKILL alone leaves everything as it is, which is what `clean` is for. Two laboratories at once do not meet.
+torchrun, a node for each host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links, also
+where several ranks share a GPU. When it has ended or timed out, the interfaces' byte counters are printed, but not
+after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
+killed; only SIGKILL leaves everything as it is, which `clean` removes. Two laboratories at once do not meet.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
-    """Parses the rate of every host: RATE for all, HOST=RATE for one; later words win.
+    """Parses the rate of every host: RATE for all hosts, HOST=RATE for a host; later words win.
 
     Raises:
         LabError: when a word is neither, or names no host.
@@ -79,11 +79,10 @@ def describe(rate: int | None) -> str:
 def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: float) -> str:
     """A table of the interfaces' counters."""
     lines = [f"{'host':>4}  {'link':>10}  {'sent MB':>10}  {'received MB':>11}  {'mean Mbit/s sent':>16}"]
-    for index, (rate, own) in enumerate(zip(rates, traffic, strict=True)):
-        mean = own.sent * 8 / max(seconds, 1e-9) / 1e6
-        lines.append(
-            f"{index:>4}  {describe(rate):>10}  {own.sent / 1e6:>10.2f}  {own.received / 1e6:>11.2f}  {mean:>16.1f}"
-        )
+    for index, (rate, counted) in enumerate(zip(rates, traffic, strict=True)):
+        mean = counted.sent * 8 / max(seconds, 1e-9) / 1e6
+        sent_mb, received_mb = counted.sent / 1e6, counted.received / 1e6
+        lines.append(f"{index:>4}  {describe(rate):>10}  {sent_mb:>10.2f}  {received_mb:>11.2f}  {mean:>16.1f}")
     return "\n".join([*lines, f"in {seconds:.1f} s, launch included"])
 
 
@@ -94,25 +93,25 @@ def checked_command(words: Sequence[str]) -> list[str]:
         LabError: when it is neither an existing Python script nor -m and an existing module.
     """
     command = list(words[1:] if words[0] == "--" else words)
-    what = command[0] if command else ""
-    if what in ("-m", "--module") and len(command) > 1:
+    program = command[0] if command else ""
+    if program in ("-m", "--module") and len(command) > 1:
         if not _is_module(command[1]):
             raise LabError(f"-m {command[1]}: there is no such module in {Path.cwd()}, nor is it installed")
-    elif not what or what.startswith("-"):
+    elif not program or program.startswith("-"):
         raise LabError("give a Python script or -m MODULE after --, such as: -- pretrain_gpt.py --num-layers 4 ...")
-    elif not os.path.isfile(what) and not os.path.isfile(os.path.join(what, "__main__.py")):
-        raise LabError(f"{what}: there is no such Python script; give its path as seen from {Path.cwd()}")
+    elif not os.path.isfile(program) and not os.path.isfile(os.path.join(program, "__main__.py")):
+        raise LabError(f"{program}: there is no such Python script; give its path as seen from {Path.cwd()}")
     return command
 
 
 def _is_module(name: str) -> bool:
     """Whether a module is in this folder, as the ranks see it, or installed; imports none."""
-    top, *parts = name.split(".")
-    if not all(map(str.isidentifier, (top, *parts))) or top == "__main__":
+    top, *submodules = name.split(".")
+    if not all(map(str.isidentifier, (top, *submodules))) or top == "__main__":
         return False
     spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
-    for part in parts:
-        spec = spec and PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+    for submodule in submodules:
+        spec = spec and PathFinder.find_spec(submodule, list(spec.submodule_search_locations or ()))
     return spec is not None
 
 
@@ -120,7 +119,7 @@ def parse_options() -> argparse.Namespace:
     """Parses the command line.
 
     Raises:
-        LabError: when no laboratory can have the values.
+        LabError: for values that are out of range.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts (4)")
@@ -170,11 +169,11 @@ def parse_options() -> argparse.Namespace:
 
 def _clean() -> int:
     check_permission()
-    removed, left = clean()
+    removed, problems = clean()
     print("\n".join(f"removed {key}" for key in removed) or "nothing to remove")
-    for line in left:
+    for line in problems:
         say(f"error: {line}")
-    return 1 if left else 0
+    return 1 if problems else 0
 
 
 def _run() -> int:
@@ -186,7 +185,7 @@ def _run() -> int:
         before, start = lab.traffic(), time.monotonic()
         status = lab.run(command, options.ranks_per_host, options.timeout)
         seconds = time.monotonic() - start
-        counted = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+        counted = [end - start for end, start in zip(lab.traffic(), before, strict=True)]
         print(report(lab.rates, counted, seconds), flush=True)
     return status
 

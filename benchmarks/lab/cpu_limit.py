@@ -16,7 +16,7 @@ _REMOVAL_SECONDS = 5.0
 
 
 class CpuLimitError(Exception):
-    """Raised when there can be no such group; one line."""
+    """Raised when a group cannot be made; a line."""
 
 
 def _parent() -> tuple[Path, bool]:
@@ -69,16 +69,16 @@ class CpuLimit:
 
 
 def kill(members: Callable[[], Iterable[int]]) -> list[int]:
-    """Kills processes and those that they start meanwhile. Returns the ones that do not end."""
+    """Kills processes and their new children. Returns the processes that do not end."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
-    while left := list(members()):
+    while pids := list(members()):
         if time.monotonic() > deadline:
             break
-        for pid in left:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return left
+    return pids
 
 
 def groups(prefix: str) -> list[str]:
@@ -97,13 +97,13 @@ def _members(folder: Path) -> list[int]:
         pids = map(int, (folder / "cgroup.procs").read_text().split())
     except OSError:  # the group is gone
         return []
-    return [pid for pid in pids if pid > 0]  # 0 stands for one of another PID namespace
+    return [pid for pid in pids if pid > 0]  # 0 stands for a process of another PID namespace
 
 
 def _remove(folder: Path) -> str | None:
-    left = kill(lambda: _members(folder))
-    if left:
-        return f"{folder}: processes {', '.join(map(str, left))} do not end"
+    pids = kill(lambda: _members(folder))
+    if pids:
+        return f"{folder}: processes {', '.join(map(str, pids))} do not end"
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while folder.exists():
         try:

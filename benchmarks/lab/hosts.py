@@ -27,29 +27,29 @@ FRAME = 1514
 LOOPBACK_FRAME = 65550
 """Bytes of a full frame that a host sends to itself."""
 QUEUE = 1 << 20
-"""Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
-more. With less, a message's burst loses its own end, and waits for TCP to notice."""
+"""Least bytes that wait at a link before any are dropped, like the buffer of a switch's port; 50 ms of a faster link.
+With less, the end of a message's burst is lost, and TCP must notice."""
 GRACE_SECONDS = 15.0
-"""Time in which the other hosts may notice that one has gone."""
+"""Time in which the other hosts may notice that a host has gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
 NCCL_BUFFER = str(1 << 20)
 """Bytes of NCCL's buffer for each connection, in eight parts: a part of the usual 4 MiB takes 42 ms at 100 Mb/s, and
 several ranks with many groups share one GPU's memory."""
 _OWN_HOST = 'export NCCL_HOSTID="$0-$RANK" && exec "$@"'
-"""For each rank: NCCL refuses two ranks of one host on one GPU, and would connect them by other ways than the link."""
+"""A host for each rank: NCCL refuses two ranks of a host on a GPU, and would connect them without the link."""
 END_SECONDS = 5.0
 """Time in which hosts may end when they are asked to, before they are killed."""
 
 
 class LabError(Exception):
-    """Raised when the laboratory lacks something; one line."""
+    """Raised when the laboratory lacks something; a line."""
 
 
 def call(*words: str) -> str:
-    """Runs a command of iproute2 and returns what it printed.
+    """Runs a command of iproute2 and returns its output.
 
     Raises:
-        LabError: when it fails, with what it said.
+        LabError: when it fails, with its message.
     """
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
@@ -73,10 +73,10 @@ class Lab:
 
     Args:
         rates: bits per second of every host's link, in each direction; None leaves it unshaped.
-        cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
-            host computes as fast while others wait for the network as while they compute.
+        cpus: processors that each host has for itself, such as 0.5; None lets all share the machine. With a limit a
+            host computes at the same speed whether others compute or wait.
         device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
-        inside: bits per second of what a host sends to itself; None leaves it unshaped.
+        inside: bits per second of a host's loopback; None leaves it unshaped.
 
     Raises:
         LabError: when namespaces (or limits) are not permitted or iproute2 is missing.
@@ -121,7 +121,7 @@ class Lab:
             for limit in self.limits:
                 limit.make()
         except BaseException as error:
-            with contextlib.suppress(LabError):  # the reason matters more than what stays
+            with contextlib.suppress(LabError):  # the first error matters more
                 self.remove()
             if isinstance(error, CpuLimitError):
                 raise LabError(f"--cpus-per-host: {error}") from error
@@ -151,11 +151,11 @@ class Lab:
 
     def traffic(self) -> list[Traffic]:
         """Counters of every host's interface since it was made."""
-        found = []
+        counters = []
         for index in range(len(self.rates)):
             stats = json.loads(call("ip", "-n", self.host(index), "-j", "-s", "link", "show", "eth0"))[0]["stats64"]
-            found.append(Traffic(stats["tx"]["bytes"], stats["rx"]["bytes"]))
-        return found
+            counters.append(Traffic(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+        return counters
 
     def run(self, command: Sequence[str], ranks_per_host: int = 1, timeout: float | None = None) -> int:
         """Runs a Python command on all hosts under torchrun; returns as ``run_each``."""
@@ -166,11 +166,11 @@ class Lab:
         """Runs Python on hosts, each with words of its own.
 
         Args:
-            commands: a host, and what follows Python's name; a host may have several.
+            commands: a host, and the words after Python's name; a host may have several.
             timeout: seconds after which they are ended.
 
         Returns:
-            0, or the exit status of the first one that failed; 124 after the time-out. The others are ended then.
+            0, or the exit status of the first failed command; 124 after the time-out. The others are ended then.
         """
         started: list[tuple[int, subprocess.Popen[bytes]]] = []
         try:
@@ -186,13 +186,13 @@ class Lab:
                 self._running.remove(process)
 
     def node(self, number: int, nodes: int, command: Sequence[str], ranks: int) -> list[str]:
-        """The words, after Python's name, that start a node of torchrun whose first one is on the first host."""
-        where = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
-        where += ["--master-addr", self.address(0), "--master-port", str(PORT)]
+        """The words after Python's name that start a node of torchrun, whose master is the first host."""
+        launcher = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
+        launcher += ["--master-addr", self.address(0), "--master-port", str(PORT)]
         if self.device == "cuda":
-            where += ["--no-python", "sh", "-c", _OWN_HOST, self.host(number), sys.executable, "-u"]
+            launcher += ["--no-python", "sh", "-c", _OWN_HOST, self.host(number), sys.executable, "-u"]
             command = ["-m" if word == "--module" else word for word in command[:1]] + list(command[1:])
-        return ["-m", "torch.distributed.run", *where, *command]
+        return ["-m", "torch.distributed.run", *launcher, *command]
 
     def _start(self, host: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
         # Hosts have no names, which the rendezvous would warn of once for each connection.
@@ -232,20 +232,20 @@ class Lab:
     def remove(self) -> None:
         """Ends the processes on the hosts, and removes the hosts and the bridge.
 
-        What is gone already is skipped. A second Ctrl-C does not stop this half-way.
+        Missing parts are skipped. A second Ctrl-C does not stop this half-way.
 
         Raises:
             LabError: when something could not be removed; the message names it.
         """
         with undisturbed():
             _end(list(self._running))
-            left = remove(self.key)
-        if left:
-            raise LabError(f"not all is removed; `netlab.py clean` tries again: {'; '.join(left)}")
+            problems = remove(self.key)
+        if problems:
+            raise LabError(f"not all is removed; `netlab.py clean` tries again: {'; '.join(problems)}")
 
 
 def check_permission() -> None:
-    """Raises a LabError that says what to do, if hosts cannot be made."""
+    """Raises a LabError with the fix, if hosts cannot be made."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")
@@ -261,7 +261,7 @@ def check_permission() -> None:
 
 
 def say(text: str, name: str = "netlab") -> None:
-    """Prints a line of a program's own, apart from what its hosts print."""
+    """Prints a line of a program, apart from the output of its hosts."""
     print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
@@ -283,24 +283,24 @@ def run_with_hosts(name: str, body: Callable[[], int]) -> int:
         return 130
 
 
-def _shape(where: Sequence[str], device: str, rate: int | None, frame: int) -> None:
+def _shape(namespace: Sequence[str], device: str, rate: int | None, frame: int) -> None:
     """Gives a device a rate in bits per second, or none.
 
     Args:
-        where: words of tc that name the namespace.
+        namespace: words of tc for the namespace.
         device: the device.
         rate: the rate.
         frame: bytes of its full frames.
     """
     if rate is None:
         with contextlib.suppress(LabError):  # there was none
-            call("tc", *where, "qdisc", "del", "dev", device, "root")
+            call("tc", *namespace, "qdisc", "del", "dev", device, "root")
         return
-    # A bucket of a millisecond: what a larger one lets through at once is no slow link for short messages.
+    # A bucket of a millisecond: a larger bucket would let short messages through at once.
     burst = max(rate // 8 // 1000, 2 * frame)
     limit = max(rate // 8 // 20, QUEUE)
     words = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(limit))
-    call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
+    call("tc", *namespace, "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

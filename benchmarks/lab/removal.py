@@ -14,7 +14,7 @@ _NAME = re.compile(r"\bnl(\d+)[bhv]\d*\b")
 
 
 def _printed(*words: str) -> str:
-    """The output of a command of iproute2; empty when it failed, such as for what is gone already."""
+    """The output of a command of iproute2; empty when it failed, such as for a missing host."""
     return subprocess.run(words, capture_output=True, text=True).stdout
 
 
@@ -36,23 +36,23 @@ def kill(hosts: Sequence[str]) -> list[str]:
     Returns:
         A line for each host that keeps processes.
     """
-    found = ((host, cpu_limit.kill(partial(_processes, host))) for host in hosts)
-    return [f"host {host}: processes {', '.join(map(str, left))} do not end" for host, left in found if left]
+    pids_by_host = ((host, cpu_limit.kill(partial(_processes, host))) for host in hosts)
+    return [f"host {host}: processes {', '.join(map(str, pids))} do not end" for host, pids in pids_by_host if pids]
 
 
 def remove(key: str) -> list[str]:
-    """Ends the processes on a laboratory's hosts, and removes all of it. What is gone already is skipped.
+    """Ends the processes on a laboratory's hosts, and removes all of it. Missing parts are skipped.
 
     Returns:
         A line for each thing that remains.
     """
-    left = kill(_hosts(key))
+    problems = kill(_hosts(key))
     for host in _hosts(key):
         _printed("ip", "netns", "del", host)
     for link in _links(key):
         _printed("ip", "link", "del", link)
-    left += [f"{name}: cannot be removed" for name in (*_hosts(key), *_links(key))]
-    return left + cpu_limit.clean(f"{key}h")
+    problems += [f"{name}: cannot be removed" for name in (*_hosts(key), *_links(key))]
+    return problems + cpu_limit.clean(f"{key}h")
 
 
 def has_ended(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Cases of the network benchmark: layouts on hosts, and the traffic on each."""
+"""Cases of the network benchmark: layouts on hosts, and the traffic of each."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from benchmarks.network.setups import (
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """A case: a model's traffic, compressed or not.
+    """A case: the traffic of a model, compressed or not.
 
     Args:
         name: name in the tables.
         specs: specs of ``--compress``.
         schedule: pipeline schedule.
-        peer: a peer of ``peers.py`` in place of the trainer; with a rank.
-        overlap: gradients are reduced while backward goes on.
-        levels: bits of its two-level sums inside a host and between hosts, whose bytes are then compared with what
-            their formula says.
-        two_stage: rows of experts go once to a host of several ranks, and on inside it.
+        peer, rank: a peer of ``peers.py`` instead of the trainer, and the rank of its hook.
+        overlap: whether gradients are reduced during the backward pass.
+        two_stage: whether rows of experts cross a link once for each host.
     """
 
     name: str
@@ -37,7 +35,6 @@ class NetworkCase:
     peer: str = ""
     rank: int = 0
     overlap: bool = True
-    levels: tuple[int, int] | None = None
     two_stage: bool = True
 
 
@@ -73,15 +70,9 @@ LEVELS = (
     FP32,
     CAST,
     NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
-    NetworkCase("fixpoint 8/4 bits in two levels", ("dp-grad=fixpoint,levels=8/4,error-feedback=on",), levels=(8, 4)),
+    NetworkCase("fixpoint 8/4 bits in two levels", ("dp-grad=fixpoint,levels=8/4,error-feedback=on",)),
     NetworkCase("torch DDP", peer="ddp"),
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
-)
-SERVERS = (
-    FP32,
-    NetworkCase("central parameter server", ("dp-grad=parameter-server,server=central",)),
-    NetworkCase("sharded parameter servers", ("dp-grad=parameter-server,server=sharded",)),
-    NetworkCase("sharded, compressed: quantized Adam, 8 bits", ("dp-grad=quantized-adam,bits=8,warmup=2",)),
 )
 _POWERSGD = "dp-grad=powersgd,rank=32"
 FACTORS = (
@@ -94,10 +85,10 @@ FACTORS = (
 )
 
 
-def _legs(name: str, legs: dict[str, str], rest: str = "cast", two_stage: bool = True) -> NetworkCase:
-    """A case of expert parallelism: the codecs of some legs, and that of the others."""
+def _legs(name: str, legs: dict[str, str], default: str = "cast", two_stage: bool = True) -> NetworkCase:
+    """A case of expert parallelism: the codecs of some legs, and the codec of all others."""
     points = ("ep-dispatch-forward", "ep-combine-forward", "ep-combine-backward", "ep-dispatch-backward")
-    specs = (*(f"{point}={legs.get(point, rest)}" for point in points), "dp-grad=cast")
+    specs = (*(f"{point}={legs.get(point, default)}" for point in points), "dp-grad=cast")
     return NetworkCase(name, specs, two_stage=two_stage)
 
 
@@ -144,19 +135,19 @@ class Bench:
 
     Args:
         hosts, ranks_per_host: number of hosts, and of ranks on each.
-        tp, pp: tensor- and pipeline-parallel sizes; data parallelism is the rest.
+        tp, pp: tensor- and pipeline-parallel sizes; the other ranks are replicas.
         model: layers, hidden size, sequence length.
         micro_batches: micro-batches per replica and step.
         setups: published set-ups whose links are imitated.
         cases: cases that are measured on each link.
-        paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's; "experts": a
-            micro-batch's in layers with experts.
-        tied: the output projection is the embedding, whose gradient the first and the last stage must all-reduce.
-        device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
+        paced_by: work of a set-up's ratio: "message" for a micro-batch, "gradients" for an iteration, "experts" for a
+            micro-batch of layers with experts.
+        tied: whether the embedding is also the output projection, so that two stages all-reduce its gradient.
+        device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on a shared GPU.
         micro_batch: sequences per micro-batch.
         vocab: entries of the vocabulary.
         bucket: elements of a gradient bucket; None for the trainer's choice.
-        experts, topk: experts of each layer, which all replicas share out, and of a token; 0 for dense layers.
+        experts, topk: experts of each layer, spread over all replicas, and experts of a token; 0 for dense layers.
     """
 
     hosts: int
@@ -183,35 +174,24 @@ class Bench:
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters, without biases and norms."""
+        """Number of parameters, without biases and norms."""
         layers, hidden, sequence = self.model
         return 12 * layers * hidden**2 + ((1 if self.tied else 2) * self.vocab + sequence) * hidden
 
     @property
     def sent_to_experts(self) -> float:
-        """Bytes of fp32 rows that a rank sends to others for a micro-batch, forward and backward, if experts are chosen
-        alike."""
+        """Bytes of fp32 rows that a rank sends for a micro-batch, forward and backward, with balanced experts."""
         layers, hidden, sequence = self.model
         return 4 * layers * self.topk * self.micro_batch * sequence * hidden * 4 * (self.dp - 1) / self.dp
-
-    def sent_in_two_levels(self, bits: int) -> float:
-        """Bytes of gradients that a host sends to others in an iteration: each of its G ranks (M-1)/M n/G twice, each
-        number in its bits and with its part of a scale of 32 bits for 64."""
-        return 2 * (self.hosts - 1) / self.hosts * self.parameters * (bits / 8 + 4 / 64)
 
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
-    # AQ-SGD's own number of stages and of micro-batches (run_lm.sh: a batch of 32 in micro-batches of one).
-    "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 32, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
-    # Short iterations: the hook spends more than two thirds of its step on the wire.
+    # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
-    # AQ-SGD's choices of --dp-mode.
-    "dp4-servers": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(aqsgd_data(4)[:1]), SERVERS, "gradients"),
-    "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
-    # Links of their own rates. Short sequences, as it is the sums that are compared, in buckets that hide one another's
-    # coding: a sum in two levels codes its numbers twice.
+    # Links of the given rates. Sums are compared, so sequences are short; several buckets hide coding, as sums in two
+    # levels code their numbers twice.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),
     "ep4": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(mixtral_experts()), EXPERTS, "experts", micro_batch=2, experts=8),
     "ep2x2": Bench(
@@ -221,8 +201,70 @@ BENCHES = {
 }
 
 
+# Ranks that share a GPU: larger models, links of the given rates. Parameters and messages between stages are in bf16;
+# gradients add up in fp32, which is the sum in "fp32 traffic".
+GPT2_VOCAB = 50257
+_POWERSGD_OF_RANK = "dp-grad=powersgd,rank={}"
+_BF16 = NetworkCase("bf16 traffic")
+_FIXPOINT = ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")
+_DELTA = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
+_CUDA_PIPELINE = (
+    _BF16,
+    NetworkCase("fixpoint 4/8 bits", _FIXPOINT),
+    NetworkCase("fixpoint 4/8 bits, eager 1F1B", _FIXPOINT, "eager-1f1b"),
+    NetworkCase("bf16 traffic, eager 1F1B", schedule="eager-1f1b"),
+    NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _DELTA),
+    NetworkCase("delta 4, fixpoint 8, eager 1F1B", _DELTA, "eager-1f1b"),
+)
+_WITH_PEERS = (
+    FP32,
+    NetworkCase("torch DDP", peer="ddp"),
+    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    NetworkCase("torch DDP, bf16 hook", peer="ddp-bf16"),
+    NetworkCase("powersgd, rank 4", (_POWERSGD_OF_RANK.format(4),)),
+    NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    NetworkCase("powersgd, rank 32", (_POWERSGD_OF_RANK.format(32),)),
+    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+)
+PEER_PAIRS = len(_WITH_PEERS)
+"""Number of the first cases of data parallelism, which are pairs of ours and torch's."""
+_CUDA_DATA = (
+    *_WITH_PEERS,
+    NetworkCase("powersgd, rank 4, no overlap", (_POWERSGD_OF_RANK.format(4),), overlap=False),
+    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
+    NetworkCase("bf16 traffic, no overlap", ("dp-grad=cast",), overlap=False),
+    NetworkCase("fp32 traffic, no overlap", overlap=False),
+)
+_CUDA_MIXED = (
+    FP32,
+    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    NetworkCase(
+        "CB + FE + SC (Optimus-CC)",
+        (
+            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
+            "embedding=fused",
+            "dp-grad=powersgd,rank=32,stages=first:1",
+        ),
+    ),
+    NetworkCase("delta 4, fixpoint 8, powersgd 32, FE", (*_DELTA, _POWERSGD_OF_RANK.format(32), "embedding=fused")),
+)
+_LINKS = tuple(as_named())
+CUDA_BENCHES = {
+    "pp4": Bench(
+        4, 1, 1, 4, (12, 1024, 1024), 8, _LINKS, _CUDA_PIPELINE, device="cuda", micro_batch=2, vocab=GPT2_VOCAB
+    ),
+    "dp4": Bench(
+        4, 1, 1, 1, (12, 768, 1024), 1, _LINKS, _CUDA_DATA, "gradients", True, "cuda", micro_batch=4, vocab=GPT2_VOCAB
+    ),
+    "3d": Bench(
+        4, 2, 2, 2, (12, 1024, 1024), 4, _LINKS, _CUDA_MIXED, tied=True, device="cuda", micro_batch=2, vocab=GPT2_VOCAB
+    ),
+}
+
+
 def plan_of(bench: Bench) -> dict[str, Any]:
-    """The plan that every rank reads at the start."""
+    """The plan that every rank reads when it starts."""
     layers, hidden, sequence = bench.model
     return {
         "vocab": bench.vocab,
@@ -245,7 +287,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "micro_batch_size": bench.micro_batch,
                 "global_batch_size": bench.micro_batch * bench.micro_batches * bench.dp,
                 "train_iters": 1_000_000,
-                # Torch's DDP is measured as it is, and compiling every case would take longer than measuring it.
+                # Compiling every case would take longer than measuring it, and torch's DDP is not compiled either.
                 "compile": "off",
             },
             "optimizer": {"lr": 1e-3},

@@ -1,15 +1,15 @@
-"""Trains over slow links between hosts: data parallelism, islands and torch's DDP hooks, to the same loss.
+"""Trains over slow links between hosts, by data parallelism and by islands, to the same loss.
 
     sudo make bench-islands                                                       about half an hour
-    sudo make bench-islands ARGS="--alike --rates 100mbit"                        a link as slow for it as an H100's
+    sudo make bench-islands ARGS="--alike --rates 100mbit"                        the ratio of an H100 on such a link
     sudo make bench-islands ARGS="--rates 100mbit --cases 'DP, PowerSGD of rank 16'"
     sudo make bench-islands ARGS="--rates 100mbit/100mbit/20mbit"                 three hosts, one on a slower link
 
 Each host (a network namespace with its share of the processors) holds a pipeline of two stages, whose messages stay
-inside. Gradients, or what islands exchange, cross the links between the hosts, which have the rates of --rates. Whole
-runs of each case, one for each seed, give its losses. On the first links the first is measured as it is where the case
-is one of --whole; all other times are computed: seconds of an iteration, which a few iterations on those links give,
-times iterations. Losses do not depend on links. Writes logs, a plot for each link, a table and every figure to --out.
+inside. Gradients, or the messages of islands, cross the links between the hosts, which have the rates of --rates. Whole
+runs of each case, a run for each seed, give its losses, which do not depend on links. Times are computed: seconds of an
+iteration, measured on those links over a few iterations, times iterations. Writes logs, a plot for each link, a table
+and every figure to --out; finished runs are kept.
 """
 
 from __future__ import annotations
@@ -17,99 +17,127 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chosen, listed, runs
+from benchmarks import join_for_help, parse_names, runs
 from benchmarks.lab.command import parse_rate
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
-from benchmarks.network.cases import NetworkCase
+from benchmarks.loss_curves import first_at_loss
+from benchmarks.loss_curves import main as plot_loss_curves
+from benchmarks.loss_logs import read_run
 from benchmarks.network.islands_cases import (
     BASELINE,
     CASES,
+    EXACT_WARMUP,
     HOSTS,
-    IN_STEP,
-    QUICKEST,
     SHAPE,
     IslandsCase,
     IslandsRun,
     Links,
-    bench_of,
     global_batch,
-    name_of,
+    links_name,
 )
-from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
-from benchmarks.network.run import START_SECONDS, STEP_SECONDS, steps_taken, workers
 from benchmarks.network.setups import islands_data
+from benchmarks.report import Column, Table, device_name, header, write_record
 from megatron.data.indexed import IndexedDataset
+from megatron.training.records import read_records
 
 TRAIN_BYTES, HELDOUT_BYTES = 1_200_000, 24_000
 """Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
 EVALUATIONS = 10
 TIMED = 4
-PEERS = (
-    NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
-    NetworkCase("torch DDP, powerSGD_hook, rank 16", peer="ddp-powersgd", rank=16),
+"""Iterations that give the seconds of a synchronous iteration."""
+TABLE = Table(
+    Column("case", "case"),
+    Column("s / iteration, first", "warmup", ".2f"),
+    Column("MB", "warmup_mb", ".3f"),
+    Column("local", "local", ".3f"),
+    Column("MB", "local_mb", ".3f"),
+    Column("iterations", "iterations"),
+    Column("validation loss", "loss", ".4f"),
+    Column("above DP", "above", "+.2%"),
+    Column("of seeds", "spread"),
+    Column("minutes", "minutes", ".1f"),
+    Column("runs that reach its loss", "reached"),
+    Column("after iterations", "after", ".0f"),
+    Column("minutes", "goal_minutes", ".2f"),
+    Column("x DP bf16", "times", ".1f"),
 )
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of an iteration, and megabytes that a host sends in it, by the ledger."""
+
+    seconds: float
+    mb: float
+
+
+def _iterations_of(log: Path, run: IslandsRun) -> list[Pace]:
+    """The pace of every iteration, from the log of the first island or of all hosts."""
+    point, share = ("outer", 1) if run.case.has_islands else ("dp-grad", run.hosts)
+    return [
+        Pace(
+            event.number("seconds_per_iteration"),
+            event["comm"].get(point, {}).get("wire_bytes", 0.0) / share / 1e6,
+        )
+        for event in read_records(log)
+        if event.get("kind") == "train"
+    ]
+
+
+def synchronous_pace(log: Path, run: IslandsRun) -> Pace:
+    """The pace of equal iterations, without the first."""
+    paces = _iterations_of(log, run)[1:]
+    return Pace(statistics.median(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
+
+
+def local_pace(log: Path, run: IslandsRun) -> Pace:
+    """The pace of local steps: means over a whole round, without the first step."""
+    paces = _iterations_of(log, run)[1 : run.case.every + 1]
+    return Pace(statistics.fmean(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
+
+
 class Runner:
-    """Runs cases on the hosts. What was run before is kept.
+    """Runs cases on the hosts; finished runs are kept.
 
     Args:
         lab: the hosts.
         out: folder of text, logs and checkpoints.
         iterations: iterations of a run of data parallelism.
-        longer: islands take so many times as many.
+        longer: factor of the iterations of islands.
     """
 
     def __init__(self, lab: Lab, out: Path, iterations: int, longer: float) -> None:
         self.lab, self.out, self.iterations, self.longer = lab, out, iterations, longer
         tokens = int(IndexedDataset(out / "data" / "heldout_text_document").lengths.sum())
         self.hosts = len(lab.rates)
-        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // global_batch(self.hosts), 1)
+        self.eval_iters = max((tokens - 1) // SHAPE["seq-length"] // global_batch(self.hosts), 1)
 
-    def length(self, case: IslandsCase) -> int:
-        """Iterations of a whole run."""
-        return round(self.iterations * self.longer) if case.has_islands else self.iterations
-
-    def whole(self, run: IslandsRun, links: Links | None) -> dict[str, float]:
-        """Trains a case from the beginning to the end.
-
-        Returns:
-            The bytes that the first host has sent by its interface and by the ledger.
-        """
-
-        def train() -> dict[str, float]:
-            counted = self._train(run, links)
-            if run.case.has_islands:
-                run.log.write_text(run.logs()[0].read_text())
-            return counted
-
-        return self._kept(run.log, train)
-
-    def run(self, case: IslandsCase, seed: int, links: Links | None) -> IslandsRun:
-        """The whole run of a case."""
-        iterations = self.length(case)
-        name = f"{runs.slug(case.name)}-{iterations}-{self.hosts}x-seed{seed}-{runs.slug(name_of(links))}"
-        evaluated = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.evaluation}
-        log = self.out / "runs" / f"{name}.jsonl"
-        return IslandsRun(case, iterations, log, self.out, evaluated, hosts=self.hosts, seed=seed)
+    def whole_run(self, case: IslandsCase, seed: int) -> IslandsRun:
+        """Trains a case from the beginning to the end, on links that are not shaped."""
+        iterations = round(self.iterations * self.longer) if case.has_islands else self.iterations
+        log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{self.hosts}x-seed{seed}.jsonl"
+        evaluation = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.eval_iters}
+        run = IslandsRun(case, iterations, log, self.out, evaluation, hosts=self.hosts, seed=seed)
+        self._train_once(run, None)
+        return run
 
     def paces(self, case: IslandsCase, links: Links | None) -> tuple[Pace | None, Pace | None]:
-        """The paces of a case before its first local step and from there on, from a few iterations of each."""
+        """The paces of a case in the warm-up (or of data parallelism) and in local steps, from a few iterations."""
         if not case.has_islands:
-            return self._pace(case.spec, case, [case.spec], TIMED, links, dp_pace), None
-        first: Pace | None = None
-        if case.in_step:
-            timed = IN_STEP if case.sums_exactly else replace(case, in_step=1.0)
-            first = self._pace(f"{timed.spec} in step", timed, timed.specs(TIMED), TIMED, links, dp_pace)
-        # A whole round, without the first step and the last one, which brings everything together.
-        local = self._pace(case.spec, case, [f"{case.spec},warmup=0"], case.every + 3, links, local_pace)
-        return first, local
+            return self._pace(case.spec, case, [case.spec], TIMED, links, synchronous_pace), None
+        warmup: Pace | None = None
+        if case.warmup:
+            timed = EXACT_WARMUP if case.exact_warmup else replace(case, warmup=1.0)
+            warmup = self._pace(f"{timed.spec} in step", timed, timed.specs(TIMED), TIMED, links, synchronous_pace)
+        # A whole round, without the first step and the last step, which synchronizes everything.
+        return warmup, self._pace(case.spec, case, [f"{case.spec},warmup=0"], case.every + 3, links, local_pace)
 
     def _pace(
         self,
@@ -120,118 +148,182 @@ class Runner:
         links: Links | None,
         read: Callable[[Path, IslandsRun], Pace],
     ) -> Pace:
-        log = self.out / "timed" / f"{runs.slug(name)}-{self.hosts}x-{runs.slug(name_of(links))}.jsonl"
+        log = self.out / "timed" / f"{runs.slug(name)}-{self.hosts}x-{runs.slug(links_name(links))}.jsonl"
         run = IslandsRun(case, iterations, log, self.out, {"eval-iters": 0}, tuple(specs), self.hosts)
-        self._kept(log, lambda: self._train(run, links))
+        self._train_once(run, links)
         return read(run.logs()[0], run)
 
-    def _kept(self, log: Path, train: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What a training counted, which is done unless it has been."""
-        done = log.with_suffix(".counted")
-        if not done.exists():
-            log.parent.mkdir(parents=True, exist_ok=True)
-            done.write_text(json.dumps(train()))
-        found: dict[str, float] = json.loads(done.read_text())
-        return found
-
-    def _train(self, run: IslandsRun, links: Links | None) -> dict[str, float]:
+    def _train_once(self, run: IslandsRun, links: Links | None) -> None:
+        done = run.log.with_suffix(".done")
+        if done.exists():
+            return
         for log in run.logs():
             log.unlink(missing_ok=True)
         run.log.parent.mkdir(parents=True, exist_ok=True)
-        give(self.lab, links)
-        before = self.lab.traffic()[0].sent
+        for host, rate in enumerate([None] * self.hosts if links is None else links.rates):
+            self.lab.shape(host, rate)
         status = self.lab.run_each(run.commands(self.lab))
         if status:
             raise LabError(f"{run.log.stem}: the run ended with status {status}; its messages are above")
-        by_ledger = sum(sent for _, sent in phases(run.logs()[0], run))
-        return {"counter": self.lab.traffic()[0].sent - before, "ledger": by_ledger}
+        done.touch()
 
 
-def give(lab: Lab, links: Links | None) -> None:
-    """Gives the hosts their links; None: not shaped."""
-    for host, rate in enumerate([None] * len(lab.rates) if links is None else links.rates):
-        lab.shape(host, rate)
-
-
-def measure(
-    runner: Runner, cases: Sequence[IslandsCase], every: Sequence[Links], measured: Sequence[str], seeds: int
-) -> list[IslandsRow]:
-    """Measures the cases on all links, with seeds from 1 on; returns the runs in order, links by links.
-
-    Raises:
-        LabError: when a run fails.
-    """
-    found: list[IslandsRow] = []
-    for links in every:
-        for case in cases:
-            for seed in range(1, seeds + 1):
-                at = every[0] if case.name in measured and seed == 1 else None
-                run = runner.run(case, seed, at)
-                counted = runner.whole(run, at)
-                one = IslandsRow.of(run, links, counted, None if links == at else runner.paces(case, links))
-                print(one.line(), flush=True)
-                found.append(one)
-    return compared(found, BASELINE.name)
-
-
-def links_of(runner: Runner, wanted: Sequence[Links], alike: bool) -> list[Links]:
-    """The links here.
+@dataclass(frozen=True)
+class IslandsRow:
+    """A run of a case on links.
 
     Args:
-        runner: runs what tells how long an iteration computes.
-        wanted: links.
-        alike: whether those are a published system's links, whose ratio the ones here get.
+        case, seed, links: names of the case and of the links, and the seed.
+        log: its log, with the times of these links.
+        warmup, local: seconds of an iteration of the warm-up (or of data parallelism) and of local steps.
+        warmup_mb, local_mb: megabytes that a host sends in such an iteration, by the ledger.
+        iterations, minutes: length of the whole run.
+        loss: the last validation loss.
+        goal: the baseline's last validation loss.
+        after, goal_minutes: iterations and minutes to the goal; None when it was not reached.
+        times: the baseline's minutes to the goal over these.
     """
-    if not alike:
-        return list(wanted)
+
+    case: str
+    seed: int
+    links: str
+    log: str
+    warmup: float | None
+    warmup_mb: float | None
+    local: float | None
+    local_mb: float | None
+    iterations: int
+    minutes: float
+    loss: float
+    goal: float | None = None
+    after: int | None = None
+    goal_minutes: float | None = None
+    times: float | None = None
+
+    @staticmethod
+    def of(run: IslandsRun, links: Links, warmup: Pace | None, local: Pace | None) -> IslandsRow:
+        """The row of a whole run, with its paces on some links."""
+        log = _log_with_times(run, links, warmup, local)
+        curves = read_run(f"run={log}", None)
+        (warmup_s, warmup_mb), (local_s, local_mb) = (
+            (None, None) if pace is None else (pace.seconds, pace.mb) for pace in (warmup, local)
+        )
+        return IslandsRow(
+            run.case.name, run.seed, links.name, str(log), warmup_s, warmup_mb, local_s, local_mb, run.iterations,
+            60 * curves.train[-1].hours, curves.valid[-1].loss,
+        )  # fmt: skip
+
+    def line(self) -> str:
+        """A line of progress."""
+        paces = ", then ".join(f"{seconds:.2f} s" for seconds in (self.warmup, self.local) if seconds is not None)
+        return (
+            f"{self.links}: {self.case}, seed {self.seed}: {paces} an iteration; {self.minutes:.1f} minutes, "
+            f"validation loss {self.loss:.4f}"
+        )
+
+
+def _log_with_times(run: IslandsRun, links: Links, warmup: Pace | None, local: Pace | None) -> Path:
+    """Copies a log with the times of links."""
+    target = run.log.with_name(f"{run.log.stem}.at-{runs.slug(links.name)}.jsonl")
+    warmup_iterations = run.case.warmup_iterations(run.iterations)
+    lines = []
+    for line in run.logs()[0].read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "train":
+            pace = warmup if event["iteration"] <= warmup_iterations or local is None else local
+            assert pace is not None
+            event["seconds_per_iteration"] = pace.seconds
+        lines.append(json.dumps(event))
+    target.write_text("\n".join(lines) + "\n")
+    return target
+
+
+def with_goals(rows: Sequence[IslandsRow]) -> list[IslandsRow]:
+    """The rows with their times to the last validation loss of the baseline, on the same links with the same seed."""
+    baselines = {(row.links, row.seed): row for row in rows if row.case == BASELINE.name}
+    compared = []
+    for row in rows:
+        baseline = baselines[row.links, row.seed]
+        point, base_point = (
+            first_at_loss(read_run(f"run={log}", None).valid, baseline.loss) for log in (row.log, baseline.log)
+        )
+        row = replace(row, goal=baseline.loss)
+        if point is not None and base_point is not None:
+            times = base_point.hours / point.hours
+            row = replace(row, after=point.iteration, goal_minutes=60 * point.hours, times=times)
+        compared.append(row)
+    return compared
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each case on the same links: means over its seeds, times over the seeds that reach the goal."""
+    means = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        seeds = [row for row in rows if row["case"] == case]
+        reached = [row for row in seeds if row["times"] is not None]
+        above = [row["loss"] / row["goal"] - 1 for row in seeds]
+        mean: dict[str, float | None] = {
+            name: statistics.fmean(row[name] for row in seeds) for name in ("loss", "minutes")
+        }
+        for name in ("after", "goal_minutes", "times"):
+            mean[name] = statistics.fmean(row[name] for row in reached) if reached else None
+        spread = f"{min(above):+.2%} to {max(above):+.2%}" if len(seeds) > 1 else None
+        counts = {"reached": f"{len(reached)} of {len(seeds)}", "above": statistics.fmean(above), "spread": spread}
+        means.append({**seeds[0], **mean, **counts})
+    return means
+
+
+def write(rows: Sequence[IslandsRow], out: Path) -> str:
+    """Writes tables, curves of the first seed, and every figure to a folder; returns the tables."""
+    figures = [asdict(row) for row in rows]
+    texts = []
+    for links in dict.fromkeys(row.links for row in rows):
+        group = [row for row in figures if row["links"] == links]
+        goals = ", ".join(f"{goal:.4f}" for goal in dict.fromkeys(row["goal"] for row in group))
+        cases = over_seeds(group)
+        texts.append(f"### {links}; the loss is {goals}\n\n{TABLE.without_empty_columns(cases).text(cases)}")
+        first_seed = [row for row in group if row["seed"] == group[0]["seed"]]
+        words = [f"{row['case'].replace('=', ' ')}={row['log']}" for row in first_seed]
+        picture = str(out / f"islands-{runs.slug(links)}.png")
+        plot_loss_curves(
+            [*words, "--baseline", BASELINE.name, "--x", "iterations,hours", "--smooth", "10", "-o", picture]
+        )
+    text = "\n\n".join(texts)
+    (out / "table.md").write_text(text + "\n")
+    write_record(out / "rows.json", header(device_name("cpu")), rows=figures)
+    return text
+
+
+def imitate_h100(runner: Runner, published: Sequence[Links]) -> list[Links]:
+    """Links with the ratio of communication to computation here that H100s have on published links."""
     pace, _ = runner.paces(BASELINE, None)
     assert pace is not None
-    # Of two in a ring-all-reduce: what each host sends here is twice (n - 1) / n of the numbers.
-    sent_by_two = pace.mb * runner.hosts / (2 * (runner.hosts - 1))
-    found = []
-    for links in wanted:
+    # The published gradients are of two hosts; in a ring of n each host sends 2 (n - 1) / n of the numbers.
+    mb_of_two = pace.mb * runner.hosts / (2 * (runner.hosts - 1))
+    imitated = []
+    for links in published:
         setups = [islands_data(rate) for rate in links.rates]
-        found.append(Links(tuple(int(8e6 * sent_by_two / (setup.ratio * pace.seconds)) for setup in setups)))
+        imitated.append(Links(tuple(int(8e6 * mb_of_two / (setup.ratio * pace.seconds)) for setup in setups)))
         slowest = islands_data(links.slowest)
-        print(f"{slowest.name}: {slowest.arithmetic}; ratio {slowest.ratio:.3g}, here {found[-1].name}", flush=True)
-    return found
+        print(f"{slowest.name}: {slowest.arithmetic}; ratio {slowest.ratio:.3g}, here {imitated[-1].name}", flush=True)
+    return imitated
 
 
-def measure_peers(hosts: int, every: Sequence[Links], steps: int) -> list[dict[str, Any]]:
-    """Seconds of a step of torch's DDP with its hooks, for a model of the same shape without pipeline stages.
-
-    Raises:
-        LabError: when the ranks fail.
-    """
-    rows: list[dict[str, Any]] = []
-    with workers(bench_of(hosts, 1, PEERS)) as (lab, ranks):
-        for case in PEERS:
-            give(lab, None)
-            ranks.ask(START_SECONDS, do="build", case=asdict(case), steps=3)
-            for links in every:
-                give(lab, links)
-                taken, sent_mb = steps_taken(lab, ranks, steps, STEP_SECONDS)
-                seconds = min(step["seconds"] for step in taken)
-                rows.append({"case": case.name, "links": links.name, "seconds": seconds, "counted_mb": sent_mb})
-                print(f"{links.name}: {case.name}: {seconds:.2f} s a step", flush=True)
-    return rows
-
-
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line.
 
     Raises:
-        LabError: for a rate that is none.
+        LabError: for an invalid rate.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = listed((case.name for case in CASES), ";")
-    parser.add_argument("--cases", help=f"beside {BASELINE.name}, separated by semicolons: {names} (all)")
+    names = join_for_help((case.name for case in CASES), ";")
+    parser.add_argument("--cases", help=f"in addition to {BASELINE.name}, separated by semicolons: {names} (all)")
     parser.add_argument(
         "--rates",
         default="100mbit,10mbit",
         help="of the hosts' links, comma-separated; one for all, or each host's, as 100mbit/20mbit (100mbit,10mbit)",
     )
-    parser.add_argument("--inside", default="10gbit", help="rate of what a host sends to itself, or none (10gbit)")
+    parser.add_argument("--inside", default="10gbit", help="rate of loopback inside a host, or none (10gbit)")
     parser.add_argument("--seeds", type=int, default=1, help="whole runs of each case, with seeds from 1 on (1)")
     parser.add_argument(
         "--alike",
@@ -239,46 +331,37 @@ def parse() -> argparse.Namespace:
         help="the rates are those of H100s' links: here links take as long, relative to computing (setups.py)",
     )
     parser.add_argument("--iterations", type=int, default=240, help="of data parallelism (240)")
-    parser.add_argument("--longer", type=float, default=1.25, help="islands take so many times as many (1.25)")
-    parser.add_argument(
-        "--whole",
-        default=QUICKEST.name,
-        help=f"cases measured as they are on the first link, separated by semicolons ({listed([QUICKEST.name])})",
-    )
-    parser.add_argument("--no-peers", action="store_true", help="leave torch's DDP out")
-    parser.add_argument("--out", type=Path, default=Path("bench_out/islands"), help="folder of all that is written")
-    options = parser.parse_args()
-    known: Mapping[str, IslandsCase] = {case.name: case for case in CASES}
-    wanted = chosen(parser, "--cases", options.cases, known, ";")
-    options.cases = [case for name, case in known.items() if name in (BASELINE.name, *wanted)]
-    options.whole = chosen(parser, "--whole", options.whole, known, ";")
+    parser.add_argument("--longer", type=float, default=1.25, help="factor of the iterations of islands (1.25)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/islands"), help="folder of all results")
+    options = parser.parse_args(words)
+    case_names = parse_names(parser, "--cases", options.cases, [case.name for case in CASES], ";")
+    options.cases = [case for case in CASES if case.name in (BASELINE.name, *case_names)]
     for case in options.cases:
         iterations = round(options.iterations * options.longer)
-        if case.has_islands and iterations - case.steps_in_step(iterations) < case.every:
+        if case.has_islands and iterations - case.warmup_iterations(iterations) < case.every:
             parser.error(f"--iterations {options.iterations}: too few for a round of {case.every} of {case.name}")
-    options.inside = parse_rate(options.inside)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least 1")
-    options.links = _links(parser, options.rates)
+    options.inside = parse_rate(options.inside)
+    options.links = _parse_links(parser, options.rates)
     return options
 
 
-def _links(parser: argparse.ArgumentParser, words: str) -> list[Links]:
-    """Parses --rates. All links are of as many hosts."""
-    given = [[parse_rate(rate) for rate in word.split("/")] for word in words.split(",")]
-    counts = {len(rates) for rates in given if len(rates) > 1} or {HOSTS}
+def _parse_links(parser: argparse.ArgumentParser, text: str) -> list[Links]:
+    """Parses --rates, whose links are all of the same number of hosts."""
+    rates_by_word = [[parse_rate(rate) for rate in word.split("/")] for word in text.split(",")]
+    counts = {len(rates) for rates in rates_by_word if len(rates) > 1} or {HOSTS}
     if len(counts) > 1:
-        parser.error(
-            f"--rates {words}: rates of {' and of '.join(map(str, sorted(counts)))} hosts; give as many in each"
-        )
+        hosts_text = " and of ".join(map(str, sorted(counts)))
+        parser.error(f"--rates {text}: rates of {hosts_text} hosts; give as many in each")
     (hosts,) = counts
-    found = []
-    for rates in given:
-        known = tuple(rate for rate in rates if rate is not None)
-        if len(known) < len(rates):
+    links = []
+    for rates in rates_by_word:
+        shaped = tuple(rate for rate in rates if rate is not None)
+        if len(shaped) < len(rates):
             parser.error("--rates none: give the rates of slow links")
-        found.append(Links(known if len(known) > 1 else known * hosts))
-    return found
+        links.append(Links(shaped if len(shaped) > 1 else shaped * hosts))
+    return links
 
 
 def run() -> int:
@@ -286,12 +369,15 @@ def run() -> int:
     out = options.out.resolve()
     runs.prepare(out, TRAIN_BYTES, HELDOUT_BYTES)
     hosts = len(options.links[0].rates)
+    rows: list[IslandsRow] = []
     with Lab([None] * hosts, (os.cpu_count() or 1) / hosts, inside=options.inside) as lab:
         runner = Runner(lab, out, options.iterations, options.longer)
-        every = links_of(runner, options.links, options.alike)
-        found = measure(runner, options.cases, every, options.whole, options.seeds)
-    peers = [] if options.no_peers else measure_peers(hosts, every, 2)
-    print(write(found, peers, out, BASELINE.name))
+        for links in imitate_h100(runner, options.links) if options.alike else options.links:
+            for case in options.cases:
+                for seed in range(1, options.seeds + 1):
+                    rows.append(IslandsRow.of(runner.whole_run(case, seed), links, *runner.paces(case, links)))
+                    print(rows[-1].line(), flush=True)
+    print(write(with_goals(rows), out))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Cases of the benchmark of islands: what trains over two hosts, and the commands of a run on each of them."""
+"""Cases of the benchmark of islands: trainings over several hosts, and their commands on each host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from benchmarks import REPO, runs
 from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.command import describe
 from benchmarks.lab.hosts import Lab
-from benchmarks.network.cases import Bench, NetworkCase
 from megatron.config.islands import file_of
 
 HOSTS = 2
-"""Hosts, unless the command line has another number."""
+"""Default number of hosts."""
 STAGES = 2
 """Ranks of a host, each a pipeline stage."""
 MICRO_BATCHES = 2
 EVERY = 30
 """Local steps of a round of DiLoCo, exact or streaming."""
-PLACE_PORT = 29600
+ISLANDS_PORT = 29600
 
 SHAPE: dict[str, Any] = {
     "num-layers": 6,
@@ -39,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "adam-beta2": 0.95,
     "log-interval": 1,
 }
-"""Two micro-batches of 256 tokens on each host: a sum at each step then takes far longer than the computation."""
+"""Flags of a model with two micro-batches of 256 tokens on each host, so that a sum takes far longer than computing."""
 
 
 def global_batch(hosts: int) -> int:
@@ -49,7 +48,7 @@ def global_batch(hosts: int) -> int:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of the hosts, which a bridge joins.
+    """The links between the hosts and their bridge.
 
     Args:
         rates: bits per second of each host's link, both ways.
@@ -63,100 +62,81 @@ class Links:
 
     @property
     def name(self) -> str:
-        """The one rate of all; or each, as in 100mbit/100mbit/20mbit."""
+        """The common rate, or each host's, as in 100mbit/100mbit/20mbit."""
         return "/".join(map(describe, self.rates if len(set(self.rates)) > 1 else self.rates[:1]))
 
 
-def name_of(links: Links | None) -> str:
+def links_name(links: Links | None) -> str:
     """The name of links; None: not shaped."""
     return describe(None) if links is None else links.name
 
 
 @dataclass(frozen=True)
 class IslandsCase:
-    """Training over several hosts.
+    """A training over several hosts.
 
     Args:
         name: name in the tables.
         spec: spec of ``--compress``, for islands without ``warmup``.
-        in_step: share of a run in which islands go in step; None for data parallelism over all hosts, one world.
+        warmup: share of a run in the synchronous warm-up; None for data parallelism over all hosts.
         every: iterations of a round.
     """
 
     name: str
     spec: str
-    in_step: float | None = None
+    warmup: float | None = None
     every: int = EVERY
 
     @property
     def has_islands(self) -> bool:
-        return self.in_step is not None
+        return self.warmup is not None
 
     @property
-    def sums_exactly(self) -> bool:
-        """Whether steps in step are those of ``IN_STEP``."""
+    def exact_warmup(self) -> bool:
+        """Whether the warm-up has exact sums, as in ``EXACT_WARMUP``."""
         return "in-step=compressed" not in self.spec
 
-    def steps_in_step(self, iterations: int) -> int:
-        """Iterations before the first local one, of a run of so many."""
-        return math.ceil((1.0 if self.in_step is None else self.in_step) * iterations)
+    def warmup_iterations(self, iterations: int) -> int:
+        """Iterations of the warm-up in a run of a length."""
+        return math.ceil((1.0 if self.warmup is None else self.warmup) * iterations)
 
     def specs(self, iterations: int) -> list[str]:
         """Specs of a whole run."""
-        return [f"{self.spec},warmup={self.steps_in_step(iterations)}" if self.has_islands else self.spec]
+        return [f"{self.spec},warmup={self.warmup_iterations(iterations)}" if self.has_islands else self.spec]
 
 
 BASELINE = IslandsCase("DP, bf16", "dp-grad=cast")
-IN_STEP = IslandsCase("in step", f"outer=identity,every={EVERY}", 1.0)
-"""The exact steps that islands begin with, which are the same in all cases that have them."""
-_AVERAGED = "every=10,outer-lr=1,outer-momentum=0,error-feedback=on,in-step=compressed"
-QUICKEST = IslandsCase(
-    "averaging, 2 bits, 5% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGED}", 0.05, every=10
-)
+EXACT_WARMUP = IslandsCase("in step", f"outer=identity,every={EVERY}", 1.0)
+"""A warm-up with exact sums, which is the same in all cases that have it."""
+_AVERAGING = "every=10,outer-lr=1,outer-momentum=0,error-feedback=on,in-step=compressed"
+_STREAMING = "outer=fixpoint,bits=4,outer-preset=streaming,in-step=compressed"
+_SPARSELOCO = "outer=chunked-topk,outer-preset=sparseloco"
 CASES = (
     BASELINE,
     IslandsCase("DP, PowerSGD of rank 16", "dp-grad=powersgd,rank=16"),
     IslandsCase("DiLoCo, exact, 1/3 in step", f"outer=identity,outer-preset=diloco,every={EVERY}", 1 / 3),
+    IslandsCase("streaming, 4 bits, 10% in step, compressed", _STREAMING, 0.1),
+    IslandsCase("SparseLoCo, 64 of 4,096 at 2 bits, 10% in step", _SPARSELOCO, 0.1, 15),
     IslandsCase(
-        "streaming, 4 bits, 10% in step, compressed",
-        "outer=fixpoint,bits=4,outer-preset=streaming,in-step=compressed",
-        0.1,
+        "averaging, PowerSGD of rank 8, 1/3 in step, compressed", f"outer=powersgd,rank=8,{_AVERAGING}", 1 / 3, 10
     ),
-    IslandsCase(
-        "SparseLoCo, 64 of 4,096 at 2 bits, 10% in step", "outer=chunked-topk,outer-preset=sparseloco", 0.1, every=15
-    ),
-    IslandsCase(
-        "averaging, PowerSGD of rank 8, 1/3 in step, compressed",
-        f"outer=powersgd,rank=8,{_AVERAGED}",
-        1 / 3,
-        every=10,
-    ),
-    IslandsCase("averaging, 4 bits, 10% in step, compressed", f"outer=fixpoint,bits=4,{_AVERAGED}", 0.1, every=10),
-    IslandsCase("averaging, 2 bits, 10% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGED}", 0.1, every=10),
-    QUICKEST,
+    IslandsCase("averaging, 4 bits, 10% in step, compressed", f"outer=fixpoint,bits=4,{_AVERAGING}", 0.1, 10),
+    IslandsCase("averaging, 2 bits, 10% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGING}", 0.1, 10),
+    IslandsCase("averaging, 2 bits, 5% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGING}", 0.05, 10),
 )
-
-
-def bench_of(hosts: int, stages: int, cases: tuple[NetworkCase, ...] = ()) -> Bench:
-    """The model on ranks that take single steps: on each host a replica of so many stages."""
-    model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
-    micro_batch = SHAPE["micro-batch-size"]
-    return Bench(
-        hosts, stages, 1, stages, model, MICRO_BATCHES, (), cases, micro_batch=micro_batch, vocab=runs.VOCAB_SIZE
-    )
 
 
 @dataclass(frozen=True)
 class IslandsRun:
-    """A run of a case, or a part of one.
+    """A run of a case, or a part of a run.
 
     Args:
-        case: what is trained.
+        case: the case.
         iterations: iterations of the run.
-        log: file of its records.
+        log: file of its JSON lines.
         text: folder of the text.
-        values: further flags, which override the usual ones.
-        specs: specs of ``--compress``; None for the case's own.
+        values: additional flags, which override the usual flags.
+        specs: specs of ``--compress`` instead of the case's.
         hosts: number of hosts.
         seed: seed of the run.
     """
@@ -172,27 +152,27 @@ class IslandsRun:
 
     def words(self) -> list[str]:
         """The command line of ``pretrain_gpt.py``."""
-        own = {"global-batch-size": global_batch(self.hosts), "seed": self.seed, "train-iters": self.iterations}
-        values = {**MODEL, **SHAPE, **own, **self.values}
+        length = {"global-batch-size": global_batch(self.hosts), "seed": self.seed, "train-iters": self.iterations}
+        values = {**MODEL, **SHAPE, **length, **self.values}
         values["lr-warmup-iters"] = min(values["lr-warmup-iters"], self.iterations - 1)
         specs = self.case.specs(self.iterations) if self.specs is None else self.specs
         return [str(REPO / "pretrain_gpt.py"), *runs.flags(values, specs, self.text, self.log)]
 
     def logs(self) -> list[Path]:
-        """The logs that it writes, the first one first."""
+        """Its log files, the first island's first."""
         return [Path(file_of(str(self.log), k)) for k in range(self.hosts)] if self.case.has_islands else [self.log]
 
     def commands(self, lab: Lab) -> list[tuple[int, Sequence[str]]]:
-        """What each host runs: an island; or, of one world, a replica, whose gradients alone use the link."""
+        """Hosts and their commands: an island on each, or a replica, so that only gradients cross the links."""
         words = self.words()
         if not self.case.has_islands:
-            # Ranks count replicas fastest, and stages of a replica are on one host.
+            # Consecutive ranks are different replicas of a stage; the stages of a replica are on the same host.
             ranks = self.hosts * STAGES
             return [(rank % self.hosts, lab.node(rank, ranks, words, 1)) for rank in range(ranks)]
-        place = f"{lab.address(0)}:{PLACE_PORT}"
+        address = f"{lab.address(0)}:{ISLANDS_PORT}"
         launcher = [str(REPO / "tools" / "launch.py"), "--standalone", f"--nproc-per-node={STAGES}"]
         launcher += [f"--islands={self.hosts}"]
         return [
-            (k, [*launcher, f"--island={k}", f"--{'islands-address' if k else 'serve-islands'}={place}", *words])
+            (k, [*launcher, f"--island={k}", f"--{'islands-address' if k else 'serve-islands'}={address}", *words])
             for k in range(self.hosts)
         ]

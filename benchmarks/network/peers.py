@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.train_sides import PEER_VOCAB, VOCAB, PlainGPT, Shape
+from benchmarks.models import PEER_VOCAB, VOCAB, PlainGPT, Shape
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.distributed.ledger import Ledger
@@ -25,11 +25,11 @@ from megatron.models.stages import build_stages
 from megatron.parallel.tensor.collectives import TensorComm
 
 WARMUP_STEPS = 2
-"""powerSGD_hook wants some exact steps first."""
+"""Exact steps before powerSGD_hook begins."""
 
 
-class _Ours(nn.Module):
-    """Our model as a module whose result is the loss."""
+class _OurLoss(nn.Module):
+    """Our model as a module whose output is the loss."""
 
     def __init__(self, plan: dict[str, Any], config: RunConfig, topology: Topology) -> None:
         super().__init__()
@@ -44,9 +44,8 @@ class _Ours(nn.Module):
         return self.stage.loss(out_sbh, Targets(batch.labels_bs, batch.loss_mask_bs)).objective
 
 
-class _Plain(nn.Module):
-    """A model of torch's modules with fp32 weights under autocast, as is usual where ours has bf16 ones and fp32 sums;
-    its result is the loss."""
+class _PlainLoss(nn.Module):
+    """A model of torch's modules with fp32 weights under autocast, whose output is the loss."""
 
     def __init__(self, plan: dict[str, Any], config: RunConfig) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class _Plain(nn.Module):
 def peer_step(
     kind: str, rank: int, plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]
 ) -> Callable[[int], dict[str, float]]:
-    """Builds a replica; returns a function that takes a step and returns how long it took.
+    """Builds a replica; returns a function that takes a step and returns its times.
 
     Args:
         kind: ddp, ddp-fp16, ddp-bf16 or ddp-powersgd.
@@ -74,8 +73,8 @@ def peer_step(
         topology, batches: topology and micro-batches of this rank; data-parallel only.
     """
     cuda = topology.device.type == "cuda"
-    model = _Plain(plan, config).to(topology.device) if cuda else _Ours(plan, config, topology)
-    # With several buckets over gloo the hook's later rounds start in another order on each rank, and collide.
+    model = _PlainLoss(plan, config).to(topology.device) if cuda else _OurLoss(plan, config, topology)
+    # With several buckets over gloo, the hook's later rounds start in another order on each rank, and collide.
     bucket_mb = 100_000 if kind == "ddp-powersgd" and not cuda else None
     replica = DistributedDataParallel(model, process_group=topology.dp.pg, bucket_cap_mb=bucket_mb)
     if kind == "ddp-fp16":
@@ -95,24 +94,19 @@ def peer_step(
         optimizer.zero_grad()
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
-            begin = time.perf_counter()
+            batch_start = time.perf_counter()
             with nullcontext() if last else replica.no_sync():
                 loss = replica(batch)
                 (loss / len(batches)).backward()
             total += float(loss.detach()) / len(batches)
-            computed += 0.0 if last else time.perf_counter() - begin
+            computed += 0.0 if last else time.perf_counter() - batch_start
         torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
         optimizer.step()
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        alone = computed * len(batches) / max(len(batches) - 1, 1)
-        return {
-            "seconds": seconds,
-            "loss": total,
-            "compute_s": alone,
-            "coded_s": 0.0,
-            "waited_s": max(seconds - alone, 0.0),
-        }
+        compute = computed * len(batches) / max(len(batches) - 1, 1)
+        times = {"compute_s": compute, "coded_s": 0.0, "waited_s": max(seconds - compute, 0.0)}
+        return {"seconds": seconds, "loss": total, **times}
 
     return step

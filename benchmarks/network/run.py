@@ -1,14 +1,13 @@
-"""Trains the same model on hosts with shaped links, uncompressed, compressed, and beside torch's own DDP hooks.
+"""Trains the same model on hosts with shaped links: uncompressed, compressed, and with torch's own DDP hooks.
 
     sudo make bench-network                              every layout, about an hour
     sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
     sudo make bench-network ARGS="--device cuda"         ranks on this machine's GPU, over NCCL
 
-Each host is a network namespace. On CPUs it has a processor share of its own, and a link's rate is not the published
-one: it is such that the uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in
-the published set-up (setups.py holds the arithmetic). On a GPU models are larger and links have the rates that they
-are named by; what is not waiting or coding there counts as computing. Prints Markdown; writes it with a plot and every
-measurement to --out.
+Each host is a network namespace. On CPUs it has its share of the processors, and a link has the rate at which the
+uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in the published set-up
+(setups.py has the arithmetic). On a GPU models are larger, links have the rates of their names, and all time except
+waiting and coding counts as computing. Prints Markdown tables, and writes them with every measurement to --out.
 """
 
 from __future__ import annotations
@@ -31,25 +30,36 @@ from typing import Any
 
 import torch
 
-from benchmarks import chosen
+from benchmarks import parse_names
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
-from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase, plan_of
-from benchmarks.network.cuda_cases import CUDA_BENCHES
-from benchmarks.network.report import figure, rate_of, table
+from benchmarks.network.cases import BENCHES, CUDA_BENCHES, FP32, Bench, NetworkCase, plan_of
 from benchmarks.network.setups import Setup
 from benchmarks.network.worker import config_of
-from benchmarks.record import device_name, header, write_record
+from benchmarks.report import Column, Table, device_name, header, write_record
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster, write_cluster
 from megatron.planner.measure import described
 from megatron.planner.predict import Predictor
 
 WARM_STEPS = 3
-"""On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
+"""Steps on fast links before a measurement: first visits of samples, exact steps before a peer's hook."""
 PAYLOAD = 1448 / 1514
 """TCP's share of a full Ethernet frame."""
 START_SECONDS = 300.0
 STEP_SECONDS = 900.0
+UNCOMPRESSED = ("fp32 traffic", "bf16 traffic")
+TABLE = Table(
+    Column("case", "case"),
+    Column("s / iteration", "seconds", ".2f"),
+    Column("predicted", "predicted_s", ".2f"),
+    Column("tokens/s", "tokens_per_s", ".0f"),
+    Column("compute s", "compute_s", ".2f"),
+    Column("coding s", "coded_s", ".3f"),
+    Column("exposed s", "waited_s", ".2f"),
+    Column("MB a host", "host_mb", ".2f"),
+    Column("x fp32", UNCOMPRESSED[0], ".2f"),
+    Column("x bf16", UNCOMPRESSED[1], ".2f"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,10 @@ class Measurement:
         seconds: time of an iteration on the slowest rank, the median.
         tokens_per_s: tokens per second of the whole run.
         compute_s, coded_s, waited_s: seconds of an iteration, means over the ranks.
-        host_mb: MB that a host sends in an iteration, by its interface's counter; the host that sent most.
+        host_mb: MB that a host sends in an iteration, by its interface's counter; the largest over the hosts.
         loss: loss of the last step.
         predicted_s: the planner's time of an iteration; None for a case that it does not know.
         waited: time of waiting by point, where it is known.
-        formula_mb: MB in frames that a host sends in an iteration by the formula of two-level sums; None for others.
     """
 
     layout: str
@@ -82,7 +91,11 @@ class Measurement:
     loss: float
     predicted_s: float | None
     waited: dict[str, float] = field(default_factory=dict)
-    formula_mb: float | None = None
+
+    def line(self) -> str:
+        """A line of progress."""
+        predicted = "" if self.predicted_s is None else f" (predicted {self.predicted_s:.2f})"
+        return f"  {self.setup}: {self.case}: {self.seconds:.2f} s{predicted}"
 
 
 class Workers:
@@ -101,24 +114,33 @@ class Workers:
         self._status = self.lab.run(command, ranks_per_host)
 
     def ask(self, timeout: float, **command: Any) -> list[dict[str, float]]:
-        """Gives a command to all ranks and waits for the first one's answer.
+        """Gives a command to all ranks and waits for the answer of rank 0.
 
         Raises:
             LabError: when the ranks are gone, or too slow.
         """
-        partial = self.folder / "command.partial"
-        partial.write_text(json.dumps(command))
-        os.replace(partial, self.folder / f"command{self._number}.json")
-        answer, deadline = self.folder / f"result{self._number}.json", time.monotonic() + timeout
+        partial_file = self.folder / "command.partial"
+        partial_file.write_text(json.dumps(command))
+        os.replace(partial_file, self.folder / f"command{self._number}.json")
+        answer_file, deadline = self.folder / f"result{self._number}.json", time.monotonic() + timeout
         self._number += 1
-        while not answer.exists():
+        while not answer_file.exists():
             if self._status is not None:
                 raise LabError(f"the ranks ended with status {self._status}; their messages are above")
             if time.monotonic() > deadline:
                 raise LabError(f"no answer within {timeout:g} s to {command}")
             time.sleep(0.02)
-        found: list[dict[str, float]] = json.loads(answer.read_text())
-        return found
+        answer: list[dict[str, float]] = json.loads(answer_file.read_text())
+        return answer
+
+    def take_steps(self, count: int, long_seconds: float) -> tuple[list[dict[str, float]], float]:
+        """Times of some steps, or of a single long step, and the megabytes of a step that the busiest host sends."""
+        before = self.lab.traffic()
+        steps = self.ask(STEP_SECONDS, do="steps", steps=1)
+        if count > 1 and steps[0]["seconds"] < long_seconds:
+            steps += self.ask(STEP_SECONDS, do="steps", steps=count - 1)
+        traffic = [end - start for end, start in zip(self.lab.traffic(), before, strict=True)]
+        return steps, max(host.sent for host in traffic) / 1e6 / len(steps)
 
     def stop(self) -> None:
         """Ends the ranks."""
@@ -128,42 +150,49 @@ class Workers:
 
 
 @contextmanager
-def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
+def start_workers(bench: Bench) -> Iterator[Workers]:
     """Starts hosts with equal shares of the processors, and ranks on them."""
-    # A GPU's ranks need their processors to launch what it computes.
+    # Ranks on a GPU need the processors to launch its work.
     share = (os.cpu_count() or 1) / bench.hosts if bench.device == "cpu" else None
     lab = Lab([None] * bench.hosts, share, bench.device)
     with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, lab:
-        started = Workers(lab, bench, Path(folder))
-        yield lab, started
-        started.stop()  # else the laboratory ends them
+        workers = Workers(lab, bench, Path(folder))
+        yield workers
+        workers.stop()  # after an exception the laboratory ends them
 
 
 def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     """The rate in bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
 
     Args:
+        bench: the layout.
+        setup: the published set-up.
         computed: figures of an uncompressed step on unshaped links.
     """
     if setup.rate is not None:
         return setup.rate
     _, hidden, sequence = bench.model
+    seconds = setup.ratio * computed["slowest_compute_s"]
     if bench.paced_by == "message":
-        piece = computed["slowest_compute_s"] / bench.micro_batches
-        # Tensor-parallel ranks of one host each send the whole activation over its link.
-        sharing = min(bench.tp, bench.ranks_per_host)
-        return sharing * sequence * hidden * 32 / (setup.ratio * piece)
+        # Tensor-parallel ranks of a host each send the whole activation over its link.
+        senders = min(bench.tp, bench.ranks_per_host)
+        return senders * sequence * hidden * 32 / (seconds / bench.micro_batches)
     if bench.paced_by == "experts":
-        return bench.sent_to_experts * 8 / (setup.ratio * computed["slowest_compute_s"] / bench.micro_batches)
-    return 2 * (bench.dp - 1) / bench.dp * bench.parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
+        return bench.sent_to_experts * 8 / (seconds / bench.micro_batches)
+    return 2 * (bench.dp - 1) / bench.dp * bench.parameters * 32 / seconds
+
+
+def rate_text(rate: float | None) -> str:
+    """A link's rate as people write it."""
+    return "unshaped" if rate is None else f"{rate / 1e6:.3g} Mb/s"
 
 
 def linked(cluster: Cluster, rate: float | None) -> Cluster:
-    """The cluster of hosts with shaped links, whose rate counts the frames around the payload."""
+    """The cluster of hosts with shaped links, whose rate includes the frames around the payload."""
     if rate is None:
         return cluster
-    carried = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
-    return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
+    payload_rate = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
+    return replace(cluster, across=replace(cluster.across, gbit_per_s=payload_rate))
 
 
 def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
@@ -174,27 +203,19 @@ def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float
     return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
 
 
-def described_hosts(name: str, bench: Bench, ranks: Workers, out: Path) -> Cluster:
-    """The hosts as the planner's cluster; also written to the folder ``out``."""
+def measure_cluster(name: str, bench: Bench, workers: Workers, out: Path) -> Cluster:
+    """Measures the hosts as a cluster of the planner, and writes it to the folder ``out``."""
     specs = sorted({spec for case in bench.cases for spec in case.specs})
-    (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
+    (rates,) = workers.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
     cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
     (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
     return cluster
 
 
-def steps_taken(lab: Lab, ranks: Workers, steps: int, long_seconds: float) -> tuple[list[dict[str, float]], float]:
-    """The times of some steps, or of one that takes long, and the megabytes of a step that the busiest host sends."""
-    before = lab.traffic()
-    answer = ranks.ask(STEP_SECONDS, do="steps", steps=1)
-    if steps > 1 and answer[0]["seconds"] < long_seconds:
-        answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
-    sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
-    return answer, max(traffic.sent for traffic in sent) / 1e6 / len(answer)
-
-
-Wanted = Callable[[str, str], bool]
-"""Whether a case (the second word) is to be measured on a link (the first one), which begins then."""
+def shape_links(lab: Lab, rate: float | None) -> None:
+    """Gives all links a rate."""
+    for host in range(len(lab.rates)):
+        lab.shape(host, None if rate is None else int(rate))
 
 
 def measure(
@@ -205,141 +226,117 @@ def measure(
     out: Path,
     *,
     unshaped: bool = True,
-    wanted: Wanted = lambda setup, case: True,
+    is_wanted: Callable[[str, str], bool] = lambda setup, case: True,
     long_seconds: float = math.inf,
 ) -> Generator[Measurement, None, None]:
-    """Measures every case on every link of a layout; yields each when it is measured.
+    """Measures every case on every link of a layout.
 
     Args:
-        name, bench: name of the layout, and the benchmark.
+        name, bench: name of the layout, and the layout.
         setups: set-ups of its links.
         steps: steps per measurement.
         out: folder of the planner's cluster.
         unshaped: whether to measure on unshaped links as well.
-        wanted: a filter of the cases.
+        is_wanted: whether to measure a case on a link (the first argument); called before its measurement.
         long_seconds: time of a step above which it is not repeated.
     """
     tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
-    with workers(bench) as (lab, ranks):
-        reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
-        computed = {key: statistics.median(step[key] for step in reference[1:]) for key in reference[0]}
+    with start_workers(bench) as workers:
+        first = workers.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
+        computed = {key: statistics.median(step[key] for step in first[1:]) for key in first[0]}
         print(
             f"{name}: an iteration computes for {computed['slowest_compute_s']:.2f} s on the slowest rank, "
             f"and takes {computed['seconds']:.2f} s on unshaped links",
             flush=True,
         )
-        # On a shared GPU what a rank computes with depends on the others; and experts are not planned.
+        # Ranks that share a GPU compute at changing speeds; and experts are not planned.
         planned = bench.device == "cpu" and not bench.experts
-        cluster = described_hosts(name, bench, ranks, out) if planned else None
-        links = ({"unshaped": None} if unshaped else {}) | _rates(bench, setups, computed)
+        cluster = measure_cluster(name, bench, workers, out) if planned else None
+        rates: dict[str, float | None] = {"unshaped": None} if unshaped else {}
+        for setup in setups:
+            rates[setup.name] = link_rate(bench, setup, computed)
+            ratio_text = f"ratio {setup.ratio:.3f}, here {rate_text(rates[setup.name])}"
+            print(f"  {setup.name}: {setup.arithmetic}; {ratio_text}", flush=True)
         for case in bench.cases:
             built = False
-            for setup_name, rate in links.items():
-                if not wanted(setup_name, case.name):
+            for setup_name, rate in rates.items():
+                if not is_wanted(setup_name, case.name):
                     continue
                 if not built:
-                    shape(lab, None)
-                    ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+                    shape_links(workers.lab, None)
+                    workers.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
                     built = True
-                shape(lab, rate)
-                answer, sent_mb = steps_taken(lab, ranks, steps, long_seconds)
-                expected = predicted(bench, case, cluster and linked(cluster, rate))
-                median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
-                found = Measurement(
+                shape_links(workers.lab, rate)
+                answers, sent_mb = workers.take_steps(steps, long_seconds)
+                median = {key: statistics.median(answer[key] for answer in answers) for key in answers[0]}
+                measurement = Measurement(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
-                    median["compute_s"], median["coded_s"], median["waited_s"],
-                    sent_mb, answer[-1]["loss"], expected,
+                    median["compute_s"], median["coded_s"], median["waited_s"], sent_mb, answers[-1]["loss"],
+                    predicted(bench, case, cluster and linked(cluster, rate)),
                     {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
-                    None if case.levels is None else bench.sent_in_two_levels(case.levels[1]) / PAYLOAD / 1e6,
                 )  # fmt: skip
-                foreseen = "" if expected is None else f" (predicted {expected:.2f})"
-                print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}{_compared(found)}", flush=True)
-                yield found
+                print(measurement.line(), flush=True)
+                yield measurement
 
 
-def _compared(found: Measurement) -> str:
-    """The bytes of a host beside those of the formula."""
-    if found.formula_mb is None:
-        return ""
-    off = found.host_mb / found.formula_mb - 1
-    return f", a host sends {found.host_mb:.2f} MB: {off:+.1%} of the formula's {found.formula_mb:.2f} MB"
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """A table for each layout and link: time, its parts, bytes, and speed-ups over uncompressed traffic."""
+    links: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        links.setdefault((row["layout"], row["setup"]), []).append(row)
+    texts = []
+    for (layout, setup), group in links.items():
+        seconds = {row["case"]: row["seconds"] for row in reversed(group)}
+        bases = [case for case in UNCOMPRESSED if case in seconds]
+        lines = [{**row, **{case: seconds[case] / row["seconds"] for case in bases}} for row in group]
+        texts.append(f"### {layout}, {setup} ({rate_text(group[0]['rate'])} here)\n\n{TABLE.text(lines)}")
+    return "\n\n".join(texts)
 
 
-def _rates(bench: Bench, setups: Sequence[Setup], computed: dict[str, float]) -> dict[str, float | None]:
-    """Rates of links by the names of their set-ups, which are printed."""
-    rates: dict[str, float | None] = {}
-    for setup in setups:
-        rates[setup.name] = rate = link_rate(bench, setup, computed)
-        print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {rate_of(rate)}", flush=True)
-    return rates
-
-
-def shape(lab: Lab, rate: float | None) -> None:
-    """Gives all links a rate."""
-    for host in range(len(lab.rates)):
-        lab.shape(host, None if rate is None else int(rate))
-
-
-def with_cases(bench: Bench, words: str | None) -> Bench:
-    """A layout with only the cases whose names contain one of some words."""
-    if words is None:
-        return bench
-    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
-    return replace(bench, cases=tuple(c for c in bench.cases if any(word in c.name.lower() for word in wanted)))
-
-
-def write(found: Sequence[Measurement], out: Path, device: str) -> None:
-    """Writes all measurements, as tables and a plot."""
-    rows = [asdict(row) for row in found]
-    write_record(out / "rows.json", header(device_name(device)), rows=rows)
-    (out / "table.md").write_text(table(rows) + "\n")
-    figure(rows, out / "network.png")
-
-
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line; the chosen layouts are in ``benches``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--layouts",
-        help=f"comma-separated, of {', '.join(BENCHES)}; with --device cuda of {', '.join(CUDA_BENCHES)} (all)",
-    )
+    layouts_text = f"{', '.join(BENCHES)}; with --device cuda of {', '.join(CUDA_BENCHES)}"
+    parser.add_argument("--layouts", help=f"comma-separated, of {layouts_text} (all)")
     parser.add_argument(
         "--cases", metavar="WORDS", help="comma-separated: only the cases with one of these words in their names"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (cpu)")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
-    parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
-    parser.add_argument(
-        "--out", help="folder of tables, plots and measurements (bench_out/network, or network-cuda with --device cuda)"
-    )
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="only the first and the last link of each layout")
+    parser.add_argument("--out", help="folder of all results (bench_out/network, or network-cuda with --device cuda)")
+    options = parser.parse_args(words)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: give at least 1")
     cuda = options.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
     layouts = CUDA_BENCHES if cuda else BENCHES
-    names = chosen(parser, "--layouts", options.layouts, layouts)
-    options.benches = {name: with_cases(layouts[name], options.cases) for name in names}
-    for name, bench in options.benches.items():
-        if not bench.cases:
-            known = "; ".join(case.name for case in layouts[name].cases)
-            parser.error(f"--cases {options.cases}: {name} has none of such a name; it has {known}")
+    names = parse_names(parser, "--layouts", options.layouts, layouts)
+    options.benches = {name: layouts[name] for name in names}
+    case_words = [word.strip().lower() for word in (options.cases or "").split(",") if word.strip()]
+    for name, bench in options.benches.items() if options.cases is not None else ():
+        cases = tuple(case for case in bench.cases if any(word in case.name.lower() for word in case_words))
+        if not cases:
+            case_names = "; ".join(case.name for case in bench.cases)
+            parser.error(f"--cases {options.cases}: {name} has none of such a name; it has {case_names}")
+        options.benches[name] = replace(bench, cases=cases)
     options.out = Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network"))
     return options
 
 
 def measure_layouts(options: argparse.Namespace) -> int:
-    """Measures the chosen layouts, and writes what is measured after each."""
-    out = options.out
+    """Measures the chosen layouts, and writes all measurements after each layout."""
+    out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    found: list[Measurement] = []
+    rows: list[dict[str, Any]] = []
     for name, bench in options.benches.items():
         setups = list(dict.fromkeys([bench.setups[0], bench.setups[-1]])) if options.quick else bench.setups
-        with closing(measure(name, bench, setups, options.steps, out)) as rows:
-            found += rows
-        write(found, out, options.device)
-    print(f"\n{table([asdict(row) for row in found])}\n\nwritten to {out}")
+        with closing(measure(name, bench, setups, options.steps, out)) as measurements:
+            rows += map(asdict, measurements)
+        write_record(out / "rows.json", header(device_name(options.device)), rows=rows)
+        (out / "table.md").write_text(tables(rows) + "\n")
+    print(f"\n{tables(rows)}\n\nwritten to {out}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Published set-ups as ratios of communication to computation, which is all that carries over to another machine.
+"""Published set-ups as ratios of communication to computation, which can be imitated on another machine.
 
-A ratio is the time that the uncompressed fp32 traffic of a piece of work takes on its link, over the time of computing
-that piece: a micro-batch on one stage for pipelines, an iteration for data parallelism. Links here are given the rate
-at which the measured computing time of this machine makes the same ratio.
+A ratio is the time of the uncompressed fp32 traffic on its link over the computing time: of a micro-batch on a stage
+for pipelines, of an iteration for data parallelism. Links here get the rate that makes the same ratio with the
+computing time measured on this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 V100_FP32 = 15.7e12 * 0.5
-"""FLOP/s: half of the peak, which matrix products of this size reach."""
+"""FLOP/s: half of the peak, as matrix products of this size reach it."""
 A100_BF16 = 312e12 * 0.45
 H100_BF16 = 989e12 * 0.4
 _RATES = {"10 Gb/s": 10e9, "1 Gb/s": 1e9, "500 Mb/s": 500e6, "300 Mb/s": 300e6, "100 Mb/s": 100e6}
@@ -24,7 +24,7 @@ class Setup:
         name: name in the tables.
         ratio: communication time over computing time, uncompressed.
         arithmetic: derivation of the ratio.
-        rate: bits per second of the link itself, whatever the ratio.
+        rate: bits per second of the link, instead of the ratio.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Setup:
 
 
 def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
-    """The FLOPs of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation."""
+    """FLOPs of a layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation."""
     return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
 
 
 def as_named() -> list[Setup]:
-    """Links of AQ-SGD's rates, for hosts whose GPU computes as fast as its own did and faster."""
+    """Links of AQ-SGD's rates, for hosts with GPUs at least as fast as its own."""
     return [
         Setup(name, 0.0, "the link's own rate", rate)
         for name, rate in _RATES.items()
@@ -48,7 +48,7 @@ def as_named() -> list[Setup]:
 
 
 def aqsgd_pipeline() -> list[Setup]:
-    """AQ-SGD: GPT-2 XL in fp32 on 8 V100, 6 layers a stage, micro-batches of one sequence, activations recomputed."""
+    """AQ-SGD: GPT-2 XL in fp32 on 8 V100, 6 layers a stage, micro-batches of a sequence, activations recomputed."""
     compute = 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
     message = 1024 * 1600 * 4 * 8
     return [
@@ -63,7 +63,7 @@ def aqsgd_pipeline() -> list[Setup]:
 
 
 def aqsgd_data(replicas: int, micro_batches: int = 32) -> list[Setup]:
-    """AQ-SGD with data parallelism: a stage's fp32 gradients after its 32 micro-batches of one sequence, or fewer."""
+    """AQ-SGD with data parallelism: a stage's fp32 gradients after its 32 micro-batches of a sequence, or fewer."""
     compute = micro_batches * 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
     sent = 2 * (replicas - 1) / replicas * 6 * 12 * 1600**2 * 4 * 8
     fewer = "" if micro_batches == 32 else f", {micro_batches} micro-batches"
@@ -87,7 +87,7 @@ def radius_data() -> Setup:
 
 
 def islands_data(rate: float) -> Setup:
-    """SparseLoCo's 1B model on one H100 an island, 256 sequences of 2,048 tokens a step: gradients of two in bf16."""
+    """SparseLoCo's 1B model on an H100 per island, 256 sequences of 2,048 tokens a step: gradients of two in bf16."""
     parameters, tokens = 1e9, 256 * 2048
     compute = 6 * parameters * tokens / H100_BF16
     sent = parameters * 2 * 8

@@ -3,9 +3,9 @@
     sudo make bench-time-to-loss                      about a quarter of an hour
     sudo make bench-time-to-loss ARGS="--iterations 100"
 
-Four hosts (network namespaces with a processor share each) hold a pipeline stage each. Their links have the ratio of
-communication to computation of AQ-SGD's eight V100 at --link, as in bench-network. Every case is a whole run of
-pretrain_gpt.py on the quickstart's text, for several epochs. Writes logs, a plot and a table to --out.
+Four hosts (network namespaces with their shares of the processors) hold a pipeline stage each. Their links have the
+ratio of communication to computation of AQ-SGD's eight V100 at --link, as in bench-network. Every case is a whole run
+of pretrain_gpt.py on the quickstart's text, for several epochs. Writes logs, a plot and a table to --out.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import REPO, chosen, listed, runs
+from benchmarks import REPO, join_for_help, parse_names, runs
 from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.loss_curves import main as plot_loss_curves
 from benchmarks.network.cases import PIPELINE, NetworkCase
-from benchmarks.network.report import rate_of
+from benchmarks.network.run import rate_text, shape_links
 from benchmarks.network.setups import aqsgd_pipeline
 from megatron.training.records import read_records
 
 HOSTS = 4
 MICRO_BATCHES = 8
 SHAPE = {"hidden-size": 128, "num-attention-heads": 4, "seq-length": 128, "max-position-embeddings": 128}
-WARM = 10
-USUAL = ("fp32 traffic", "bf16 traffic", "delta 4, fixpoint 8 (AQ-SGD)", "delta 4, fixpoint 8, eager 1F1B")
+PROBE_ITERATIONS = 10
+TRAIN_BYTES = 400_000
+DEFAULT_CASES = ("fp32 traffic", "bf16 traffic", "delta 4, fixpoint 8 (AQ-SGD)", "delta 4, fixpoint 8, eager 1F1B")
 
 
 def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]:
-    """The command line of one run."""
+    """The command line of a run."""
     values = {
         **MODEL,
         **SHAPE,
@@ -51,8 +52,8 @@ def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]
     return [str(REPO / "pretrain_gpt.py"), *runs.flags(values, case.specs, out, log)]
 
 
-def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> None:
-    """Runs one training on the hosts, from the beginning.
+def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> float:
+    """Runs a training on the hosts, from the beginning; returns the median seconds of an iteration.
 
     Raises:
         LabError: when it fails.
@@ -62,70 +63,52 @@ def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) ->
     status = lab.run(flags(out, case, iterations, log))
     if status:
         raise LabError(f"{case.name}: the run ended with status {status}; its messages are above")
-
-
-def seconds_per_iteration(log: Path) -> float:
-    """The median time of an iteration, from a log."""
     return statistics.median(e["seconds_per_iteration"] for e in read_records(log) if e.get("kind") == "train")
 
 
-def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int) -> None:
+def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int) -> int:
     """Runs the cases and draws their curves.
 
     Raises:
         LabError: when hosts cannot be made, or a run fails.
     """
+    runs.prepare(out, TRAIN_BYTES)
     (setup,) = (setup for setup in aqsgd_pipeline() if setup.name == f"AQ-SGD {link}")
-    logs: list[tuple[str, Path]] = []
+    logs = {case.name: out / "runs" / f"{runs.slug(case.name)}-{iterations}.jsonl" for case in cases}
     with Lab([None] * HOSTS, (os.cpu_count() or 1) / HOSTS) as lab:
-        probe = out / "runs" / "unshaped.jsonl"
-        train(lab, out, cases[0], WARM, probe)
-        # 1F1B takes the time of M + P - 1 micro-batches.
-        computed = seconds_per_iteration(probe) / (MICRO_BATCHES + HOSTS - 1)
+        seconds = train(lab, out, cases[0], PROBE_ITERATIONS, out / "runs" / "unshaped.jsonl")
+        computed = seconds / (MICRO_BATCHES + HOSTS - 1)  # 1F1B takes the time of M + P - 1 micro-batches
         message = SHAPE["seq-length"] * MODEL["micro-batch-size"] * SHAPE["hidden-size"] * 32
         rate = message / (setup.ratio * computed)
-        print(
-            f"a micro-batch computes for {1e3 * computed:.0f} ms; {setup.arithmetic}; ratio {setup.ratio:.3f}, here "
-            f"{rate_of(rate)}",
-            flush=True,
-        )
-        for host in range(HOSTS):
-            lab.shape(host, int(rate))
+        ratio = f"ratio {setup.ratio:.3f}, here {rate_text(rate)}"
+        print(f"a micro-batch computes for {1e3 * computed:.0f} ms; {setup.arithmetic}; {ratio}", flush=True)
+        shape_links(lab, rate)
         for case in cases:
-            log = out / "runs" / f"{runs.slug(case.name)}-{iterations}.jsonl"
-            train(lab, out, case, iterations, log)
-            print(f"{case.name}: {seconds_per_iteration(log):.2f} s an iteration", flush=True)
-            logs.append((case.name, log))
-    words = [f"{name}={log}" for name, log in logs]
+            seconds = train(lab, out, case, iterations, logs[case.name])
+            print(f"{case.name}: {seconds:.2f} s an iteration", flush=True)
+    words = [f"{name}={log}" for name, log in logs.items()]
     picture = str(out / "time-to-loss.png")
-    plot_loss_curves([*words, "--baseline", logs[0][0], "--x", "iterations,hours", "--smooth", "5", "-o", picture])
+    return plot_loss_curves(
+        [*words, "--baseline", cases[0].name, "--x", "iterations,hours", "--smooth", "5", "-o", picture]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     links = [setup.name.removeprefix("AQ-SGD ") for setup in aqsgd_pipeline()]
-    parser.add_argument("--link", choices=links, default="100 Mb/s", help="whose ratio is imitated (100 Mb/s)")
-    parser.add_argument(
-        "--cases", default=None, help=f"separated by semicolons, of: {listed((c.name for c in PIPELINE), ';')}"
-    )
+    parser.add_argument("--link", choices=links, default="100 Mb/s", help="published link to imitate (100 Mb/s)")
+    cases = {case.name: case for case in PIPELINE}
+    parser.add_argument("--cases", help=f"separated by semicolons, of: {join_for_help(cases, ';')}")
     parser.add_argument("--iterations", type=int, default=240, help="of each run (240)")
-    parser.add_argument("--train-bytes", type=int, default=400_000, help="text to train on; less means more epochs")
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench_out/time-to-loss"), help="folder of data, logs and plot"
-    )
+    parser.add_argument("--out", type=Path, default=Path("bench_out/time-to-loss"), help="folder of all results")
     options = parser.parse_args()
-    known = {case.name: case for case in PIPELINE}
-    names = chosen(parser, "--cases", options.cases or ";".join(USUAL), known, ";")
-    if options.iterations < WARM:
-        parser.error(f"--iterations {options.iterations}: give at least {WARM}")
-    out = options.out.resolve()
-
-    def measure() -> int:
-        runs.prepare(out, options.train_bytes)
-        compare(out, [known[name] for name in names], options.link, options.iterations)
-        return 0
-
-    return run_with_hosts("bench-time-to-loss", measure)
+    names = parse_names(parser, "--cases", options.cases or ";".join(DEFAULT_CASES), cases, ";")
+    if options.iterations < PROBE_ITERATIONS:
+        parser.error(f"--iterations {options.iterations}: give at least {PROBE_ITERATIONS}")
+    chosen_cases = [cases[name] for name in names]
+    return run_with_hosts(
+        "bench-time-to-loss", lambda: compare(options.out.resolve(), chosen_cases, options.link, options.iterations)
+    )
 
 
 if __name__ == "__main__":

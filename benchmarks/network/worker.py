@@ -1,8 +1,8 @@
-"""One rank of the network benchmark: builds a case, steps, and writes its measurements.
+"""A rank of the network benchmark: builds a case, takes steps, and writes its measurements.
 
-The process outside the hosts leaves commands in a folder that both see, ``command0.json`` and so on: ``build`` a case,
-take ``steps``, ``measure`` rates for the planner, or ``stop``. The first rank answers each in ``result0.json``. Links
-are shaped anew in between.
+The process outside the hosts writes commands to a shared folder, ``command0.json`` and so on: ``build`` a case, take
+``steps``, ``measure`` rates for the planner, or ``stop``. Rank 0 answers each in ``result0.json``. The links are shaped
+between commands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.network.peers import peer_step
-from benchmarks.train_steps import random_batch
+from benchmarks.steps import random_batch
 from megatron.compression.points import EXPERT_POINTS
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
@@ -33,7 +33,7 @@ from megatron.training.traffic import gather_rows
 
 POLL_SECONDS = 0.02
 _IN_LAYERS = ("tp-forward", "tp-backward", *(point.value for point in EXPERT_POINTS))
-"""Points inside of what is timed as computing."""
+"""Points inside of the time that counts as computing."""
 Step = Callable[[int], dict[str, float]]
 
 
@@ -45,7 +45,7 @@ def config_of(
     overlap: bool = True,
     two_stage: bool = True,
 ) -> RunConfig:
-    """The resolved configuration of a case on the plan's layout."""
+    """The resolved configuration of a case in the layout of a plan."""
     parallel = {
         **plan["config"]["parallel"],
         "pipeline_schedule": schedule,
@@ -57,7 +57,7 @@ def config_of(
 
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
-    """The same micro-batches at every step, so that codecs with a memory meet their samples again."""
+    """The micro-batches of every step; stateful codecs meet the same samples again."""
     count, size = plan["micro_batches"], config.training.micro_batch_size
     firsts = [(topology.dp.rank * count + number) * size for number in range(count)]
     return [
@@ -70,7 +70,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
 
 
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
-    """Builds the engines; returns a function that takes a step and returns where its time went on this rank."""
+    """Builds the engines; returns a function that takes a step and returns the parts of its time on this rank."""
     engines = build_engines(config, topology, plan["vocab"])
 
     def step(iteration: int) -> dict[str, float]:
@@ -95,13 +95,13 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
 
 
 def wait_for(path: Path) -> dict[str, Any]:
-    """Waits for a command; the process ends when nobody is left who could give one."""
+    """Waits for a command; ends the process when the folder is gone."""
     while not path.exists():
         if not path.parent.is_dir():
             sys.exit("the process that gives commands is gone")
         time.sleep(POLL_SECONDS)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    command: dict[str, Any] = json.loads(path.read_text())
+    return command
 
 
 def main() -> None:
@@ -113,11 +113,11 @@ def main() -> None:
     backend = config.parallel.distributed_backend
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
-    # Cut by node for those cases that ask for it.
+    # Groups split by node, for two-level sums and two-stage exchanges.
     topology = build_topology(layout_of(config, env.world_size), device, env.node, {"dp", "ep"})
     batches = batches_of(plan, config, topology)
     step: Step | None = None
-    taken = number = 0
+    step_count = number = 0
     while True:
         command = wait_for(folder / f"command{number}.json")
         answer: list[dict[str, float]] = []
@@ -126,21 +126,19 @@ def main() -> None:
         if command["do"] == "measure":
             answer = [measure_all(config, plan["vocab"], command["specs"], topology, command["ranks_per_host"])]
         elif command["do"] == "build":
-            case, step, taken = command["case"], None, 0
+            case, step, step_count = command["case"], None, 0
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                own = config_of(
-                    plan, case["specs"], env.world_size, case["schedule"], case["overlap"], case["two_stage"]
-                )
-                step = our_step(plan, own, topology, batches)
+                options = (case["schedule"], case["overlap"], case["two_stage"])
+                step = our_step(plan, config_of(plan, case["specs"], env.world_size, *options), topology, batches)
         for _ in range(command.get("steps", 0)):
             assert step is not None
-            figures = step(taken)
-            taken += 1
+            figures = step(step_count)
+            step_count += 1
             rows = gather_rows(topology.control, Ledger(), list(figures.values()))
             columns = zip(*rows, strict=True)
-            # The slowest rank's time, the loss of the rank that has it, and the mean of the rest.
+            # The slowest rank's time, the loss of the last stage, and means of the other figures.
             answer.append(
                 {
                     name: max(column) if name in ("seconds", "loss") else sum(column) / len(column)
@@ -149,9 +147,9 @@ def main() -> None:
             )
             answer[-1]["slowest_compute_s"] = max(row[list(figures).index("compute_s")] for row in rows)
         if env.rank == 0:
-            partial = folder / f"result{number}.partial"
-            partial.write_text(json.dumps(answer))
-            os.replace(partial, folder / f"result{number}.json")
+            partial_file = folder / f"result{number}.partial"
+            partial_file.write_text(json.dumps(answer))
+            os.replace(partial_file, folder / f"result{number}.json")
         number += 1
     shutdown()
 

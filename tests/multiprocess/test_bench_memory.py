@@ -1,4 +1,4 @@
-"""What compressors hold between steps, beside the formulas."""
+"""Bytes that compressors hold between steps, compared with the formulas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.parametrize("case", ["dense", "CB+LEP+FE+SC", "Radius d=0.1"])
-def test_compressors_hold_one_residual(case: str) -> None:
-    """One residual with its factors or indices, and nothing else."""
+def test_compressors_hold_a_residual_with_its_factors_or_indices(case: str) -> None:
     sizes = ["--layers", "4", "--hidden", "64", "--seq", "32", "--vocab", "64"]
     result = run_cli(4, ["-m", "benchmarks.memory", "--case", case, *sizes]).check()
-    found = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
-    assert found["peak"] > 0
+    figures = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    assert figures["peak"] > 0
     if case == "dense":
-        assert found["held"] == found["formula"] == 0
+        assert figures["held"] == figures["formula"] == 0
     else:
-        assert 0 < found["held"] <= found["formula"]
+        assert 0 < figures["held"] <= figures["formula"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import convergence, convergence_figures
-from benchmarks.convergence import continued, curves, log_of, long_warmups, outcomes, table
+from benchmarks import convergence
+from benchmarks.convergence import continuation_file, log_of, long_warmups, outcomes, table
 from benchmarks.convergence_cases import CASES, family, is_flag, read_case
 
 
@@ -31,7 +31,7 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
         _log(log_of(tmp_path, "CB", seed, 2), loss * 1.01, 2000.0, finished=seed == 1)
         line = " validation results on CONTINUATION | exact match: {:.4E} +- 1.0E-03 | matched tokens: 1.1E+00 | "
         line += "ranking accuracy: 5.0000E-01 +- 1.1E-02 (by chance 0.25) | total examples: 2.0000E+03"
-        continued(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
+        continuation_file(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
     rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
     assert len(rows) == 4
     assert rows[2].startswith("| dense |  | 2 | 4.5000 ± 0.7071 | +0.00% | 8.0 | 8.0 |")
@@ -40,18 +40,18 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
     assert rows[3].endswith("| 2.0 |  |  |")
 
 
-def test_a_warm_up_of_more_than_a_fifth_of_the_run_is_said(tmp_path: Path) -> None:
+def test_a_warm_up_of_more_than_a_fifth_of_the_run_is_reported(tmp_path: Path) -> None:
     cases = {"dense": [], "mine": ["dp-grad=powersgd,rank=4,warmup=40", "--hidden-size=64"], "short": ["dp-grad=cast"]}
     for case in cases:
         _log(log_of(tmp_path, case, 1, 2), 4.0, 8.0)
-    found = outcomes(tmp_path, cases, [1], 2)
-    assert long_warmups(found, 200) == []
-    (line,) = long_warmups(found, 60)
+    finished = outcomes(tmp_path, cases, [1], 2)
+    assert long_warmups(finished, 200) == []
+    (line,) = long_warmups(finished, 60)
     assert line.startswith("mine: sends exactly in the first 40 of 60 iterations (warmup=40)")
-    assert "| mine | `dp-grad=powersgd,rank=4,warmup=40 --hidden-size=64` | 1 | 4.0000 |" in table(found)
+    assert "| mine | `dp-grad=powersgd,rank=4,warmup=40 --hidden-size=64` | 1 | 4.0000 |" in table(finished)
 
 
-def test_every_case_is_made_of_specs_that_can_be_read() -> None:
+def test_the_specs_of_every_case_are_valid() -> None:
     from megatron.compression.builtin import BUILTIN
     from megatron.compression.points import EXPERT_LEGS
     from megatron.compression.registry import Registry
@@ -67,7 +67,7 @@ def test_every_case_is_made_of_specs_that_can_be_read() -> None:
 def test_a_case_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table has those; the failed one's reason is printed, and the status tells of it."""
+    """The table has the others; the reason is printed, and the status is that of a failure."""
 
     def train(out: Path, case: str, words: Any, seed: int, iterations: int, continues: bool) -> None:
         if case == "CB+FE":
@@ -76,25 +76,25 @@ def test_a_case_that_fails_leaves_the_others(
 
     monkeypatch.setattr(convergence, "train", train)
     monkeypatch.setattr(convergence.runs, "prepare", lambda *args: None)
-    rest = ["--seeds", "1,2", "--iterations", "2", "--out", str(tmp_path)]
-    words = ["bench", "--cases", "dense; CB+FE; PowerSGD", *rest]
+    options = ["--seeds", "1,2", "--iterations", "2", "--out", str(tmp_path)]
+    words = ["bench", "--cases", "dense; CB+FE; PowerSGD", *options]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit, match=r"as they failed .*: CB\+FE \(seed 1\); CB\+FE \(seed 2\)$"):
         convergence.main()
-    said = capsys.readouterr()
-    assert said.err.count("error: it is refused") == 2
-    assert f"| PowerSGD | `{CASES['PowerSGD'][0]}` | 2 | 4.0000" in said.out
-    assert "PowerSGD: sends exactly in the first 40 of 2 iterations (warmup=40)" in said.out
+    captured = capsys.readouterr()
+    assert captured.err.count("error: it is refused") == 2
+    assert f"| PowerSGD | `{CASES['PowerSGD'][0]}` | 2 | 4.0000" in captured.out
+    assert "PowerSGD: sends exactly in the first 40 of 2 iterations (warmup=40)" in captured.out
     assert (tmp_path / "table.md").read_text().count("\n") == 6
 
 
-def test_each_case_is_compared_with_its_own_model(tmp_path: Path) -> None:
+def test_each_case_is_compared_with_the_baseline_of_its_family(tmp_path: Path) -> None:
     """Experts with experts, and the others with the model of two stages."""
     cases = {"dense": 4.0, "CB": 4.2, "experts, dense": 3.0, "experts, all 8": 3.03}
     for case, loss in cases.items():
         _log(log_of(tmp_path, case, 1, 2), loss, 8000.0)
-    found = [one.worse for one in outcomes(tmp_path, list(cases), [1], 2)]
-    assert found == pytest.approx([0.0, 5.0, 0.0, 1.0])
+    percents = [outcome.worse for outcome in outcomes(tmp_path, list(cases), [1], 2)]
+    assert percents == pytest.approx([0.0, 5.0, 0.0, 1.0])
 
 
 def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -> None:
@@ -109,33 +109,7 @@ def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -
             read_case(wrong)
 
 
-def test_islands_bytes_are_those_of_all_islands(tmp_path: Path) -> None:
-    """A log is that of one island."""
+def test_bytes_of_islands_are_sums_over_all_islands(tmp_path: Path) -> None:
+    """The log is the first island's."""
     _log(log_of(tmp_path, "islands, mine", 1, 2), 4.0, 2000.0)
     assert outcomes(tmp_path, ["islands, mine"], [1], 2)[0].sent["pp-backward"] == 8.0
-
-
-def _validated(path: Path, losses: dict[int, float]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    events = [{"kind": "validation", "iteration": place, "lm_loss": loss} for place, loss in losses.items()]
-    events.append({"kind": "validation", "iteration": max(losses), "lm_loss": 99.0, "samples": 64})
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def test_curves_are_means_over_the_same_seeds(tmp_path: Path) -> None:
-    """A seed that is not yet so far makes no point of fewer runs; what is validated at the end is none."""
-    _validated(log_of(tmp_path, "dense", 1, 3), {1: 5.0, 2: 4.0, 3: 3.0})
-    _validated(log_of(tmp_path, "dense", 2, 3), {1: 6.0, 2: 5.0})
-    assert curves(tmp_path, ["dense", "CB"], [1, 2], 3) == {"dense": {1: 5.5, 2: 4.5}}
-
-
-def test_curves_are_drawn_above_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(convergence_figures, "save_figure", lambda figure, path: figures.append(figure))
-    means = {"dense": {1: 5.0, 2: 4.0, 4: 3.0}, "CB, LEP": {2: 4.5, 3: 4.0, 4: 3.25}, "CB+FE": {1: 5.5}}
-    convergence_figures.draw_curves(means, tmp_path / "a.png")
-    panels = {panel.get_title(): panel.get_lines() for panel in figures[0].axes}
-    assert panels.keys() == {"CB", "several points at once"}
-    assert panels["CB"][0].get_xydata().tolist() == [[2.0, 0.5], [4.0, 0.25]]
-    for drawn in ({}, {"dense": {1: 5.0}}, {"CB, LEP": {2: 4.5}}):
-        convergence_figures.draw_curves(drawn, tmp_path / "a.png")

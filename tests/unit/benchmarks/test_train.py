@@ -1,76 +1,105 @@
-"""The peers of the training benchmark, without a model to train."""
+"""The training benchmark: its comparison, its peers and its command."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-from functools import partial
+import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import program, train
-from benchmarks.train_sides import Shape, peer_step
-from benchmarks.train_steps import process_step
-from benchmarks.turns import SideError
+from benchmarks import comparison, train
+from benchmarks.comparison import StepComparison
+from benchmarks.models import HuggingFaceLoss, PlainGPT, Shape, cast_experts, peer_training
+from benchmarks.report import Table
+from benchmarks.rows import RowFile, RowLog
+from benchmarks.steps import process_step, run_config
+from tests.support.bench_sides import InProcessSide, ScriptedSide
 
 SHAPE = Shape(1, 64, 8, 1, vocab=32)
+GPT = Shape(2, 64, 16, 2, vocab=100)
+MIXTRAL = Shape(2, 64, 16, 2, vocab=100, llama=True, ffn=128, groups=1, experts=4)
 
 
-class _Side:
-    """A side whose steps take as many seconds as its arguments say."""
+class EventLog(RowLog):
+    """A log that also adds rows to the events of sides."""
 
-    built: ClassVar[list[tuple[str, str, bool]]] = []
-    seconds: ClassVar = {("ours", False): 1.0, ("hugging-face", False): 1.5, ("hugging-face", True): 1.25}
-
-    def __init__(self, name: str, build: partial[Any], device: str) -> None:
-        del name, device
-        named = inspect.signature(process_step).bind(*build.args, **build.keywords).arguments
-        assert named["shape"] is SHAPE
-        key = named["kind"], named.get("compiled", False)
-        self.built.append((key[0], named["precision"], key[1]))
-        self.took = self.seconds[key]
-
-    def step(self) -> float:
-        return self.took
-
-    def close(self) -> int:
-        return 2**30
+    def row(self, key: str, **cells: Any) -> None:
+        super().row(key, **cells)
+        ScriptedSide.events.append(f"row {key.split(', ')[-1]}")
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
-    """Kind, precision and compilation of each side that was built."""
-    monkeypatch.setattr(train, "Side", _Side)
-    monkeypatch.setattr(_Side, "built", [])
-    return _Side.built
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StepComparison:
+    """A comparison of sides with scripted times: twice ours, and one that fails."""
+    monkeypatch.setattr(comparison, "Side", ScriptedSide)
+    monkeypatch.setattr(ScriptedSide, "events", [])
+    monkeypatch.setattr(ScriptedSide, "seconds", {"ours": 1.0, "hugging-face": 2.0})
+    return StepComparison(SHAPE, "bf16", 1, "cpu", 1e9, EventLog(tmp_path / "rows.jsonl"), turns=3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_peers_are_eager_and_compiled_at_the_same_precision(precision: str, built: list[tuple[str, str, bool]]) -> None:
-    row = train.compare(SHAPE, precision, 1, 3, 1e9, "cpu", compiled=True)
-    assert built == [
-        ("ours", precision, False),
-        ("hugging-face", precision, False),
-        ("hugging-face", precision, True),
+def test_a_peer_is_compared_at_equal_precision(scripted: StepComparison) -> None:
+    scripted.measure(["hugging-face"])
+    (row,) = RowFile().read(scripted.log.path).rows.values()
+    text = Table(*comparison.COLUMNS).line(row)
+    assert text.startswith("| L1 h64 s8 b1 | bf16 | hugging-face | 8 | 4 | 2.00 |")
+    assert text.endswith("| 1.00 | 2.00 |")
+    assert row["of_limit"] == pytest.approx(SHAPE.flops() / 1e9)
+
+
+def test_our_row_is_recorded_before_a_peer_starts(scripted: StepComparison) -> None:
+    """And again with the turns beside the peer; a failing peer costs only its own row."""
+    scripted.measure(["ours", "nanogpt", "hugging-face"])
+    last = ["hugging-face starts", "hugging-face ends", "row ours", "row hugging-face"]
+    assert ScriptedSide.events == ["ours starts", "row ours", "nanogpt starts", *last]
+    file = RowFile().read(scripted.log.path)
+    assert file.failures == {scripted.key("nanogpt"): "nanogpt: out of memory"}
+    assert set(file.rows) == {scripted.key("ours"), scripted.key("hugging-face")}
+
+
+def test_no_row_remains_when_our_side_fails(scripted: StepComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedSide, "seconds", {"hugging-face": 2.0})
+    scripted.measure(["ours", "hugging-face"])
+    file = RowFile().read(scripted.log.path)
+    assert file.rows == {}
+    assert file.failures == {scripted.key(name): "ours: out of memory" for name in ("ours", "hugging-face")}
+
+
+def test_the_benchmark_measures_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comparison, "Side", InProcessSide)
+    threads = torch.get_num_threads()
+    try:
+        words = ["--quick", "--no-compiled", "--threads", "1", "--out", str(tmp_path / "train.json")]
+        assert train.main(words) == 0
+    finally:
+        torch.set_num_threads(threads)
+    output = capsys.readouterr().out
+    assert "compiled" not in output
+    record = json.loads((tmp_path / "train.json").read_text())
+    assert [(row["shape"], row["precision"]) for row in record["rows"]] == [
+        (shape, precision)
+        for shape in ("L2 h128 s32 b2", "Mixtral 4 x L2 h128 s32 b2")
+        for precision in ("fp32", "bf16")
     ]
-    assert (row["ratio"], row["compiled_ratio"]) == (1.5, 1.25)
-    line = train.SINGLE.line(row)
-    assert line.startswith(f"| L1 h64 s8 b1 | {precision} | 8 | 5 | 1.50 | 6 | 1.25 |")
-    assert line.endswith("| 1.00 GiB | 1.00 GiB | 1.00 GiB |")
+    for row in record["rows"]:
+        assert row["ratio"] > 0
+        assert f"| {row['ratio']:.2f} |" in output
 
 
-def test_compiled_peers_can_be_left_out(built: list[tuple[str, str, bool]]) -> None:
-    row = train.compare(SHAPE, "bf16", 1, 3, 1e9, "cpu", compiled=False)
-    assert built == [("ours", "bf16", False), ("hugging-face", "bf16", False)]
-    head = train.SINGLE.filled([row]).head()
-    assert "Hugging Face tokens/s" in head
-    assert "compiled" not in head
+def test_a_peer_that_cannot_be_compiled_is_reported_with_the_fix(
+    scripted: StepComparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--quick", "--only", "steps", "--threads", "1", "--out", str(tmp_path / "x.json")]) == 1
+    error = "error: hugging-face compiled: out of memory; --no-compiled leaves compiled peers out\n"
+    assert capsys.readouterr().err == error
+    assert train.main(["--quick", "--no-compiled", "--threads", "1", "--out", str(tmp_path / "x.json")]) == 0
 
 
-def test_a_compiled_peer_trains_what_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_peer_trains_the_model_that_torch_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def compile_model(model: torch.nn.Module) -> Any:
@@ -79,45 +108,40 @@ def test_a_compiled_peer_trains_what_torch_compiles(monkeypatch: pytest.MonkeyPa
         return model
 
     monkeypatch.setattr(torch, "compile", compile_model)
-    peer_step("nanogpt", SHAPE, "fp32", "cpu", compiled=False)()
+    process_step("nanogpt", SHAPE, "fp32", 1)()
     assert calls == []
-    peer_step("nanogpt", SHAPE, "fp32", "cpu", compiled=True)()
+    process_step("nanogpt compiled", SHAPE, "fp32", 1)()
     assert calls == ["compiled", "trained"]
 
 
-def test_the_program_is_measured_beside_an_eager_and_a_compiled_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(command: list[str], iterations: int, threads: int) -> float:
-        del iterations, threads
-        return 1.0 if command[0] == "pretrain_gpt.py" else 1.25 if "compiled" in command else 1.5
-
-    monkeypatch.setattr(program, "seconds", seconds)
-    row = program.compare_programs(SHAPE, 1, 2, 1, compiled=True)
-    assert (row["ratio"], row["compiled_ratio"]) == (1.5, 1.25)
-    assert "compiled_ratio" not in program.compare_programs(SHAPE, 1, 2, 1, compiled=False)
-
-
-@pytest.mark.parametrize("flag", [[], ["--no-compiled"]])
-def test_the_flag_decides(flag: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[bool] = []
-
-    def measure(*_: Any, compiled: bool) -> dict[str, Any]:
-        measured.append(compiled)
-        raise SideError("hugging-face compiled", "no C++ compiler")
-
-    monkeypatch.setattr(train, "measure", measure)
-    monkeypatch.setattr(sys, "argv", ["train", *flag, "--out", str(tmp_path / "x.json")])
-    assert train.main() == 1
-    assert measured == [not flag]
+def test_expert_weights_of_a_peer_are_bf16_on_a_gpu() -> None:
+    """And only there; a step with them works."""
+    for precision, device in (("bf16", "cpu"), ("fp32", "cuda"), ("bf16", "cuda")):
+        model = HuggingFaceLoss(MIXTRAL)
+        cast_experts(model, precision, device)
+        halves = {name.split(".")[-1] for name, x in model.named_parameters() if x.dtype == torch.bfloat16}
+        assert halves == ({"gate_up_proj", "down_proj"} if (precision, device) == ("bf16", "cuda") else set())
+    with mock.patch("benchmarks.models.HuggingFaceLoss", return_value=model):
+        train_once = peer_training("hugging-face", MIXTRAL, "bf16", "cpu", compiled=False)
+    tokens, labels = (torch.randint(0, 100, (2, 16)) for _ in range(2))
+    losses = [float(train_once(tokens, labels)) for _ in range(20)]
+    assert losses[-1] < losses[0]
 
 
-def test_a_peer_that_cannot_be_compiled_is_named_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure(*_: Any, **__: Any) -> dict[str, Any]:
-        raise SideError("hugging-face compiled", "no C++ compiler")
+def test_the_plain_model_is_a_gpt2() -> None:
+    """It has as many parameters as Hugging Face's of the same vocabulary, and its loss is causal."""
+    torch.manual_seed(0)
+    model, theirs = PlainGPT(GPT, 100), HuggingFaceLoss(GPT)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in theirs.parameters())
+    tokens, labels = (torch.randint(0, 100, (2, 16)) for _ in range(2))
+    assert float(model(tokens, labels).detach()) == pytest.approx(4.6, abs=0.1)
+    masked_labels, changed_tokens = labels.clone(), tokens.clone()
+    masked_labels[:, 8:], changed_tokens[:, 8:] = -100, 1
+    torch.testing.assert_close(model(tokens, masked_labels), model(changed_tokens, masked_labels))
+    assert not torch.equal(model(tokens, labels), model(changed_tokens, labels))
 
-    monkeypatch.setattr(train, "measure", measure)
-    monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path / "x.json")])
-    assert train.main() == 1
-    error = capsys.readouterr().err
-    assert error == "error: hugging-face compiled: no C++ compiler; --no-compiled leaves compiled peers out\n"
+
+@pytest.mark.parametrize("shape", [*train.SHAPES["experts"], GPT, MIXTRAL], ids=lambda shape: shape.name)
+def test_shapes_resolve(shape: Shape) -> None:
+    config = run_config(shape, "bf16", {}, shape.batch, 1, 128)
+    assert config.training.global_batch_size == shape.samples

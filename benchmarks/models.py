@@ -1,9 +1,8 @@
-"""Peers of the training benchmark: nanoGPT's GPT-2 in torch's modules, Hugging Face's GPT-2, Llama and Mixtral."""
+"""Shapes of models, and peers: a GPT-2 of torch's modules in nanoGPT's form, and Hugging Face's models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +14,20 @@ from megatron.training.flops import ModelShape, model_flops_per_sample
 
 VOCAB = 50257
 PEER_VOCAB = 50304
-"""GPT-2's, filled up to a multiple of 64 by hand, as nanoGPT has it."""
-Step = Callable[[], object]
+"""GPT-2's vocabulary, padded to a multiple of 64 as in nanoGPT."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, and the sequences of a step.
+    """Sizes of a model, and the sequences of a step.
 
     Args:
         layers, hidden, seq, vocab: sizes of the model.
         batch: sequences per micro-batch.
         micro_batches: micro-batches per step.
-        llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
+        llama: Llama's architecture (RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, untied) or GPT-2's.
         ffn, groups: feed-forward size and key-value groups of Llama's architecture.
-        experts: experts of each of Llama's layers, of which a token goes to two (Mixtral); 0 for dense layers.
+        experts: experts per layer, two for each token (Mixtral); 0 for dense layers.
     """
 
     layers: int
@@ -59,7 +57,7 @@ class Shape:
         return self.batch * self.micro_batches
 
     def flops(self) -> float:
-        """FLOPs of one step that the model needs."""
+        """Model FLOPs of a step."""
         shape = ModelShape(
             self.layers,
             self.hidden,
@@ -77,7 +75,7 @@ class Shape:
 
 
 class _Layer(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and beside a residual."""
+    """Pre-norm attention and feed-forward network with residual connections."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -89,16 +87,16 @@ class _Layer(nn.Module):
     def forward(self, x_bsh: Tensor) -> Tensor:
         b, s, h = x_bsh.shape
         qkv = self.qkv(self.norms[0](x_bsh)).view(b, s, 3, self.heads, h // self.heads)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_bsh = x_bsh + self.proj(mixed.transpose(1, 2).reshape(b, s, h))
-        inner = functional.gelu(self.up(self.norms[1](x_bsh)), approximate="tanh")
-        out_bsh: Tensor = x_bsh + self.down(inner)
+        q, k, v = (heads.transpose(1, 2) for heads in qkv.unbind(2))
+        context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_bsh = x_bsh + self.proj(context.transpose(1, 2).reshape(b, s, h))
+        activation = functional.gelu(self.up(self.norms[1](x_bsh)), approximate="tanh")
+        out_bsh: Tensor = x_bsh + self.down(activation)
         return out_bsh
 
 
 class PlainGPT(nn.Module):
-    """A GPT-2 of torch's modules; its result is the loss."""
+    """A GPT-2 of torch's modules whose output is the loss."""
 
     def __init__(self, shape: Shape, vocab: int) -> None:
         super().__init__()
@@ -139,7 +137,13 @@ def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
             "tie_word_embeddings": False,
         }  # fmt: skip
         if shape.experts:
-            mixtral = MixtralConfig(**form, **_routed(shape))
+            # The load-balancing loss is added, as in our model.
+            routing: dict[str, Any] = {
+                "num_local_experts": shape.experts,
+                "output_router_logits": True,
+                "router_aux_loss_coef": 0.01,
+            }
+            mixtral = MixtralConfig(**form, **routing)
             mixtral._attn_implementation = "sdpa"
             return MixtralForCausalLM(mixtral)
         llama = LlamaConfig(**form)
@@ -153,30 +157,24 @@ def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
     return GPT2LMHeadModel(gpt2)
 
 
-def _routed(shape: Shape) -> dict[str, Any]:
-    """Mixtral's own fields; the loss that balances experts is added, as ours is."""
-    return {"num_local_experts": shape.experts, "output_router_logits": True, "router_aux_loss_coef": 0.01}
-
-
-class _HuggingFace(nn.Module):
-    """Computes its model; the result is the loss."""
+class HuggingFaceLoss(nn.Module):
+    """A model of transformers whose output is the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.model = hugging_face(shape)
 
     def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
-        # It shifts the labels itself; what it does without the last position is as much work but for one token.
+        # The model shifts the labels itself: the same work but for a token.
         loss: Tensor = self.model(input_ids=tokens_bs, labels=labels_bs).loss
         return loss
 
 
 def cast_experts(model: nn.Module, precision: str, device: str) -> None:
-    """Makes the weights of Mixtral's experts bf16 where a GPU trains in bf16.
+    """Casts the weights of Mixtral's experts to bf16 for training in bf16 on a GPU.
 
-    Autocast does not reach the products of experts: transformers casts their input to the type of the weights, and of
-    fp32 weights they would be fp32 products there, in a loop where torch.compile is on. A CPU computes them as it did.
-    So these weights, and what the optimizer keeps of them, are bf16, which spares this peer memory and casts.
+    Autocast does not reach the products of experts: transformers casts their input to the type of the weights, so fp32
+    weights would mean fp32 products. With bf16 weights and optimizer states this peer also saves memory and casts.
     """
     if (precision, device) != ("bf16", "cuda"):
         return
@@ -187,32 +185,29 @@ def cast_experts(model: nn.Module, precision: str, device: str) -> None:
             module.to(torch.bfloat16)
 
 
-def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Callable[..., Tensor]:
+def peer_training(name: str, shape: Shape, precision: str, device: str, compiled: bool) -> Callable[..., Tensor]:
     """A peer's step, from tokens and labels (b, s) of each micro-batch to the loss: torch's fused AdamW, clipping.
 
     Args:
-        kind: nanogpt or hugging-face.
-        shape: shape of the model; nanoGPT's vocabulary is filled up.
-        precision: fp32, or bf16: autocast over fp32 weights (on a GPU, experts have bf16 ones).
+        name: nanogpt or hugging-face.
+        shape: shape of the model; nanoGPT's vocabulary is padded.
+        precision: fp32, or bf16: autocast over fp32 weights (on a GPU, bf16 weights of experts).
         device: torch's name of the device.
         compiled: whether torch.compile compiles it.
     """
-    vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
+    vocab = PEER_VOCAB if name == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):
-        model: Any = PlainGPT(shape, vocab) if kind == "nanogpt" else _HuggingFace(shape)
+        model: Any = PlainGPT(shape, vocab) if name == "nanogpt" else HuggingFaceLoss(shape)
     if shape.experts:
         cast_experts(model, precision, device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    run = torch.compile(model) if compiled else model
-
-    def half() -> AbstractContextManager[Any]:
-        return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
+    forward = torch.compile(model) if compiled else model
 
     def train(tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
         for _ in range(shape.micro_batches):
-            with half():
-                loss: Tensor = run(tokens_bs, labels_bs) / shape.micro_batches
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+                loss: Tensor = forward(tokens_bs, labels_bs) / shape.micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -220,11 +215,3 @@ def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled
         return loss.detach()
 
     return train
-
-
-def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Step:
-    """A step of ``peer_training``, always on the same tokens."""
-    train = peer_training(kind, shape, precision, device, compiled)
-    with torch.device(device):
-        tokens_bs, labels_bs = (torch.randint(0, shape.vocab, (shape.batch, shape.seq)) for _ in range(2))
-    return lambda: train(tokens_bs, labels_bs)
