@@ -77,7 +77,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
 
 def test_bytes_of_two_level_sums_between_hosts(tmp_path: Path) -> None:
     """By the interfaces' counters, to 5%: (M-1)/M n numbers, twice, in 4 bits and with a scale of 32 bits for 64. A sum
-    in one level of 4 bits sends twice as much between hosts of two ranks."""
+    in a single level of 4 bits sends twice as much between hosts of two ranks."""
     _need_hosts()
     bench = replace(BENCHES["dp2x2"], model=(2, 256, 32))
     bench = replace(bench, cases=tuple(case for case in bench.cases if case.name.startswith("fixpoint")))

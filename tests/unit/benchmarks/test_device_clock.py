@@ -1,4 +1,4 @@
-"""The clock of CUDA devices, on one that is made up: what it counts, and what it does not."""
+"""The clocks of operations: CUDA's on a simulated device, which excludes launches and the L2, and the CPU's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.device_clock import CpuClock, CudaClock
 
@@ -15,8 +14,8 @@ LAUNCH, L2 = 1e-3, 1000
 
 
 class Device:
-    """A device whose calls take time of their own, less when they find their input in the L2, and a host that takes
-    a millisecond for each launch. Stands for torch.cuda."""
+    """A stand-in for torch.cuda: calls are faster with their input in the L2, and the host takes a millisecond for each
+    launch."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,12 +47,12 @@ class Device:
         self.Event, self.CUDAGraph = Event, CUDAGraph
 
     def run(self, name: str, seconds: float) -> None:
-        """On the device; the L2 holds the newest inputs."""
+        """Runs on the device; the L2 holds the newest inputs."""
         self.now += seconds / 10 if name in self.held else seconds
-        self.held = [*[one for one in self.held if one != name], name][-4:]
+        self.held = [*[other for other in self.held if other != name], name][-4:]
 
     def launch(self, name: str, seconds: float) -> None:
-        """From the host, whose time is the device's when nothing else keeps it busy."""
+        """Launches from the host, while the device waits."""
         if self.recording is not None:
             self.recording.append((name, seconds))
         else:
@@ -61,12 +60,12 @@ class Device:
             self.run(name, seconds)
 
     def wait(self) -> None:
-        """A call that reads a result."""
+        """Waits for the device, as torch notices."""
         if self.mode == "error":
             raise RuntimeError("called a synchronizing operation")
 
     def wait_unseen(self) -> None:
-        """The same in a library that torch does not watch."""
+        """Waits for the device in a library that torch does not watch."""
         if self.recording is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -84,8 +83,8 @@ class Device:
 
     @contextmanager
     def graph(self, graph: Any) -> Iterator[None]:
-        """Like torch's: one that fails leaves its stream the current one."""
-        self.recording, before, self.stream = [], self.stream, "of the capture"
+        """Captures calls; like torch's, a failed capture leaves its stream the current stream."""
+        self.recording, before, self.stream = [], self.stream, "capture"
         try:
             yield
             graph.calls = self.recording
@@ -106,7 +105,7 @@ def clock_on(device: Device) -> CudaClock:
 
 
 class Flush:
-    """Overwrites the L2."""
+    """A stand-in for the tensor that overwrites the L2."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -120,32 +119,32 @@ def test_short_calls_are_timed_without_their_launches_and_out_of_the_l2(device: 
     clock = clock_on(device)
     calls = [lambda i=i: device.launch(f"input {i}", 1e-6) for i in range(clock.sets(250))]
     assert len(calls) == 16
-    found = clock.time(calls)
-    assert found.seconds == pytest.approx(1e-6)
-    assert found.how == "graph"
+    time = clock.time(calls)
+    assert time.seconds == pytest.approx(1e-6)
+    assert time.how == "graph"
 
 
 @pytest.mark.parametrize("wait", [Device.wait, Device.wait_unseen])
-def test_what_waits_is_timed_by_events_call_by_call(device: Device, wait: Callable[[Device], None]) -> None:
+def test_calls_that_wait_are_timed_singly_by_events(device: Device, wait: Callable[[Device], None]) -> None:
     def call() -> None:
         device.launch("input", 1e-4)
         wait(device)
 
-    found = clock_on(device).time([call, call])
-    assert found.seconds == pytest.approx(LAUNCH + 1e-4)
-    assert found.how == "events"
+    time = clock_on(device).time([call, call])
+    assert time.seconds == pytest.approx(LAUNCH + 1e-4)
+    assert time.how == "events"
     assert (device.mode, device.stream, device.recording) == ("default", "usual", None)
 
 
 def test_long_calls_are_timed_by_events_out_of_the_l2(device: Device) -> None:
     before = device.synchronized
-    found = clock_on(device).time([lambda: device.launch("input", 0.5)])
-    assert found.seconds == pytest.approx(0.5 + LAUNCH)
-    assert found.how == "events"
-    assert device.synchronized - before == 2  # behind the calls, not around each
+    time = clock_on(device).time([lambda: device.launch("input", 0.5)])
+    assert time.seconds == pytest.approx(0.5 + LAUNCH)
+    assert time.how == "events"
+    assert device.synchronized - before == 2  # after all calls, not after each
 
 
-def test_sets_of_inputs_are_larger_than_the_l2() -> None:
+def test_input_sets_exceed_the_l2() -> None:
     clock = CudaClock(0.1, L2, Device(), "cpu")
     assert [clock.sets(n) for n in (1, 100, 1000, 3999, 4000, 10**9)] == [64, 40, 4, 2, 1, 1]
     assert CpuClock(0.1).sets(1) == 1
@@ -153,9 +152,8 @@ def test_sets_of_inputs_are_larger_than_the_l2() -> None:
 
 def test_a_cpu_is_timed_by_its_clock() -> None:
     ran: list[int] = []
-    found = CpuClock(0.001).time([lambda: ran.append(1), lambda: ran.append(2)])
-    assert found.how == "clock"
-    assert 0 <= found.seconds < 1
+    time = CpuClock(0.001).time([lambda: ran.append(1), lambda: ran.append(2)])
+    assert time.how == "clock"
+    assert 0 <= time.seconds < 1
     assert set(ran) == {1}
     assert len(ran) >= 3
-    assert torch.tensor(found.seconds).isfinite()

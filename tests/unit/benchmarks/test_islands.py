@@ -192,7 +192,7 @@ def test_a_run_of_three_islands(tmp_path: Path) -> None:
 
 
 def test_links_as_slow_as_those_of_a_published_system() -> None:
-    """An H100 takes 160 s for what it computes in 7.95 s; so here 10 MB take 20 times as long as half a second."""
+    """An H100's messages take 160 s and its computation 7.95 s; here 10 MB take 20 times as long as half a second."""
 
     class ScriptedRunner(Runner):
         def __init__(self, hosts: int) -> None:

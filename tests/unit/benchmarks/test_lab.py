@@ -1,4 +1,4 @@
-"""What the network laboratory is asked for, and what it says where it cannot be had."""
+"""Options of the network laboratory, and its messages when hosts cannot be made."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_rates(text: str, bits: int | None) -> None:
 @pytest.mark.parametrize(
     "text", ["", "fast", "100", "100mb", "-1mbit", "0gbit", "1bit", "²gbit", f"{'9' * 400}gbit", "601gbit"]
 )
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_an_invalid_rate_is_refused(text: str) -> None:
     with pytest.raises(LabError, match="--rate"):
         parse_rate(text)
 
 
-def test_one_host_may_have_a_rate_of_its_own() -> None:
+def test_a_host_may_have_another_rate() -> None:
     assert parse_rates(["1gbit", "2=100mbit"], 3) == [10**9, 10**9, 10**8]
     assert parse_rates([], 2) == [None, None]
     for word in ("3=1gbit", "x=1gbit", "-1=1gbit", "²=1gbit", f"{'9' * 5000}=1gbit", "=1gbit"):
@@ -65,7 +65,7 @@ def test_one_host_may_have_a_rate_of_its_own() -> None:
         ("--", "give a Python script or -m MODULE"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line_before_there_are_hosts(
+def test_an_invalid_command_is_refused_in_a_line_before_hosts_are_made(
     words: str,
     message: str,
     tmp_path: Path,
@@ -88,7 +88,7 @@ def test_what_cannot_run_is_refused_in_one_line_before_there_are_hosts(
     assert message in line
 
 
-def test_scripts_folders_and_modules_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_scripts_folders_and_modules_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("clean", "package/__main__.py", "package/x.py", "module.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def test_scripts_folders_and_modules_that_there_are(tmp_path: Path, monkeypatch:
         assert netlab.checked_command(words) == words
 
 
-def test_where_it_cannot_be_had_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_without_permission_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     with pytest.raises(LabError, match="install iproute2"):
         hosts.check_permission()
@@ -116,28 +116,28 @@ def test_where_it_cannot_be_had_it_says_what_to_do(monkeypatch: pytest.MonkeyPat
         hosts.check_permission()
 
 
-def test_what_cannot_be_removed_is_said(
+def test_remaining_parts_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A control group is all that is left of a killed laboratory; rmdir refuses it."""
-    gone = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # nobody has read its status yet
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its status remains unread
     groups = tmp_path / "cpu"
-    for owner, content in ((gone.pid, "h1/tasks"), (os.getpid(), "h0/tasks")):
+    for owner, content in ((ended.pid, "h1/tasks"), (os.getpid(), "h0/tasks")):
         path = groups / f"nl{owner}{content}"
         path.parent.mkdir(parents=True)
         path.touch()
-    (groups / f"nl{gone.pid}h0").mkdir()
+    (groups / f"nl{ended.pid}h0").mkdir()
     monkeypatch.setattr(cpu_limit, "ROOT", tmp_path)
     monkeypatch.setattr(cpu_limit, "_REMOVAL_SECONDS", 0.1)
     monkeypatch.setattr(removal, "_printed", lambda *words: "")
     monkeypatch.setattr(netlab, "check_permission", lambda: None)
     monkeypatch.setattr(sys, "argv", ["netlab.py", "clean"])
     assert netlab.main() == 1
-    gone.wait()
-    said = capsys.readouterr()
-    assert said.err == f"netlab: error: {groups}/nl{gone.pid}h1: Directory not empty\n"
-    assert sorted(path.name for path in groups.iterdir()) == sorted([f"nl{gone.pid}h1", f"nl{os.getpid()}h0"])
+    ended.wait()
+    captured = capsys.readouterr()
+    assert captured.err == f"netlab: error: {groups}/nl{ended.pid}h1: Directory not empty\n"
+    assert sorted(path.name for path in groups.iterdir()) == sorted([f"nl{ended.pid}h1", f"nl{os.getpid()}h0"])
 
 
 def test_the_report() -> None:

@@ -58,7 +58,7 @@ def test_json_lines_and_text_logs_are_read_alike(tmp_path: Path) -> None:
     assert only.hours == pytest.approx(8 / 3600)
 
 
-def test_a_restart_right_after_a_validation_replaces_what_came_after_it(tmp_path: Path) -> None:
+def test_a_restart_after_a_validation_replaces_the_later_lines(tmp_path: Path) -> None:
     lines = _text_log(tmp_path / "a.txt").read_text().splitlines()
     validation = " validation loss at iteration 6 | lm loss value: 3.0E+00 | lm loss PPL: 2.4E+02 | "
     restart = next(number for number, line in enumerate(lines) if number > 6 and " 5/ " in line)
@@ -120,7 +120,7 @@ def test_means_and_lines_between_points() -> None:
         (["runs/lr=1/missing.jsonl"], "runs/lr=1/missing.jsonl: No such file"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_a_line(
+def test_invalid_runs_are_refused_in_a_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.txt").write_text("nothing here\n")
@@ -138,10 +138,10 @@ def test_what_cannot_be_drawn_is_said_in_a_line(
 
 def _train_line(iteration: int, loss: str | None, skipped: int = 0) -> str:
     """A training line; a loss that is None is left out of it, as the log does with a nan."""
-    shown = "" if loss is None else f" lm loss: {loss} |"
+    loss_field = "" if loss is None else f" lm loss: {loss} |"
     return (
         f" iteration {iteration:8d}/     500 | consumed samples: {iteration * 4:12d} | "
-        f"elapsed time per iteration (s): 2.0000 | global batch size:     4 |{shown} loss scale: 1.0 | "
+        f"elapsed time per iteration (s): 2.0000 | global batch size:     4 |{loss_field} loss scale: 1.0 | "
         f"number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
     )
 
@@ -152,7 +152,7 @@ def _losses(word: str) -> list[str]:
 
 @pytest.mark.parametrize("third", ["nan", "NAN", None])
 @pytest.mark.filterwarnings("error")
-def test_a_text_log_that_diverged_says_so(
+def test_losses_that_are_not_finite_are_reported(
     third: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [_train_line(i, loss) for i, loss in enumerate(("5.0E+00", "4.0E+00", third, "INF", "3.0E+00"), 1)]
@@ -217,7 +217,7 @@ def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
         (" validation loss at iteration 2 | lm loss value: high | ", "loss high is not a number"),
     ],
 )
-def test_a_record_that_is_not_one_is_named(
+def test_an_invalid_record_is_reported_with_its_line(
     event: dict[str, Any] | str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "a.log"
@@ -232,26 +232,26 @@ def test_a_record_that_is_not_one_is_named(
     assert error.count("\n") == 1
 
 
-def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_file_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 2
     assert "a.xyz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def _lines(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[dict[str, list[float]]]:
-    """What is drawn: of each panel, the values of the curves by color, and lines, hollow or filled markers."""
+    """The drawn values of each panel, by color and by line, hollow or filled markers."""
     figures: list[Any] = []
     monkeypatch.setattr(loss_curves, "save_figure", lambda figure, path: figures.append(figure))
     assert main(words) == 0
     panels = []
     for panel in figures[0].axes:
-        found: dict[str, list[float]] = {}
+        values: dict[str, list[float]] = {}
         for line in panel.get_lines():
             if line.get_linestyle() == "None":
                 kind = "hollow" if line.get_markerfacecolor() == "white" else "filled"
             else:
                 kind = "line"
-            found.setdefault(f"{line.get_color()} {kind}", []).extend(float(y) for y in line.get_ydata())
-        panels.append(found)
+            values.setdefault(f"{line.get_color()} {kind}", []).extend(float(y) for y in line.get_ydata())
+        panels.append(values)
     return panels
 
 
@@ -280,7 +280,7 @@ def _ends_on_an_evaluation(path: Path, change: float, form: str) -> Path:
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_an_evaluation_is_compared_with_its_like(
+def test_evaluations_are_compared_on_the_same_samples(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that ends on an interval has two validation losses there, of other samples; a test loss is none."""

@@ -33,7 +33,7 @@ class EventLog(RowLog):
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StepComparison:
-    """A comparison of sides with scripted times: twice ours, and one that fails."""
+    """A comparison of sides with scripted times, and a peer that fails."""
     monkeypatch.setattr(comparison, "Side", ScriptedSide)
     monkeypatch.setattr(ScriptedSide, "events", [])
     monkeypatch.setattr(ScriptedSide, "seconds", {"ours": 1.0, "hugging-face": 2.0})
