@@ -154,7 +154,8 @@ def main() -> None:
                 generator = torch.Generator().manual_seed(count)
                 prompts = torch.randint(0, theirs.config.vocab_size - 1, (count, length), generator=generator).tolist()
                 figures = measure(ours, theirs, prompts, new, TURNS)
-                figures["of_limit"] = figures["tokens_per_s"] / limit_rate(ours, count)
+                if not options.quick:  # measuring the limit takes minutes on a processor without bf16 instructions
+                    figures["of_limit"] = figures["tokens_per_s"] / limit_rate(ours, count)
                 names = {"model": name, "type": str(dtype).removeprefix("torch."), "prompts": count}
                 print(TABLE.line({**names, **figures}), flush=True)
 
