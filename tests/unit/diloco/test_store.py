@@ -78,7 +78,7 @@ def test_islands_connect_by_the_address_that_reaches_the_meeting_place(monkeypat
 
 
 def test_an_unresponsive_listener_is_an_error_after_the_time_limit() -> None:
-    """Torch would wait forever. A line says what this process waits for."""
+    """Torch would wait forever. A line names the address."""
     lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, began = listener.getsockname()[1], time.monotonic()
