@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 from megatron.data.lines import writing
-from megatron.data.preprocess.command import main, parse_flags
+from megatron.data.preprocess.command import main
 from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
 from megatron.data.preprocess.sentences import sentence_splitter
 from tests.support.cli import REPO
@@ -392,34 +392,3 @@ def test_long_integers_are_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "holds a JSON number where a string belongs" in capsys.readouterr().err
     assert run(tmp_path, text=f'{{"id": {digits}, "text": "1 2"\n') == 2
     assert "broken JSON" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--worker", "2"], "did you mean --workers"),
-        (["--workers", "0"], "--workers 0 must be at least 1"),
-        (["--workers", "two"], "invalid int value: 'two'"),
-        (["--json-keys", "a", "a"], "each key once"),
-        (["--json-keys", "a/b"], "cannot be part of a file name"),
-        (["--keep-newlines"], "needs --split-sentences"),
-        (["--on-error", "ignore"], "invalid choice: 'ignore'"),
-    ],
-)
-def test_invalid_flags_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        parse_flags(["--input", "x", "--output-prefix", "y", *NULL, *words])
-    assert "\n" not in str(caught.value)
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_flags(["--help"])
-    text = capsys.readouterr().out
-    for word in ("examples:", "--data-path", "GPT2BPETokenizer", "--on-error", "PREFIX_KEY_document"):
-        assert word in text
-
-
-def test_the_vocab_alias() -> None:
-    args = parse_flags(["--input", "x", "--output_prefix=y", "--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v"])
-    assert (args.vocab_file, args.output_prefix) == ("v", "y")
