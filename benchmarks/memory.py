@@ -26,7 +26,7 @@ from benchmarks.steps import random_batch, run_config
 from megatron.compression.linalg import matrix_shape
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.training.assembly import Engines, build_engines, layout_of
+from megatron.training.assembly import Engines, build_engines, make_layout
 from megatron.training.report import peak_memory_bytes
 from megatron.training.step import train_step
 from megatron.training.traffic import gather_rows
@@ -85,7 +85,7 @@ def run_rank(options: argparse.Namespace) -> None:
     config = run_config(shape, "fp32", parallel, 1, PROCESSES, 128, CASES[options.case])
     init_process_group(env, backend, 5)
     device = pick_device(backend, env.local_rank)
-    topology = build_topology(layout_of(config, env.world_size), device)
+    topology = build_topology(make_layout(config, env.world_size), device)
     engines = build_engines(config, topology, options.vocab)
     generator = torch.Generator().manual_seed(env.rank)
     batch = random_batch(torch.arange(1), options.seq, options.vocab, generator).to(device)

@@ -26,7 +26,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
-from megatron.training.assembly import build_engines, layout_of
+from megatron.training.assembly import build_engines, make_layout
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 from megatron.training.traffic import gather_rows
@@ -113,8 +113,13 @@ def main() -> None:
     backend = config.parallel.distributed_backend
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
+<<<<<<< HEAD
     # Groups split by node, for two-level sums and two-stage exchanges.
-    topology = build_topology(layout_of(config, env.world_size), device, env.node, {"dp", "ep"})
+    topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
+=======
+    # Cut by node for those cases that ask for it.
+    topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
+>>>>>>> 1e8a88d (Islands, optimizer, training, models, checkpoints and run configuration: prose in plain sentences, functions named by verbs)
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     step_count = number = 0

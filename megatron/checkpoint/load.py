@@ -1,4 +1,4 @@
-"""Loads checkpoints. Memory changes only after everything to be read has been checked."""
+"""Loads checkpoints. All data is checked before any memory changes."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _FLAGS_OF_SHAPES = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
-    """Opens a checkpoint: its folder and its manifest.
+    """Find the folder of a checkpoint and read its manifest.
 
     Args:
-        root: the folder of all checkpoints.
+        root: folder of all checkpoints.
         iteration: iteration of the checkpoint.
-        flag: flag that named it; None for the tracker's.
+        flag: flag that selected the iteration; None for the tracker.
 
     Raises:
-        UserError: when it is missing or damaged; the message names a complete checkpoint.
+        UserError: when the checkpoint is missing or damaged; the message names a complete checkpoint.
     """
     folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there{fallback(root, iteration, flag)}")
+        raise UserError(f"{folder} does not exist{fallback(root, iteration, flag)}")
     try:
         return folder, read_manifest(folder)
     except UserError as error:
@@ -85,7 +85,7 @@ def _read_checked(
 def _read_plain(
     root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
 ) -> dict[str, Any]:
-    """Reads and checks a document of names and values."""
+    """Read and check a document of names and values."""
     data = _read_checked(root, iteration, pick, flag)
     try:
         value = decode_plain(data)
@@ -94,13 +94,13 @@ def _read_plain(
     except ValueError as error:
         path = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
         raise UserError(
-            f"{path} is not what a checkpoint holds: {first_line(error)}{fallback(root, iteration, flag)}"
+            f"{path} is not a valid file of a checkpoint: {first_line(error)}{fallback(root, iteration, flag)}"
         ) from error
     return value
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
-    """Reads the ``common`` values of a checkpoint.
+    """Read the ``common`` values of a checkpoint.
 
     Args:
         root: the folder of all checkpoints.
@@ -114,7 +114,7 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
 
 
 def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
-    """Reads the configuration saved in a checkpoint.
+    """Read the configuration in a checkpoint as YAML.
 
     Args:
         root: the folder of all checkpoints.
@@ -130,7 +130,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
     except UnicodeDecodeError as error:
         folder = checkpoint_folder(Path(root), iteration)
         instead = fallback(Path(root), iteration, flag)
-        raise UserError(f"{folder / CONFIG} is no configuration: it is not UTF-8 text{instead}") from error
+        raise UserError(f"{folder / CONFIG} is not a configuration: it is not UTF-8 text{instead}") from error
 
 
 def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
@@ -150,12 +150,12 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
 
 
 def saved_section(root: str | Path, iteration: Iteration, section: str, flag: str | None = None) -> Mapping[str, Any]:
-    """A section of a checkpoint's configuration, by field; empty if missing.
+    """Read a section of a checkpoint's configuration, by field; empty if missing.
 
     Args:
         root: the folder of all checkpoints.
         iteration: iteration of the checkpoint.
-        section: name of the section, such as model.
+        section: name of the section, such as "model".
         flag: flag that named it; None for the tracker's.
 
     Raises:
@@ -169,15 +169,15 @@ def saved_section(root: str | Path, iteration: Iteration, section: str, flag: st
 def saved_config(
     root: str | Path, iteration: Iteration | None = None, flag: str = "--ckpt-step"
 ) -> tuple[RunConfig, Iteration]:
-    """Reads the configuration of the run that saved a checkpoint, and finds its iteration.
+    """Read the configuration of the run that saved a checkpoint, and find the checkpoint's iteration.
 
     Args:
-        root: the folder that ``--save`` wrote to.
-        iteration: iteration of the checkpoint; None for the newest.
-        flag: flag of the command line that names an iteration.
+        root: folder of all checkpoints (``--save``).
+        iteration: iteration of the checkpoint; None for the newest checkpoint.
+        flag: flag of the command line that selects an iteration.
 
     Raises:
-        UserError: when there is none, or it is damaged.
+        UserError: when there is no checkpoint, or it is damaged.
     """
     if isinstance(iteration, int) and iteration < 0:
         raise UserError(f"{flag} {iteration}: iterations count from 0")
@@ -190,7 +190,7 @@ def saved_config(
 
 
 def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Global shapes and dtypes of the checkpoint tensors whose names begin with ``prefix``.
+    """Read global shapes and dtypes of the checkpoint's tensors, for names that begin with ``prefix``.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -210,43 +210,43 @@ def load_tensors(
     differing: Collection[str] = (),
     log: Log = silent,
 ) -> list[str]:
-    """Loads tensors into the memory that ``tensors`` describes. Every rank of the group calls this.
+    """Load tensors into the memory that ``tensors`` describes. A collective call on the group.
 
-    Dtypes may differ (fp32 into bf16): values are then converted, and a log line says so.
+    If dtypes differ (fp32 into bf16), values are converted, and a log line reports it.
 
     Args:
         root: the folder of all checkpoints.
         iteration: iteration of the checkpoint.
         tensors: this rank's memory, by global name.
-        group: a gloo group; None: this process alone.
-        strict: every name must be in the checkpoint, and some rank must request every checkpoint tensor.
-            Otherwise only the names in common are loaded.
-        allow_unexpected: checkpoint tensors that may be left out even if ``strict``: all, or the names for which
-            the function is true.
-        differing: model flags whose values differ from the checkpoint's, if known.
+        group: a gloo group; None for this process only.
+        strict: require that every name is in the checkpoint, and that every checkpoint tensor is requested on some
+            rank. If False, only common names are loaded.
+        allow_unexpected: checkpoint tensors that may be omitted even if ``strict``: True for all, or a function that
+            is true for their names.
+        differing: model flags with other values than in the checkpoint, if known.
         log: prints progress lines, on rank 0.
 
     Returns:
-        Requested names that the checkpoint does not have (empty when ``strict``).
+        Requested names that the checkpoint does not have; empty with ``strict``.
 
     Raises:
-        UserError: on every rank, before any memory has changed, when a file is missing, truncated or
-            damaged, or when the checkpoint is of another model.
+        UserError: on every rank, before any memory changes, when a file is missing, truncated or damaged, or when the
+            checkpoint belongs to a different model.
         CommunicationError: when a peer is gone.
     """
     root = Path(root)
     folder, manifest = _open_together(root, iteration, group)
-    requested = _wanted_by_all(tensors, group)
+    requested = _gather_requests(tensors, group)
     if strict:
         _check_model(folder, manifest, requested, allow_unexpected, differing)
     else:
         shared = {name: kinds for name, kinds in requested.items() if name in manifest.tensors}
         _check_model(folder, manifest, shared, True, differing)
     present = {name for name in requested if name in manifest.tensors}
-    items = _share(manifest.items_of(present), rank_of(group), size_of(group))
+    items = _select_share(manifest.items_of(present), rank_of(group), size_of(group))
     _raise_damage(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
-        for line in _conversions(manifest, requested):
+        for line in _describe_conversions(manifest, requested):
             log(line)
     state = {name: shard for name, shard in tensors.items() if name in present}
     _raise_damage(root, iteration, group, _read_into(folder, manifest, state))
@@ -254,7 +254,7 @@ def load_tensors(
 
 
 def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
-    """Reads the manifest, checks that it is the same on all ranks, and divides the check of file sizes among them."""
+    """Read the manifest, check that all ranks have the same manifest, and check file sizes, divided among the ranks."""
     problem, opened = None, None
     try:
         opened = open_checkpoint(root, iteration)
@@ -263,7 +263,7 @@ def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | 
     raise_together(group, problem)
     assert opened is not None
     folder, manifest = opened
-    # It has the checksums of everything else. A machine with a local disk may hold another run's checkpoint.
+    # The manifest has the checksums of all data. The local disk of a machine may hold another run's checkpoint.
     digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
@@ -282,10 +282,10 @@ def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | N
         raise UserError(f"{agreed}{fallback(root, iteration)}")
 
 
-def _wanted_by_all(
+def _gather_requests(
     tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor requested by any rank."""
+    """Gather shape and dtype of every tensor that any rank requests."""
     local_specs = {
         name: [list(shard.global_shape), name_of_dtype(shard.dtype)]
         for name, shard in tensors.items()
@@ -305,7 +305,7 @@ def _check_model(
     allow_unexpected: bool | Callable[[str], bool],
     differing: Collection[str],
 ) -> None:
-    """Checks names, shapes and kinds of dtypes; the outcome is the same on every rank."""
+    """Check names, shapes and types of numbers (floating-point or integer); same outcome on every rank."""
     differences = []
     for name, (shape, dtype) in sorted(requested.items()):
         saved = manifest.tensors.get(name)
@@ -340,8 +340,8 @@ def _check_model(
     )
 
 
-def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
-    """This rank's share of the items: a consecutive run, with about the same number of bytes on every rank."""
+def _select_share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
+    """Select this rank's share of the items: consecutive items, with about equal numbers of bytes on all ranks."""
     total = max(1, sum(item.length for item in items))
     share, before = [], 0
     for item in items:
@@ -352,7 +352,9 @@ def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem
     return share
 
 
-def _conversions(manifest: Manifest, requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+def _describe_conversions(
+    manifest: Manifest, requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> list[str]:
     counts: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for name, (_, dtype) in requested.items():
         saved = manifest.tensors.get(name)
@@ -363,7 +365,7 @@ def _conversions(manifest: Manifest, requested: Mapping[str, tuple[tuple[int, ..
 
 
 def _read_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> str | None:
-    """Reads this rank's tensors; returns the error message, if any."""
+    """Read this rank's tensors; return the error message, if any."""
     reader = ShardReader(folder, manifest)
     ignore_single_process_warning()
     with torch.no_grad():

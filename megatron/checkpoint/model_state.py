@@ -89,7 +89,7 @@ def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
     pending_means = {
         f"{OUTER}mean.{shards[n].slot.logical_name}": _shard(shards[n], x) for n, x in outer.means().items()
     }
-    other_means = outer.means_of_others().items()
+    other_means = outer.untrained_means().items()
     pending_means |= {
         f"{OUTER}mean.{name}": shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in other_means
     }

@@ -1,7 +1,7 @@
 """Saves checkpoints atomically.
 
-Every rank writes into a temporary folder, the ranks agree that all writes succeeded, and rank 0 renames the folder and
-then updates the tracker. If anything interrupts this, the checkpoint that the tracker named before can still be loaded.
+Every rank writes to a temporary folder, the ranks check that all writes have succeeded, and rank 0 renames the folder
+and then updates the tracker. After an interruption, the tracker still names the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.checkpoint import files
 from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
-from megatron.checkpoint.storage import ShardWriter, describe
+from megatron.checkpoint.storage import ShardWriter, describe_error
 from megatron.distributed.agreement import communicating, first_problem, rank_of, size_of
 
 COMMON, CONFIG = "common.json", "config.yaml"
@@ -29,11 +29,11 @@ Log = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Logs nothing."""
+    """Discard a log line."""
 
 
 def ignore_single_process_warning() -> None:
-    """Ignores a warning of torch about saving or loading without a process group; here that is deliberate."""
+    """Ignore torch's warning about saving or loading without a process group, which is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
@@ -43,8 +43,7 @@ class SaveHandle:
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._run = run
-        # A daemon: a process that must exit does not wait for peers. Exiting midway loses only the checkpoint
-        # being written.
+        # A daemon thread does not delay the exit of a process. An exit loses only the checkpoint that is being written.
         self._thread = threading.Thread(target=self._main, name="checkpoint-save", daemon=True)
         self._thread.start()
 
@@ -59,10 +58,10 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Raises:
-            UserError: when it could not be saved.
+            UserError: when saving has failed.
             CommunicationError: when a peer is gone.
         """
         self._thread.join()
@@ -92,15 +91,15 @@ class _SaveRequest:
         first = rank_of(self.group) == 0
         if first:
             self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
-        self._all_or_nothing(self.problem or (_prepare(self) if first else None))
-        self._all_or_nothing(_write(self))
-        self._all_or_nothing(_publish(self) if first else None)
+        self._raise_if_any_failed(self.problem or (_make_temporary_folder(self) if first else None))
+        self._raise_if_any_failed(_write(self))
+        self._raise_if_any_failed(_publish(self) if first else None)
         if first:
             self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
             self._prune()
 
-    def _all_or_nothing(self, problem: str | None) -> None:
-        """Raises on every rank if any rank has a problem, after removing the files written so far."""
+    def _raise_if_any_failed(self, problem: str | None) -> None:
+        """Remove all written files and raise an error on every rank, if any rank has a problem."""
         agreed = first_problem(self.group, problem)
         if agreed is not None:
             files.discard(self.root, self.iteration)
@@ -119,7 +118,7 @@ class _SaveRequest:
             self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
         for problem in problems:
             path = Path(problem.filename or self.root)
-            self.log(f"could not remove an old checkpoint: {describe(problem, path)}")
+            self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
 
 
 def save_checkpoint(
@@ -135,27 +134,27 @@ def save_checkpoint(
     last_update: int | None = None,
     log: Log = silent,
 ) -> SaveHandle | None:
-    """Saves ``root/iter_<iteration>`` and updates the tracker. Every rank of the group calls this.
+    """Save ``root/iter_<iteration>`` and update the tracker. A collective call on the group.
 
     Args:
-        root: the folder of all checkpoints of a run, on a file system that all ranks share.
+        root: folder of all checkpoints of a run, on a file system that all ranks share.
         iteration: training iteration.
-        tensors: tensors of this rank, by global name. Together the ranks hold every element of each tensor;
-            replicated elements are written once.
-        common: values of plain types and small tensors, the same on every rank; rank 0's are saved.
-        config_yaml: the resolved configuration, saved beside the tensors.
-        group: gloo ranks; None: this process alone. With ``async_`` nothing else may use it until the save
-            is done.
+        tensors: tensors of this rank, by global name. Together the ranks have every element of each tensor; replicated
+            elements are written once.
+        common: values of plain types and small tensors, the same on every rank; the values of rank 0 are saved.
+        config_yaml: resolved configuration.
+        group: a gloo group; None for this process only. With ``async_``, nothing else may use the group until the save
+            has completed.
         async_: copy the tensors, return, and write in the background.
-        keep_last: number of checkpoints to keep, the others are removed afterwards; None: keep all.
+        keep_last: number of checkpoints to keep; older checkpoints are removed afterwards. None to keep all.
         last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
         log: prints progress lines, on rank 0.
 
     Returns:
-        None, or with ``async_`` the pending save.
+        The pending save with ``async_``, else None.
 
     Raises:
-        UserError: on every rank if any rank could not write; nothing of this checkpoint remains.
+        UserError: on every rank if any rank fails to write; the checkpoint's files are removed.
         CommunicationError: when a peer is gone.
     """
     problem = None
@@ -163,8 +162,8 @@ def save_checkpoint(
     try:
         documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
     except TypeError as error:
-        problem = str(error)  # raised together with the other ranks, which are about to communicate
-    tensors_to_save = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
+        problem = str(error)  # raised below, together with the other ranks, which are about to communicate
+    tensors_to_save = {name: _copy_to_cpu(shard) if async_ else shard for name, shard in tensors.items()}
     job = _SaveRequest(Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log)
     if async_:
         return SaveHandle(job.run)
@@ -172,34 +171,34 @@ def save_checkpoint(
     return None
 
 
-def _staged(shard: LogicalShard) -> LogicalShard:
-    """Copies a tensor to the CPU, so that training cannot change it."""
+def _copy_to_cpu(shard: LogicalShard) -> LogicalShard:
+    """Copy a tensor to the CPU, so that training cannot change it."""
     boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
     return LogicalShard(shard.global_shape, shard.dtype, boxes)
 
 
-def _prepare(job: _SaveRequest) -> str | None:
-    """Makes an empty temporary folder; returns the error message, if any."""
+def _make_temporary_folder(job: _SaveRequest) -> str | None:
+    """Make an empty temporary folder; return the error message, if any."""
     try:
         job.root.mkdir(parents=True, exist_ok=True)
         files.remove_leftovers(job.root)
         job.folder.mkdir()
     except OSError as error:
-        return describe(error, Path(error.filename or job.root))
+        return describe_error(error, Path(error.filename or job.root))
     return None
 
 
 def _write(job: _SaveRequest) -> str | None:
-    """Writes everything into the temporary folder; returns this rank's error message, if any."""
+    """Write all files to the temporary folder; return this rank's error message, if any."""
     planner = ShardSavePlanner()
     writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents)
-    alone = job.group is None
-    if alone:
+    single_process = job.group is None
+    if single_process:
         ignore_single_process_warning()
     communicating(
         "saving a checkpoint",
         lambda: dcp.save(
-            dict(job.tensors), storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone
+            dict(job.tensors), storage_writer=writer, planner=planner, process_group=job.group, no_dist=single_process
         ),
     )
     problem = planner.problem or writer.problem
@@ -207,9 +206,9 @@ def _write(job: _SaveRequest) -> str | None:
 
 
 def _publish(job: _SaveRequest) -> str | None:
-    """Publishes the complete folder; returns the error message, if any."""
+    """Publish the complete folder; return the error message, if any."""
     try:
         files.publish(job.root, job.iteration)
     except OSError as error:
-        return describe(error, Path(error.filename or job.root))
+        return describe_error(error, Path(error.filename or job.root))
     return None

@@ -1,7 +1,7 @@
-"""Storage for torch.distributed.checkpoint: raw bytes in a file per rank, and ``metadata.json``.
+"""Storage for torch.distributed.checkpoint: a file of raw bytes per rank, and ``metadata.json``.
 
-The writer and the reader store an error in ``problem`` instead of raising it: torch would pass the exception
-through its collectives as a pickled object, and the caller agrees on errors across the ranks anyway.
+Writer and reader store an error in ``problem`` instead of raising it: torch would pass the exception through its
+collectives as a pickled object, and the caller shares errors among the ranks anyway.
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ READ_BYTES = 1 << 24
 
 
 def write_all(stream: io.FileIO, data: memoryview) -> None:
-    """Writes all of ``data``; a system call writes at most 2 GiB."""
+    """Write all of ``data``; a system call writes at most 2 GiB."""
     while data:
         data = data[stream.write(data) :]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, without a copy if it is contiguous in CPU memory."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Bytes of a tensor in row-major order, without a copy if the tensor is contiguous in CPU memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def describe(error: Exception, path: Path) -> str:
-    """Single-line message for a file error."""
+def describe_error(error: Exception, path: Path) -> str:
+    """Describe a file error in a line."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path}: {error.strerror}: free some, or choose another --save"
+        return f"{path}: {error.strerror}: free some space, or choose another --save"
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{path}: {reason or first_line(error)}"
 
 
-def _done(value: Any) -> Future[Any]:
+def _completed_future(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 class ShardWriter(StorageWriter):
-    """Writes each rank's items into ``shard_<rank>.bin``; the coordinator writes everything else.
+    """Writes the items of each rank to ``shard_<rank>.bin``; the coordinator writes all other files.
 
     Args:
-        folder: an existing folder for this checkpoint alone.
-        iteration: iteration in the table of contents.
-        world_size: number of ranks that write.
-        documents: small files that the coordinator writes, by name.
+        folder: an existing folder for this checkpoint.
+        iteration: iteration in the manifest.
+        world_size: number of writing ranks.
+        documents: small files, by name.
     """
 
     def __init__(self, folder: Path, iteration: int | str, world_size: int, documents: Mapping[str, bytes]) -> None:
@@ -103,16 +103,16 @@ class ShardWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the plan's items in order and waits until they are on the disk."""
+        """Writes the items of the plan in order, and waits until they are on disk."""
         results: list[WriteResult] = []
         path = self.folder / plan.storage_data
         try:
             if plan.items:
                 results = self._write_file(path, plan.items, planner)
         except Exception as error:
-            self.problem = describe(error, path)
+            self.problem = describe_error(error, path)
             results = [WriteResult(MetadataIndex("failed"), 0, None)]
-        return _done(results)
+        return _completed_future(results)
 
     def _write_file(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
@@ -121,7 +121,7 @@ class ShardWriter(StorageWriter):
             for item in items:
                 value = planner.resolve_data(item)
                 assert isinstance(value, Tensor)
-                data = bytes_of(value)
+                data = tensor_bytes(value)
                 write_all(stream, data)
                 stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
                 results.append(WriteResult(item.index, len(data), stored))
@@ -130,7 +130,7 @@ class ShardWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the documents and the table of contents, on the coordinator, unless a rank has failed."""
+        """Writes the documents and the manifest on the coordinator, unless a rank has failed."""
         stored = {result.index: result.storage_data for rank in results for result in rank}
         if None in stored.values():
             return
@@ -138,7 +138,7 @@ class ShardWriter(StorageWriter):
             self._finish(metadata, stored)
         except Exception as error:
             path = Path(error.filename) if isinstance(error, OSError) and error.filename else self.folder
-            self.problem = describe(error, path)
+            self.problem = describe_error(error, path)
 
     def _finish(self, metadata: Metadata, stored: dict[MetadataIndex, StoredItem]) -> None:
         entries = metadata.state_dict_metadata
@@ -168,7 +168,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads boxes from stored boxes, without checks: see ``check_file_sizes`` and ``check_items``.
+    """Reads boxes of tensors. ``check_file_sizes`` and ``check_items`` check the files before.
 
     Args:
         folder: folder of the checkpoint.
@@ -204,7 +204,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies every item of the plan into its target tensor, file by file."""
+        """Copies all items of the plan to their target tensors, file by file."""
         by_file: dict[str, list[tuple[StoredItem, ReadItem]]] = {}
         for read in plan.items:
             item = self._item(read)
@@ -217,15 +217,15 @@ class ShardReader(StorageReader):
                         target.copy_(self._read_box(stream, item, read))
                         planner.commit_tensor(read, target)
             except Exception as error:
-                self.problem = self.problem or describe(error, self.folder / name)
-        return _done(None)
+                self.problem = self.problem or describe_error(error, self.folder / name)
+        return _completed_future(None)
 
     def _item(self, read: ReadItem) -> StoredItem:
         assert read.storage_index.offset is not None
         return self.manifest.items[read.storage_index.fqn, tuple(read.storage_index.offset)]
 
     def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
-        """Reads the rows of a stored box that ``read`` needs, then narrows them."""
+        """Reads the rows of a stored box that ``read`` needs, and narrows them to the requested box."""
         entry = self.manifest.tensors[read.storage_index.fqn]
         shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
         starts = list(read.storage_offsets)
@@ -257,13 +257,13 @@ def _read_exactly(stream: io.FileIO, target: memoryview) -> None:
 
 
 def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
-    """Error message for the first file that is missing or has another size; None if all are intact."""
+    """Check files; return an error message for the first file that is missing or has a wrong size, else None."""
     for name, size in files.items():
         path = folder / name
         try:
             status = path.stat()
         except OSError as error:
-            return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe(error, path)
+            return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe_error(error, path)
         actual = status.st_size
         if not stat.S_ISREG(status.st_mode):
             return f"{path} is no plain file"
@@ -273,7 +273,7 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
 
 
 def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
-    """Error message for the first item whose checksum does not match; None if all are intact."""
+    """Check items; return an error message for the first item with a wrong checksum, else None."""
     by_file: dict[str, list[StoredItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
@@ -287,7 +287,7 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
                         byte_range = f"bytes {item.offset} to {item.offset + item.length}"
                         return f"{path} is damaged: {byte_range} do not have their checksum"
         except (OSError, EOFError) as error:
-            return describe(error, path)
+            return describe_error(error, path)
     return None
 
 
@@ -303,7 +303,7 @@ def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
 
 
 def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
-    """Reads an item into memory of its length; returns whether it was read and its checksum matches."""
+    """Read an item into memory of its length; return whether the read succeeded and the checksum is correct."""
     try:
         with open_regular(folder / item.file) as stream:
             stream.seek(item.offset)
@@ -314,6 +314,6 @@ def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
 
 
 def read_item(folder: Path, item: StoredItem) -> bytes | None:
-    """Reads the bytes of an item; None if they cannot be read or their checksum does not match."""
+    """Read the bytes of an item; None if they cannot be read or their checksum is wrong."""
     data = bytearray(item.length)
     return bytes(data) if read_into(folder, item, memoryview(data)) else None

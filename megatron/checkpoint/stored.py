@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.storage import bytes_of, read_into
+from megatron.checkpoint.storage import read_into, tensor_bytes
 
 
 class StoredTensors:
@@ -42,7 +42,7 @@ class StoredTensors:
             sizes = tuple(chunk.sizes)
             alone = math.prod(sizes) == tensor.numel()
             chunk_tensor = tensor if alone else torch.empty(sizes, dtype=tensor.dtype)
-            if chunk_tensor.numel() and not read_into(self.folder, item, bytes_of(chunk_tensor)):
+            if chunk_tensor.numel() and not read_into(self.folder, item, tensor_bytes(chunk_tensor)):
                 raise UserError(
                     f"{self.folder / item.file} is missing, truncated or damaged: {item.length} bytes from "
                     f"{item.offset}, a part of {name}, do not have their checksum"

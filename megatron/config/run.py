@@ -1,4 +1,4 @@
-"""Configuration of a training run: all sections, resolved and checked in order."""
+"""Configuration of a training run: all sections, with their derived values and checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ from megatron.config.vocabulary import check_vocabulary
 class RunConfig:
     """Configuration of a run. Immutable: use `dataclasses.replace` to change a section.
 
-    A configuration is unresolved until `resolve` has filled its derived values. Engines require a resolved
-    configuration.
+    `resolve` fills the derived values. Engines require a resolved configuration.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -59,21 +58,21 @@ class RunConfig:
     islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None) -> RunConfig:
-        """Return a copy with every derived value filled, checked against `world_size` processes.
+        """Return a copy with all derived values, checked for `world_size` processes.
 
-        Automatic choices are appended to `notes`, a line each. Resolving a resolved configuration for the same
-        world size changes nothing. Raises a one-line UserError with the flags and the fix for anything impossible
-        or contradictory.
+        Automatic choices are appended to `notes`, a line each. Resolving a configuration again with the same world
+        size changes nothing. Raises a UserError of a single line, with the flags and the fix, for values that are
+        impossible or contradict each other.
         """
-        note = _noting(notes)
+        note = _make_note(notes)
         if world_size < 1:
             raise UserError(f"the world size is {world_size}; start at least one process")
-        config = replace(self, tokenizer=_with_type(self.tokenizer, note))
-        _check_all_required(config)
+        config = replace(self, tokenizer=_resolve_tokenizer_type(self.tokenizer, note))
+        _check_required(config)
         for section in run_sections():
             check_fields(section, getattr(config, section))
-        run = _fill(config, world_size, cuda_available, note)
-        _check(run, world_size, cuda_available, note)
+        run = _resolve_sections(config, world_size, cuda_available, note)
+        _check_sections(run, world_size, cuda_available, note)
         return run
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -86,7 +85,7 @@ class RunConfig:
 
     @property
     def masks_labels(self) -> bool:
-        """Whether the loss mask of a training batch may exclude labels; false only for GPT without --eod-mask-loss."""
+        """Whether a loss mask may exclude labels in training; False only for GPT without --eod-mask-loss."""
         return self.data.eod_mask_loss or self.model.model_type != "gpt" or not self.model.predicts_words
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -118,16 +117,16 @@ class RunConfig:
 
     @classmethod
     def from_yaml(cls, text: str, location: str = "configuration") -> RunConfig:
-        """Inverse of `to_yaml`. Raises UserError starting with `where` for invalid text."""
+        """Inverse of `to_yaml`. Raises UserError starting with `location` for invalid text."""
         return cls.from_dict(parse_yaml(text, location), location)
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> RunConfig:
-        """Read a file written from `to_yaml`. Raises UserError naming the file if it cannot be read."""
+        """Read a YAML file with the text of `to_yaml`. Raises UserError with the file's name if it cannot be read."""
         return cls.from_dict(read_yaml(path), location=str(path))
 
     def describe(self, *, defaults: bool = True) -> str:
-        """Table of the values by section for the top of a log; without `defaults`, only non-default values."""
+        """Table of the values by section, for the log; without `defaults`, only non-default values."""
         sections = (describe_section(name, getattr(self, name), defaults=defaults) for name in run_sections())
         return "\n".join(filter(None, sections))
 
@@ -144,7 +143,7 @@ def describe_section(name: str, section: Any, *, defaults: bool) -> str:
     return "\n".join([f"{name}:", *lines]) if lines else ""
 
 
-def _noting(notes: list[str] | None) -> Note:
+def _make_note(notes: list[str] | None) -> Note:
     lines = [] if notes is None else notes
 
     def note(line: str) -> None:
@@ -154,14 +153,14 @@ def _noting(notes: list[str] | None) -> Note:
     return note
 
 
-def _with_type(tokenizer: TokenizerConfig, note: Note) -> TokenizerConfig:
+def _resolve_tokenizer_type(tokenizer: TokenizerConfig, note: Note) -> TokenizerConfig:
     typed_tokenizer = tokenizer.with_type()
     if typed_tokenizer != tokenizer:
         note(f"--vocab-file with --merge-file means --tokenizer-type {typed_tokenizer.tokenizer_type}")
     return typed_tokenizer
 
 
-def _check_all_required(config: RunConfig) -> None:
+def _check_required(config: RunConfig) -> None:
     missing = []
     for section, cls in run_sections().items():
         values = getattr(config, section)
@@ -181,8 +180,8 @@ def _check_all_required(config: RunConfig) -> None:
         raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
 
 
-def _fill(config: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
-    """Fill derived values section by section, with the checks that later sections rely on."""
+def _resolve_sections(config: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
+    """Fill derived values section by section, with the checks that other sections depend on."""
     precision, tokenizer = config.precision, config.tokenizer
     model = resolve_model(config.model)
     check_model(model)
@@ -209,8 +208,8 @@ def _fill(config: RunConfig, world_size: int, cuda_available: bool, note: Note) 
     )
 
 
-def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
-    """Check that the sections are consistent; raise UserError otherwise."""
+def _check_sections(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
+    """Check that the sections are consistent; raise UserError if not."""
     from megatron.config.check_compression import check_compression  # imports torch; parsing flags must not
 
     check_parallel(run.parallel, cuda_available)
@@ -242,7 +241,7 @@ def _format_value(value: Any) -> str:
 
 
 def run_sections() -> dict[str, type]:
-    """Section name -> dataclass, in the order of RunConfig."""
+    """Dataclass of each section by name, in the order of RunConfig."""
     sections: dict[str, type] = {}
     for entry in dataclasses.fields(RunConfig):
         factory = entry.default_factory
@@ -255,14 +254,14 @@ def run_sections() -> dict[str, type]:
 def notes_without_effect(
     unresolved: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int
 ) -> list[str]:
-    """Notes on explicit flags without effect, grouped by reason, so that no flag is silently ignored.
+    """Notes about explicit flags without effect, grouped by reason, so that no flag is silently ignored.
 
-    Settings that would silently change the training are refused elsewhere; these change nothing, which may surprise.
+    Settings that would silently change the training raise an error elsewhere; these flags change nothing.
 
     Args:
-        unresolved: the configuration before resolving.
-        resolved: the resolved configuration.
-        explicit: dotted names of the fields set by flags and files; a field set to its default is not reported.
+        unresolved: configuration before `resolve`.
+        resolved: resolved configuration.
+        explicit: dotted names of the fields set by flags and files; fields set to their default are not reported.
         world_size: number of processes.
     """
     flags_by_reason: dict[str, list[str]] = {}
@@ -281,16 +280,16 @@ def notes_without_effect(
     ]
 
 
-def run_around(model: ModelConfig, **sections: Any) -> RunConfig:
-    """Unresolved configuration around a model, with minimal values for the other fields that `resolve` requires.
+def minimal_run_config(model: ModelConfig, **sections: Any) -> RunConfig:
+    """Unresolved configuration with a model, and minimal values for other fields that `resolve` requires.
 
     Args:
         model: the model section.
-        sections: other sections by name, instead of the minimal sections.
+        sections: other sections by name, which replace the minimal sections.
     """
-    least: dict[str, Any] = {
+    minimal_sections: dict[str, Any] = {
         "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
         "optimizer": OptimizerConfig(lr=1e-4),
         "tokenizer": TokenizerConfig(vocab_size=MOST),  # large enough for any tensor-parallel size
     }
-    return RunConfig(model=model, **{**least, **sections})
+    return RunConfig(model=model, **{**minimal_sections, **sections})

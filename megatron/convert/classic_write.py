@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name
-from megatron.checkpoint.storage import bytes_of
+from megatron.checkpoint.storage import tensor_bytes
 from megatron.config.model import ModelConfig
 from megatron.convert.classic import FILE
 from megatron.convert.gemma import usual_form
@@ -59,7 +59,7 @@ class _RankFile:
         Raises:
             ValueError: when they do not fill the reserved space exactly.
         """
-        data, padding = bytes_of(values), bytes(zeros * values.element_size())
+        data, padding = tensor_bytes(values), bytes(zeros * values.element_size())
         if len(data) + len(padding) != self.sizes[name]:
             raise ValueError(f"{name} has {len(data) + len(padding)} bytes, its room {self.sizes[name]}")
         with self.path.open("r+b") as stream:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.run import run_around
+from megatron.config.run import minimal_run_config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.convert.safetensors_file import DTYPES
 from megatron.distributed.group import Group
@@ -129,4 +129,4 @@ def check_complete(weights: Weights, location: str) -> None:
 def model_of(**values: object) -> ModelConfig:
     """Resolved model configuration from the values that differ from the defaults."""
     model = ModelConfig(**values)  # type: ignore[arg-type]
-    return run_around(model).resolve(1).model
+    return minimal_run_config(model).resolve(1).model

@@ -19,7 +19,7 @@ from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.precision import PrecisionConfig
-from megatron.config.run import run_around
+from megatron.config.run import minimal_run_config
 from megatron.convert.model import Entry, Weights
 from megatron.models.embedding import TIED_NAME
 from megatron.tokenizer.vocabulary import fitted
@@ -83,7 +83,9 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     """
     dtype = weights.entries[TIED_NAME].dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    config = run_around(weights.model, tokenizer=fitted(weights.tokenizer, weights.vocab_size), precision=precision)
+    config = minimal_run_config(
+        weights.model, tokenizer=fitted(weights.tokenizer, weights.vocab_size), precision=precision
+    )
     tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
     text = config.resolve(1).to_yaml()
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.storage import bytes_of
+from megatron.checkpoint.storage import tensor_bytes
 
 
 class TorchFile:
@@ -76,7 +76,7 @@ class TorchFile:
         storage = like.untyped_storage()
         if self._records is None or not storage.nbytes() or storage.data_ptr() in self._whole:
             return
-        data = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        data = tensor_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
         if (len(data), zlib.crc32(data)) not in self._records:
             raise UserError(f"{self.path}: {name} is damaged: it does not have its checksum; fetch the file again")
         self._whole.add(storage.data_ptr())

@@ -1,4 +1,4 @@
-"""Fragments of the model that islands exchange in turn, in separate buckets."""
+"""Fragments of the model, which islands exchange in turn."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron.parallel.data.reducer import GradBucket, ParamRange
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def fragment_of(name: str, layers: int, fragments: int) -> int:
-    """The fragment of a parameter: layers are assigned round-robin (Douillard et al. 2025, "strided"). Parameters
-    before the layers belong to the first layer's fragment, parameters after them to the last layer's."""
+def fragment_index(name: str, layers: int, fragments: int) -> int:
+    """Index of a parameter's fragment. Layers are assigned round-robin (Douillard et al. 2025, "strided"). Parameters
+    before the layers belong to the first layer's fragment, parameters after them to the last layer's fragment."""
     match = _LAYER.search(name)
     if match is None:
         return 0 if "embedding" in name else (layers - 1) % fragments
@@ -32,11 +32,11 @@ def fragment_of(name: str, layers: int, fragments: int) -> int:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Range of a fragment's bucket that holds a shard of this rank.
+    """Range of a fragment's bucket with a shard of this rank.
 
     Args:
-        index: number of the shard.
-        bucket: number of the fragment's bucket.
+        index: index of the shard.
+        bucket: index of the fragment's bucket.
         start, stop: range in the bucket.
         shard: the shard.
     """
@@ -50,14 +50,14 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class FragmentBucket:
-    """Parameters of a fragment that lie in a common bucket of gradients.
+    """Parameters of a fragment from the same gradient bucket.
 
     Args:
-        buffer: the buffer of that bucket; its group is the replicas' group.
-        slots: the parameters, in the order of the bucket.
-        reduced: the reducer's bucket; it has no memory between rounds.
-        tie: the tied embedding in the bucket; None for other parameters.
-        is_owner: whether this stage reduces it.
+        buffer: buffer of the gradient bucket; its group is the group of replicas.
+        slots: parameters, in the order of the gradient bucket.
+        reduced: bucket for the reducer, without memory between rounds.
+        tie: tied embedding in the bucket; None for other parameters.
+        is_owner: whether this stage exchanges the bucket with other islands.
     """
 
     buffer: FlatBuffer
@@ -78,17 +78,18 @@ class FragmentBucket:
 
 
 class Fragment:
-    """A fragment of the model, as held by this rank.
+    """This rank's part of a fragment of the model.
 
     Args:
-        number: number of the fragment.
-        fragments, layers: numbers of fragments and layers of the model.
+        number: index of the fragment.
+        fragments, layers: numbers of fragments and of layers.
         buffers: all parameters of this rank.
-        shards: the shards that this rank updates.
-        ties: the group of stages that hold a tied embedding, by embedding.
-        plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
+        shards: shards that this rank updates.
+        ties: group of the stages with a copy, for each tied embedding.
+        plan: plan with the compressor of ``OUTER``.
+        ledger: ledger that counts the bytes.
 
-    ``exchanged_buckets`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
+    This rank exchanges ``exchanged_buckets`` with other islands through ``reducer``.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Fragment:
             fragment_bucket
             for buffer in buffers
             for bucket in buffer.buckets
-            if (fragment_bucket := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
+            if (fragment_bucket := _make_bucket(buffer, bucket, number, fragments, layers, ties)) is not None
         ]
         locations = {
             id(slot): (at, param_range.start)
@@ -124,14 +125,14 @@ class Fragment:
         self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
 
     def shard_view(self, shard_range: ShardRange) -> Tensor:
-        """A shard's range of its bucket."""
+        """View of a shard in its bucket."""
         return self.buckets[shard_range.bucket].reduced.flat[shard_range.start : shard_range.stop]
 
 
-def _bucket(
+def _make_bucket(
     buffer: FlatBuffer, bucket: Bucket, number: int, fragments: int, layers: int, ties: dict[Tie, Group]
 ) -> FragmentBucket | None:
-    slots = tuple(slot for slot in bucket.slots if fragment_of(slot.logical_name, layers, fragments) == number)
+    slots = tuple(slot for slot in bucket.slots if fragment_index(slot.logical_name, layers, fragments) == number)
     if not slots:
         return None
     ranges: list[ParamRange] = []
@@ -140,12 +141,12 @@ def _bucket(
         ranges.append(ParamRange(slot.logical_name, start, tuple(slot.param.shape)))
     tie = slots[0].spec.tied
     tie = tie if tie in ties else None
-    # All stages that hold a tied embedding have equal copies, so it crosses between islands once.
+    # The copies of a tied embedding are equal, so only one stage exchanges it with other islands.
     reduces = tie is None or ties[tie].rank == 0
     return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(ranges)), tie, reduces)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:
-    """Zeros in the dtype of differences."""
+    """Allocate zeros in the dtype of pseudo-gradients."""
     dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
     return torch.zeros(length, dtype=dtype, device=buffer.params_flat.device)

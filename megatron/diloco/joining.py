@@ -59,7 +59,7 @@ class Joining:
         """Before the first step, send the state to islands that have come to the start without it."""
         islands = self.islands
         awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
-        while awaited and islands.lets_in and not any_rank(islands.control, time.monotonic() > deadline):
+        while awaited and islands.admits_islands and not any_rank(islands.control, time.monotonic() > deadline):
             awaited -= self.admit_islands()
             time.sleep(POLL_SECONDS)
 

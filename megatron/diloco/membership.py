@@ -1,4 +1,4 @@
-"""Membership of islands: who takes part in a round, and whether it counts. No leader; the first writer decides."""
+"""Membership of islands: members and outcome of each round. There is no leader; the first writer decides."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron.diloco.groups import CPU, group_apart
 from megatron.diloco.round_decision import Decision, RoundOutcome, RoundReport, Vote, check_mean, select_members
 from megatron.diloco.startup import LOCAL, IslandStart, QuorumError, StartLimits, finish_of, share
 from megatron.diloco.store import POLL_SECONDS, HeartbeatMonitor, IslandStore
-from megatron.diloco.waiting import WaitNotice, named
+from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import any_rank, rank_of
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
 
-_WATCHING = 3
-"""Number of time limits after which an island that watches an attempt considers it failed."""
+_WATCHED_TIME_LIMITS = 3
+"""Time limits after which an island outside an attempt declares it failed."""
 
 
 @dataclass(frozen=True)
 class JoinReply:
-    """The reply to an island that asks to join.
+    """Reply to an island that asks to join.
 
     Args:
-        source: the island that sends its whole state.
+        source: island that sends its state.
         round: key of the round after which the state is sent.
-        members: the islands of that round.
-        problem: the reason for a refusal; empty if the island may join.
+        members: islands of that round.
+        problem: reason for a refusal; empty if the island may join.
     """
 
     source: int
@@ -51,20 +51,20 @@ class JoinReply:
 
 
 class Islands:
-    """This island's view of all islands. Every rank of the island has an instance; all call its methods alike.
+    """This island's view of all islands. All ranks of the island make the same calls.
 
     Args:
-        store: the islands' store.
-        island, count: this island's number, and the number of islands.
-        quorum: fewest islands of a round.
-        seconds: longest time that a round waits for an island.
-        start_seconds: longest time until all have come to the start.
-        control: the ranks of this island over gloo; None for a single rank.
+        store: store of the islands.
+        island, count: number of this island, and number of islands.
+        quorum: minimum number of islands in a round.
+        seconds: maximum time for which a round waits for an island.
+        start_seconds: maximum time for which the start waits for all islands.
+        control: ranks of this island over gloo; None for a single rank.
         device: device of this rank's tensors.
         tell: prints a line, on rank 0.
 
-    ``expected`` are the islands of the last round, initially those that began; ``behind`` are those that came to the
-    start without the others' state, and ``starts_synchronously`` says that the start is in the synchronous warm-up.
+    ``expected`` are the islands of the last round, initially the islands that began. ``behind`` are islands with an
+    older state at the start. ``starts_synchronously``: the start is in the synchronous warm-up.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class Islands:
     def begin_generation(
         self, iteration: int, synchronous: bool, identity: Mapping[str, str], weights: str = ""
     ) -> bool:
-        """Begins a generation with the others, unless they have a newer state or a generation is running.
+        """Begins a generation with the other islands, unless they have a newer state or a generation is running.
 
         Args:
-            iteration: iterations that this island has completed.
-            synchronous: the islands synchronize every step from there, which needs all of them.
-            identity: settings that must be the same on all islands, by their user-facing names.
-            weights: a fingerprint of the weights, which must be the same on all islands that begin.
+            iteration: number of iterations that this island has completed.
+            synchronous: whether islands synchronize every step from there on, which requires all islands.
+            identity: settings that must be the same on all islands, by user-facing name.
+            weights: fingerprint of the weights, which must be the same on all islands that begin.
 
         Returns:
-            Whether this island begins with the others; otherwise it must ``join``.
+            Whether this island begins with the others; if not, it must ``join``.
 
         Raises:
-            UserError: on every rank of all islands, when they cannot go together.
-            CommunicationError: when they do not come.
+            UserError: on every rank of all islands, when their settings or weights differ.
+            CommunicationError: when too few islands come in time.
         """
         self._identity = identity
         start = self.start.begin_generation([iteration, synchronous, dict(identity), weights])
@@ -124,36 +124,38 @@ class Islands:
         without: int | None = None,
         outer_param_norm: float = 0.0,
     ) -> Decision:
-        """Comes to (an attempt of) a round, and waits up to the time limit for the islands of the last round.
+        """Reports to an attempt of a round, and waits for the islands of the last round until the time limit.
 
         Args:
             key: name of the round and attempt, the same on all islands.
-            arrival: this island's report; rank 0's counts.
+            arrival: this island's report; the report of rank 0 is used.
             last_norm: norm of the last mean; 0 before the first mean.
-            without: an island that comes and is left out, to see whether it spoils the mean.
+            without: island to exclude from the attempt, to test whether it spoils the mean.
             outer_param_norm: norm of the outer parameters; 0 if not needed.
 
         Raises:
-            QuorumError: when fewer than the quorum have come by the time limit.
+            QuorumError: when fewer islands than the quorum report within the time limit.
             CommunicationError: when no pseudo-gradient is finite, or the store is gone.
         """
         decide = partial(select_members, last_norm=last_norm, outer_param_norm=outer_param_norm)
-        return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
+        return Decision.decode(
+            self._share(lambda: self._report_and_decide(key, arrival, lambda a: decide(a).leave_out(without)))
+        )
 
-    def _arrive(
-        self, key: str, own_arrival: RoundReport, decide: Callable[[Mapping[int, RoundReport]], Decision]
+    def _report_and_decide(
+        self, key: str, local_report: RoundReport, decide: Callable[[Mapping[int, RoundReport]], Decision]
     ) -> dict[str, Any]:
         self.store.put(LOCAL, True)
-        self.store.put(f"{key}/arrived/{self.island}", own_arrival.encode())
-        awaited_islands = [k for k in self._awaited() if k != self.island]
-        pulses, deadline = HeartbeatMonitor(self.store, awaited_islands), time.monotonic() + self.seconds
+        self.store.put(f"{key}/arrived/{self.island}", local_report.encode())
+        awaited_islands = [k for k in self._awaited_islands() if k != self.island]
+        monitor, deadline = HeartbeatMonitor(self.store, awaited_islands), time.monotonic() + self.seconds
         wait_notice = WaitNotice("to come to a round", self.seconds, self.tell)
 
-        def look() -> None:
+        def poll() -> None:
             reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
-            missing = {k for k in awaited_islands if k not in arrivals} - pulses.silent() - self._joining()
-            wait_notice.look(missing)
+            missing = {k for k in awaited_islands if k not in arrivals} - monitor.silent() - self._joining_islands()
+            wait_notice.update(missing)
             if missing and time.monotonic() < deadline:
                 return
             if len(arrivals) < self.quorum:
@@ -161,18 +163,18 @@ class Islands:
                     return
                 raise QuorumError(
                     f"{len(arrivals)} of {self.count} islands came to a round within {self.seconds:g} s, and "
-                    f"--islands-quorum is {self.quorum}: start the others again, all from their checkpoints"
+                    f"--islands-quorum is {self.quorum}: restart the others from their checkpoints"
                 )
             try:
                 self.store.decide(f"{key}/members", decide(arrivals).encode())
             except ValueError as error:
                 raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
 
-        decision: dict[str, Any] = self.store.wait_for(f"{key}/members", look, Decision.decode)
+        decision: dict[str, Any] = self.store.wait_for(f"{key}/members", poll, Decision.decode)
         return decision
 
-    def _awaited(self) -> set[int]:
-        """The islands of the last round, and those that joined after it; initially all that came to the start."""
+    def _awaited_islands(self) -> set[int]:
+        """Islands of the last round, and islands that joined after it; initially all islands at the start."""
         joined_islands = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.store.get(f"joining/{k}", int)
@@ -181,8 +183,8 @@ class Islands:
                 joined_islands.add(k)
         return joined_islands | set(self.expected)
 
-    def _joining(self) -> set[int]:
-        """Islands that wait to be let in, and therefore come to no round."""
+    def _joining_islands(self) -> set[int]:
+        """Islands that wait to join, and therefore do not report to rounds."""
         return {k for k, _ in self._tickets()}
 
     def _tickets(self) -> list[tuple[int, int]]:
@@ -194,18 +196,18 @@ class Islands:
         return tickets
 
     def group(self, decision: Decision, key: str) -> Group:
-        """The group of this rank on all members. Reused until the members change, or something in it fails.
+        """Group of this rank on all members, reused until the members change or an attempt fails.
 
         Raises:
-            CommunicationError: when a member does not come.
+            CommunicationError: when a member does not connect in time.
         """
         if self._group is None or self._group.ranks != decision.members:
             self._group = None
-            self._group = self.group_of(decision.members, f"{key}/group", self.seconds)
+            self._group = self.make_group(decision.members, f"{key}/group", self.seconds)
         return self._group
 
-    def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
-        """A group of this rank on the given islands."""
+    def make_group(self, members: Sequence[int], key: str, seconds: float) -> Group:
+        """Make a group of this rank and the same rank of other islands."""
         store = dist.PrefixStore(f"{key}/{self.rank}", self.store.box)
         return group_apart(store, members, self.island, "islands", seconds, self.store.own_address(), self.device)
 
@@ -214,25 +216,25 @@ class Islands:
 
         Args:
             key: name of the round and attempt.
-            members: its members. An island that is not a member waits for their decision.
-            vote: this rank's vote; failure on any rank counts as failure, and rank 0's norms count.
+            members: members of the attempt. An island that is not a member waits for their decision.
+            vote: this rank's vote. Failure on any rank is failure of the island; the norms of rank 0 are used.
         """
         vote = replace(vote, failed=any_rank(self.control, vote.failed))
-        outcome = RoundOutcome(self._share(lambda: self._settle(key, members, vote)))
+        outcome = RoundOutcome(self._share(lambda: self._vote_and_decide(key, members, vote)))
         if outcome is not RoundOutcome.COUNTS:
             self._group = None
         elif self.island in members:
             self.expected, self.last_round = tuple(members), key
         return outcome
 
-    def _settle(self, key: str, members: Sequence[int], vote: Vote) -> str:
+    def _vote_and_decide(self, key: str, members: Sequence[int], vote: Vote) -> str:
         takes_part = self.island in members
         if takes_part:
             self.store.put(f"{key}/ok/{self.island}", vote.encode())
-        # Members may take one time limit for the transfer, and another for the votes.
-        deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHING)
+        # Members may need a time limit for the transfer and another for the votes.
+        deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHED_TIME_LIMITS)
 
-        def look() -> None:
+        def poll() -> None:
             votes = [self.store.get(f"{key}/ok/{k}", Vote.decode) for k in members]
             received_votes = [vote for vote in votes if vote is not None]
             if len(received_votes) == len(members):
@@ -240,13 +242,13 @@ class Islands:
             elif any(vote.failed for vote in received_votes) or time.monotonic() > deadline:
                 self.store.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
-        outcome: str = self.store.wait_for(f"{key}/outcome", look, RoundOutcome)
+        outcome: str = self.store.wait_for(f"{key}/outcome", poll, RoundOutcome)
         return outcome
 
     # Joining.
 
     def request_to_join(self) -> tuple[int, JoinReply] | None:
-        """Waits until a round lets this island in; returns its ticket and the reply, or None when no island is left.
+        """Waits until this island may join after a round; returns ticket and reply, or None if no island is left.
 
         Raises:
             UserError: on every rank, when the other islands refuse this island.
@@ -255,19 +257,20 @@ class Islands:
         self._group = None
         ticket = int(self._share(lambda: self._take_ticket()))
         peers = [k for k in range(self.count) if k != self.island]
-        pulses = HeartbeatMonitor(self.store, peers)
+        monitor = HeartbeatMonitor(self.store, peers)
         if self.rank == 0:
             self.tell(
-                f"waiting for {named(peers)} to let this one in at the end of a round, while any of them is alive"
+                f"waiting for {describe_islands(peers)} to admit this island at the end of a round, while any of them "
+                "is alive"
             )
         answer: JoinReply | None = None
-        # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
+        # All ranks poll, because a round may take longer than the timeout of the island's process group.
         while answer is None:
             answer = self.store.get(f"welcome/{ticket}", JoinReply.read)
             if answer is None and self.store.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
                 answer = JoinReply(self.island, "", (), why)
-            if len(pulses.silent()) == len(peers) and answer is None:
+            if len(monitor.silent()) == len(peers) and answer is None:
                 break
             time.sleep(POLL_SECONDS)
         if any_rank(self.control, answer is None):
@@ -287,57 +290,57 @@ class Islands:
         return ticket
 
     @property
-    def lets_in(self) -> bool:
-        """Whether this island lets others in: the first member of the last round does."""
+    def admits_islands(self) -> bool:
+        """Whether this island admits others, as the first member of the last round."""
         return bool(self.expected) and self.expected[0] == self.island
 
     def admit_islands(self) -> list[tuple[int, int]]:
-        """After a round that counts: the islands that it lets in, and their tickets. The first member lets them in."""
-        if not self.lets_in:
+        """Admit waiting islands after a round, if this island is its first member; return (island, ticket) pairs."""
+        if not self.admits_islands:
             return []
-        return [(k, ticket) for k, ticket in self._share(self._let_in)]
+        return [(k, ticket) for k, ticket in self._share(self._admit_waiting_islands)]
 
-    def _let_in(self) -> list[tuple[int, int]]:
+    def _admit_waiting_islands(self) -> list[tuple[int, int]]:
         admitted_islands = []
         for k, ticket in self._tickets():
             problem = ""
             for name, value in (self.store.get(f"ticket/{ticket}", dict) or {}).items():
                 if self._identity.get(name) != value:
-                    own_value = self._identity.get(name)
-                    problem = f"island {k} and the others do not agree: {name} is {value} and {own_value}"
+                    local_value = self._identity.get(name)
+                    problem = f"island {k} and the others do not agree: {name} is {value} and {local_value}"
             self.store.put(f"welcome/{ticket}", asdict(JoinReply(self.island, self.last_round, self.expected, problem)))
             if not problem:
                 admitted_islands.append((k, ticket))
         return admitted_islands
 
     def pair(self, ticket: int, source: int, joiner: int) -> Group:
-        """A group of this rank on an island that sends its whole state and on an island that joins.
+        """Make a group of this rank on the island that sends its state and on the island that joins.
 
         Raises:
-            CommunicationError: when the other does not come.
+            CommunicationError: when the other island does not connect in time.
         """
-        return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
+        return self.make_group((source, joiner), f"stream/{ticket}", self.seconds)
 
     def announce_end(self, iteration: int, folder: str) -> list[int]:
-        """Records that this island has finished; returns the others that have neither finished nor taken part in the
-        last round.
+        """Records that this island has finished; returns the islands that have neither finished nor been members of
+        the last round.
 
         Args:
             iteration: the final iteration.
-            folder: the folder of its checkpoint; empty if there is none.
+            folder: folder of this island's checkpoint; empty without a checkpoint.
         """
 
-        def note() -> list[int]:
+        def record_end() -> list[int]:
             self.store.put(finish_of(self.island), [iteration, folder])
-            return self._late()
+            return self._late_islands()
 
-        return [int(k) for k in self._share(note)]
+        return [int(k) for k in self._share(record_end)]
 
     def still_late(self) -> bool:
-        """Whether this island, the first member of the last round, may wait for a late island."""
-        return self.lets_in and bool(self._share(self._late))
+        """Whether there are late islands for which this island, as the first member of the last round, may wait."""
+        return self.admits_islands and bool(self._share(self._late_islands))
 
-    def _late(self) -> list[int]:
+    def _late_islands(self) -> list[int]:
         return [k for k in range(self.count) if k not in self.expected and self.store.get(finish_of(k)) is None]
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of islands on one rank: from the pseudo-gradients of its shards to a step of the outer parameters."""
+"""Rounds of islands on a rank: pseudo-gradients, transfers, and steps of the outer parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.diloco.fragments import Fragment, bucket_memory, fragment_of
+from megatron.diloco.fragments import Fragment, bucket_memory, fragment_index
 from megatron.diloco.outer_optimizer import OuterOptimizer
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
@@ -30,16 +30,16 @@ class InFlightFragment:
     """A fragment in transit.
 
     Args:
-        fragment: number of the fragment.
-        sent: iterations of the run after which it was sent.
-        attempt: number of the attempt, from 0.
-        members: the islands that take part.
-        own_loss, mean_loss: training loss of this island since the last round, and the members' mean.
+        fragment: index of the fragment.
+        sent: number of completed iterations when it was sent.
+        attempt: 0-based index of the attempt.
+        members: islands of the round.
+        own_loss, mean_loss: training loss since the last round, of this island and averaged over the members.
         norm: L2 norm of this island's pseudo-gradient.
-        failed: the exchange failed on this rank.
-        arrived: the mean has arrived, and waits to be applied.
-        without: an island that the attempt leaves out, to see whether it spoils the mean; None for none.
-        mean_norm: L2 norm of the mean that was received.
+        failed: whether the exchange failed on this rank.
+        arrived: whether the mean has arrived and is not applied yet.
+        without: island excluded from the attempt, to test whether it spoils the mean; None for no island.
+        mean_norm: L2 norm of the received mean.
     """
 
     fragment: int
@@ -61,25 +61,26 @@ class InFlightFragment:
 
 
 class OuterSync:
-    """This rank's part in rounds. Every rank of an island has an instance; all call its methods alike.
+    """Transfers and outer steps of this rank. All ranks of an island make the same calls.
 
-    Among replicas that hold the same parameters, the first exchanges them with the first replicas of other islands: the
-    replicas' shares are assembled before, and the mean is broadcast to all of them after. So every number crosses
-    between islands once, and compressors see whole parameters.
+    The first replica of an island exchanges parameters with the first replicas of the other islands: it first collects
+    the shares of its replicas, and then broadcasts the mean to them. So each element is exchanged between islands once,
+    and compressors receive complete parameters.
 
     Args:
         buffers: all parameters of this rank.
         optimizer: the inner optimizer.
-        topology: the ranks of this island.
-        plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
-        options: the point's options.
-        layers: layers of the model.
-        untrained_tensors: tensors of the model that no gradient moves, by name: the biases of experts. Islands average
-            them exactly, without momentum.
+        topology: this rank's groups in the island.
+        plan: plan with the compressor of ``OUTER``.
+        ledger: ledger that counts the bytes.
+        options: options of the point.
+        layers: number of layers of the model.
+        untrained_tensors: tensors without gradients (expert biases), by name. Islands average them exactly, without
+            momentum.
 
-    ``in_flight`` is the fragment in transit, ``last_round_iteration`` the number of iterations after which the last
-    round was, ``last_sync_iteration`` that after which all islands last had the outer parameters' values, and ``norms``
-    are the norms of the fragments' last means, 0 before the first.
+    ``in_flight`` is the fragment in transit. ``last_round_iteration`` and ``last_sync_iteration`` are the numbers of
+    completed iterations at the last round, and when all islands last had the values of the outer parameters. ``norms``
+    are the norms of the fragments' last means, 0 before the first mean.
     """
 
     def __init__(
@@ -104,22 +105,22 @@ class OuterSync:
         self.fragments = [
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
-        self._others: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self._untrained_tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
         for name, x in (untrained_tensors or {}).items():
-            self._others[fragment_of(name, layers, count)][name] = x
+            self._untrained_tensors[fragment_index(name, layers, count)][name] = x
         self._means: dict[str, Tensor] = {}
 
     def states(self) -> Iterator[CompressorState]:
-        """States of the compressors."""
+        """Compressor states of all fragments."""
         for fragment in self.fragments:
             yield from fragment.reducer.states()
 
     @torch.no_grad()
     def collect_pseudo_gradient(self, number: int) -> None:
-        """Assembles the difference of a fragment from the shares of all replicas."""
+        """Computes the pseudo-gradient of a fragment, from the shares of all replicas."""
         fragment = self.fragments[number]
         self.allocate_buffers(number)
-        for name, x in self._others[number].items():
+        for name, x in self._untrained_tensors[number].items():
             self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
             for shard_range in fragment.shard_ranges:
@@ -127,21 +128,21 @@ class OuterSync:
         self._gather_replica_shares(fragment)
 
     def _gather_replica_shares(self, fragment: Fragment) -> None:
-        """Assembles a fragment from the replicas' shares."""
+        """Collects a fragment from the shares of the replicas."""
         if not self.optimizer.sharded:
             return
         for bucket in fragment.buckets:
-            # Each number is nonzero on a single replica: the sum is exact.
-            self._wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
+            # Each element is nonzero on at most one replica, so the sum is exact.
+            self._count_and_wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
 
     @torch.no_grad()
     def sum_gradients(self, group: Group, iteration: int, scale: float) -> None:
-        """Sums the gradients of a joint step of all islands, by the point's compressor.
+        """Sums the gradients of a synchronous step over all islands, through the point's compressor.
 
         Args:
-            group: this rank on all islands.
+            group: this rank and the same rank of all other islands.
             iteration: 0-based.
-            scale: the loss scale that the gradients carry.
+            scale: loss scale of the gradients.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -159,61 +160,63 @@ class OuterSync:
             self.free_buffers(number)
 
     def copy_outer_params(self) -> None:
-        """Begins local steps: copies the outer parameters, and drops the residuals of gradients."""
+        """Copies the outer parameters before the first local step, and drops the residuals of gradients."""
         self.outer.copy_params()
         for state in self.states():
             state.tensors.pop(RESIDUAL, None)
 
     def allocate_buffers(self, number: int) -> None:
-        """Allocates a fragment's memory for pseudo-gradients."""
+        """Allocates memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
-        self._means = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._others[number].items()}
+        self._means = {
+            name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._untrained_tensors[number].items()
+        }
 
     def free_buffers(self, number: int) -> None:
-        """Frees a fragment's memory."""
+        """Frees the memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
 
     def pseudo_gradient_norm(self, number: int) -> float:
-        """L2 norm of the difference of a fragment, over the whole island."""
+        """L2 norm of a fragment's pseudo-gradient, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
             fragment.shard_view(shard_range)
             for shard_range in fragment.shard_ranges
             if shard_range.shard.counts_in_norm(tp)
         ]
-        return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
+        return math.sqrt(self._sum_over_island(sum_of_squares(counted_tensors)))
 
     def outer_param_norm(self, number: int) -> float:
-        """L2 norm of the outer parameters of a fragment, over the whole island."""
+        """L2 norm of a fragment's outer parameters, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
             self.outer.outer_params[shard_range.index]
             for shard_range in fragment.shard_ranges
             if shard_range.shard.counts_in_norm(tp)
         ]
-        return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
+        return math.sqrt(self._sum_over_island(sum_of_squares(counted_tensors)))
 
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
-        """L2 norm of the mean received by ``finish_transfer``, over the whole island; nothing has changed yet.
+        """L2 norm of the mean from ``finish_transfer``, over the whole island, before ``accept_mean``.
 
-        Tensors replicated over tensor-parallel ranks are counted by each of them.
+        Tensors that are replicated over tensor-parallel ranks count once for each rank.
 
         Args:
-            number: the fragment.
-            contributors: number of islands that sent something.
-            exchanged: the exchange completed on this rank; else the rank adds nothing.
+            number: index of the fragment.
+            contributors: number of islands that sent a contribution.
+            exchanged: whether the exchange completed on this rank; if not, the rank adds 0.
         """
         total = 0.0
         if exchanged:
             total = self.fragments[number].reducer.squared_norm()
             if not all(bool(torch.isfinite(mean).all()) for mean in self._means.values()):
                 total = math.nan
-        return math.sqrt(self._summed(total)) / contributors
+        return math.sqrt(self._sum_over_island(total)) / contributors
 
-    def _summed(self, value: float) -> float:
-        """Sum of a number over the ranks of the island; nan if it is negative or nan."""
+    def _sum_over_island(self, value: float) -> float:
+        """Sum over all ranks of the island; nan if the sum is negative or nan."""
         total = torch.tensor([value], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
         self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
@@ -231,7 +234,7 @@ class OuterSync:
         reducer.exchange(wait=False)
 
     def advance_transfer(self, number: int) -> None:
-        """Advances the exchange as far as possible without waiting.
+        """Advances the exchange without blocking.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -239,7 +242,7 @@ class OuterSync:
         self.fragments[number].reducer.exchange(wait=False)
 
     def finish_transfer(self, number: int) -> None:
-        """Completes the exchange; compressors' states do not change.
+        """Completes the exchange, without a change of compressor states.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -252,12 +255,12 @@ class OuterSync:
             self.ledger.wait_for(Point.OUTER, pending)
 
     def discard_transfer(self, number: int) -> None:
-        """Discards an exchange that does not count."""
+        """Discards an exchange and rolls back the compressor states."""
         self.fragments[number].reducer.discard()
 
     @torch.no_grad()
     def accept_mean(self, number: int, contributors: int) -> None:
-        """Commits an exchange: updates compressors' states, and replaces the difference by the mean on all replicas."""
+        """Commits an exchange: updates the compressor states, and writes the mean to the buckets of all replicas."""
         fragment = self.fragments[number]
         fragment.reducer.write_results()
         for mean in self._means.values():
@@ -267,50 +270,50 @@ class OuterSync:
             if bucket.is_owner:
                 if bucket.leads:
                     flat.div_(contributors)
-                self._wait(bucket.buffer.group.broadcast(flat))
+                self._count_and_wait(bucket.buffer.group.broadcast(flat))
             if bucket.tie is not None:
-                self._wait(self.topology.embedding[bucket.tie].broadcast(flat))
+                self._count_and_wait(self.topology.embedding[bucket.tie].broadcast(flat))
 
     @torch.no_grad()
     def apply_mean(self, number: int, alpha: float) -> None:
-        """Takes the outer step of a fragment, with the mean that ``accept_mean`` left."""
+        """Takes the outer step of a fragment with the mean from ``accept_mean``."""
         fragment = self.fragments[number]
         for shard_range in fragment.shard_ranges:
             self.outer.step(shard_range.index, fragment.shard_view(shard_range))
             self.outer.update_params(shard_range.index, alpha)
-        for name, x in self._others[number].items():
+        for name, x in self._untrained_tensors[number].items():
             x.copy_(self._means[name])
         self.free_buffers(number)
 
     def publish_params(self) -> None:
-        """Copies the values changed by rounds into the model."""
+        """Copies the values that a round has changed into the model."""
         self.optimizer.publisher.publish_exactly()
 
     def load_outer_params(self) -> None:
-        """Sets all values to the outer parameters'."""
+        """Sets all parameters to the outer parameters."""
         with torch.no_grad():
             for index in range(len(self.outer.mains)):
                 self.outer.update_params(index, 0.0)
         self.publish_params()
 
-    def _wait(self, pending: Pending) -> None:
-        """Waits for a collective inside the island."""
+    def _count_and_wait(self, pending: Pending) -> None:
+        """Counts a collective inside the island, and waits for it."""
         self.ledger.count_message(Point.PARAM_GATHER, pending.sent_bytes)
         self.ledger.wait_for(Point.PARAM_GATHER, pending)
 
     def means(self) -> dict[int, Tensor]:
-        """Ranges of an arrived mean that is not applied yet, by shard number; empty otherwise."""
+        """Shards of a mean that has arrived and is not applied yet, by shard index; empty without such a mean."""
         if self.in_flight is None or not self.in_flight.arrived:
             return {}
         fragment = self.fragments[self.in_flight.fragment]
         return {shard_range.index: fragment.shard_view(shard_range) for shard_range in fragment.shard_ranges}
 
-    def means_of_others(self) -> dict[str, Tensor]:
-        """The same for tensors that are not parameters, by name."""
+    def untrained_means(self) -> dict[str, Tensor]:
+        """Means of untrained tensors that are not applied yet, by name; empty without such a mean."""
         return self._means if self.in_flight is not None and self.in_flight.arrived else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State besides tensors for a checkpoint. A transfer that has not arrived is left out: it is sent again."""
+        """State other than tensors. A transfer that has not arrived is left out, and is sent again after a restart."""
         in_flight = self.in_flight if self.in_flight is not None and self.in_flight.arrived else None
         return {
             "begun": self.outer.has_outer_params,
@@ -322,7 +325,7 @@ class OuterSync:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state, after the tensors."""
+        """Restore the state, after all tensors are restored."""
         self.last_round_iteration, self.last_sync_iteration = int(state.get("round", 0)), int(state.get("together", 0))
         norms = [float(norm) for norm in state.get("norms", ())]
         if len(norms) == len(self.norms):

@@ -1,4 +1,4 @@
-"""Rounds of islands: when fragments are sent, and how failed attempts are retried."""
+"""Rounds of islands: schedule of fragments, and retries of failed attempts."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ from megatron.diloco.outlier_search import OutlierSearch
 from megatron.diloco.round_decision import Decision, RoundOutcome, RoundReport, Vote
 from megatron.diloco.startup import QuorumError
 from megatron.diloco.store import POLL_SECONDS
-from megatron.diloco.waiting import named
+from megatron.diloco.waiting import describe_islands
 from megatron.distributed.agreement import any_rank
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
 
-MOST_ATTEMPTS = 4
-"""Attempts of a round by the same islands before the run gives up."""
+MAX_ATTEMPTS = 4
+"""Maximum number of failed attempts of a round by the same islands before the run ends with an error."""
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Reports a line to the user, and its numbers to files."""
+"""Function that prints a line for the user and writes its values to the logs."""
 
 
-_WITHOUT = "warning: the other islands went on without this one; its steps since the last round are lost"
+_LEFT_BEHIND = "warning: the other islands continued without this one; its steps since the last round are lost"
 
 
 @dataclass
 class _Times:
-    """Durations of a transfer in seconds: since it was sent, and the time that training waited for it."""
+    """Times of a transfer in seconds.
+
+    Args:
+        sent: ``time.monotonic()`` at its start.
+        waited: duration for which training waited for it.
+    """
 
     sent: float
     waited: float = 0.0
 
     def hidden(self) -> float:
-        """The share of the transfer that was hidden behind training."""
+        """Share of the transfer that training has hidden."""
         in_flight = time.monotonic() - self.sent
         return max(0.0, 1.0 - self.waited / in_flight) if in_flight > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Help for islands that are late when this island ends.
+    """Settings for islands that are late when this island ends.
 
     Args:
-        folder: folder of its last checkpoint; empty without a checkpoint.
-        seconds: longest time that it stays to send them its state.
+        folder: folder of this island's last checkpoint; empty without a checkpoint.
+        seconds: maximum time for which this island waits to send its state to late islands.
     """
 
     folder: str = ""
@@ -60,22 +65,22 @@ class RunEnd:
 
 
 class Rounds:
-    """The rounds of this island. Every rank of an island constructs them and calls the same methods.
+    """Rounds of this island. Every rank of the island has an instance, and all ranks make the same calls.
 
-    An attempt counts when every rank of all members has done its part; compressors' states and the outer parameters
-    change only then. Otherwise the remaining members try again, with the same pseudo-gradients and residuals.
+    An attempt counts if all ranks of all members have completed it. Only then do compressor states and outer parameters
+    change. Otherwise the remaining members try again with the same pseudo-gradients and residuals.
 
     Args:
-        sync: this rank's part in a round.
+        sync: transfers and outer steps on this rank.
         schedule: iterations at which rounds are due.
-        islands: the other islands; None for a single island.
-        tell: reports an event, on the rank that speaks.
-        joining: admits late islands, and joins the others; None for a single island.
-        end: help for late islands at the end of the run.
+        islands: membership of the islands; None for a single island.
+        tell: reports an event on the rank that logs.
+        joining: admits late islands, or joins other islands; None for a single island.
+        end: settings for late islands at the end of the run.
 
-    ``left_behind``: the others went on without this island, which has to ``join`` them. ``synced``: a round has just
-    ended. ``stop_request``: this island's reason to end the run, which it reports in its next round. ``stop_reason``:
-    the reason for which all islands end.
+    ``left_behind``: the other islands continued without this island, which must ``join`` them. ``synced``: a round has
+    just ended. ``stop_request``: this island's reason to end the run, reported in the next round. ``stop_reason``: the
+    common reason of all islands to end.
     """
 
     def __init__(
@@ -96,25 +101,25 @@ class Rounds:
         self._times = _Times(0.0)
 
     def before_step(self, iteration: int) -> None:
-        """Take the outer parameters before the first local step (0-based)."""
+        """Copy the outer parameters before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.has_outer_params:
             self.sync.copy_outer_params()
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether islands take local steps, so that they know nothing of each other before the next round."""
+        """Whether islands take local steps and communicate only in rounds."""
         return self.islands is not None and self.sync.outer.has_outer_params
 
     def after_step(self, done: int, loss: float) -> None:
-        """Send and apply the fragments that are due after ``done`` iterations of the run.
+        """Send and apply the fragments that are due after ``done`` iterations.
 
         Args:
             done: number of iterations.
             loss: training loss of the last iteration.
 
         Raises:
-            QuorumError: when there are too few islands.
-            CommunicationError: when communication fails altogether.
+            QuorumError: when fewer islands than the quorum remain.
+            CommunicationError: when a single island's communication fails, or the store is gone.
         """
         if not self.sync.outer.has_outer_params:
             return
@@ -128,7 +133,7 @@ class Rounds:
         self.catch_up(done)
 
     def is_round_overdue(self, done: int) -> bool:
-        """Whether a round that is due after ``done`` iterations is still missing."""
+        """Whether a round is due after ``done`` iterations and has not been run."""
         return (
             self.sync.outer.has_outer_params
             and self.sync.last_round_iteration < done
@@ -136,7 +141,7 @@ class Rounds:
         )
 
     def catch_up(self, done: int) -> None:
-        """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
+        """Run the rounds that are due after ``done`` iterations, unless they have been run; see ``after_step``."""
         if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
             for fragment in self.schedule.sent(done):
                 self._send(fragment, done, later=self.schedule.applied_at(done) > done)
@@ -150,23 +155,23 @@ class Rounds:
         self.synced = False
 
     def finish_transfer(self) -> None:
-        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which is applied
-        later; see ``after_step``."""
+        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which
+        ``after_step`` applies later."""
         in_flight = self.sync.in_flight
         if in_flight is not None and not in_flight.arrived:
             self._finish_transfer(in_flight)
 
     def drop_in_flight(self) -> None:
-        """Drop the fragment in flight; its contents are sent in the fragment's next round."""
+        """Drop the fragment in flight. The fragment's next round sends its contents."""
         if self.sync.in_flight is not None:
             self.sync.discard_transfer(self.sync.in_flight.fragment)
             self.sync.in_flight = None
 
     def join(self) -> bool:
-        """Join the other islands at the end of one of their rounds. This island takes over all state except its data.
+        """Join the other islands at the end of a round. This island copies all their state except the data position.
 
         Returns:
-            Whether it joined; False when no island is left.
+            Whether it joined; False if no island is left.
         """
         assert self.joining is not None
         self.drop_in_flight()
@@ -175,16 +180,16 @@ class Rounds:
         return self.joining.join()
 
     def finish(self, iteration: int) -> None:
-        """End the run, whose last checkpoint is saved: tell late islands where it is, and let them join."""
+        """End the run after its last checkpoint: tell late islands the checkpoint's folder, and let them join."""
         if self.islands is None or self.joining is None or not self.sync.outer.has_outer_params:
             return
         try:
-            self._see_late_islands_in(self.islands, self.joining, iteration)
-        except CommunicationError as error:  # the run has ended and is saved; only late islands are affected
-            self.tell(f"nothing more is done for late islands: {error}", {})
+            self._admit_late_islands(self.islands, self.joining, iteration)
+        except CommunicationError as error:  # only late islands are affected: the checkpoint is complete
+            self.tell(f"late islands can no longer join: {error}", {})
 
-    def _see_late_islands_in(self, islands: Islands, joining: Joining, iteration: int) -> None:
-        """Announce the end to late islands, and wait for them as long as configured.
+    def _admit_late_islands(self, islands: Islands, joining: Joining, iteration: int) -> None:
+        """Announce the end to late islands, and wait for them for the configured time.
 
         Raises:
             CommunicationError: when the store is gone.
@@ -192,17 +197,17 @@ class Rounds:
         late = islands.announce_end(iteration, self.end.folder)
         if not late:
             return
-        location = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
-        self.tell(f"{named(late)} did not come to the end, iteration {iteration}, with this one: {location}", {})
+        location = f"its state is in {self.end.folder}" if self.end.folder else "no checkpoint is saved (no --save)"
+        self.tell(f"{describe_islands(late)} did not finish with this island at iteration {iteration}: {location}", {})
         deadline = time.monotonic() + self.end.seconds
         if self.end.seconds:
-            self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
+            self.tell(f"waiting for {describe_islands(late)} to join, {self.end.seconds:g} s at most", {})
         while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
             joining.admit_islands()
             time.sleep(POLL_SECONDS)
 
     def _send(self, fragment: int, done: int, later: bool) -> None:
-        """Send a fragment, and apply it unless that is due later."""
+        """Send a fragment, and apply it now unless it is due later."""
         if self.left_behind:
             return
         in_flight = self._begin_attempt(fragment, done, 0)
@@ -212,7 +217,7 @@ class Rounds:
     def _begin_attempt(
         self, fragment: int, done: int, attempt: int, without: int | None = None
     ) -> InFlightFragment | None:
-        """Begin an attempt; None when the others go on without this island."""
+        """Begin an attempt; None if the other islands continue without this island."""
         key = f"{done}/{fragment}/{attempt}"
         self.sync.collect_pseudo_gradient(fragment)
         arrival = RoundReport(
@@ -226,17 +231,16 @@ class Rounds:
             last_norm = self.sync.norms[fragment]
             outer_param_norm = 0.0 if last_norm else self.sync.outer_param_norm(fragment)
             decision = self.islands.report_to_round(key, arrival, last_norm, without, outer_param_norm)
-            # Islands of the last round that are missing from this round.
+            # Islands of the last round that did not report to this round.
             absent = [k for k in expected if k not in decision.arrivals]
             if absent and absent != self._absent_islands:
                 peers = [k for k in decision.members if k != self.islands.island]
-                with_whom = f"with {named(peers)}" if peers else "alone"
-                self.tell(
-                    f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {}
-                )
+                with_whom = f"with {describe_islands(peers)}" if peers else "alone"
+                verb = "is" if len(absent) == 1 else "are"
+                self.tell(f"warning: {describe_islands(absent)} {verb} gone; continuing {with_whom}", {})
             self._absent_islands = absent
-        for island, why in decision.left_out.items():
-            self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
+        for island, reason in decision.left_out.items():
+            self.tell(f"warning: island {island} is left out of the round at iteration {done}: {reason}", {})
         watches = self.islands is not None and self.islands.island == decision.without
         if self.islands is not None and self.islands.island not in decision.members and not watches:
             self._leave()
@@ -250,16 +254,16 @@ class Rounds:
         return in_flight
 
     def _leave(self) -> None:
-        """Note that the others go on without this island."""
-        self.tell(_WITHOUT, {})
+        """Record that the other islands continue without this island."""
+        self.tell(_LEFT_BEHIND, {})
         self.left_behind, self.sync.in_flight = True, None
 
     def _start_transfer(self, in_flight: InFlightFragment, decision: Decision, key: str) -> None:
-        group = _alone() if self.islands is None else self.islands.group(decision, key)
+        group = _local_group() if self.islands is None else self.islands.group(decision, key)
         self.sync.start_transfer(in_flight.fragment, group, in_flight.sent - 1)
 
     def _run_guarded(self, call: Callable[[], object]) -> bool:
-        """Run a call that communicates with other islands; False when it fails."""
+        """Call a function that communicates with other islands; return False if it fails."""
         began = time.monotonic()
         try:
             call()
@@ -272,10 +276,10 @@ class Rounds:
         return True
 
     def _finish_transfer(self, in_flight: InFlightFragment) -> InFlightFragment | None:
-        """Finish the transfer of a fragment, retrying as needed; None when the others go on without this island."""
+        """Finish the transfer of a fragment, with retries; None if the other islands continue without this island."""
         failures, suspects = 0, OutlierSearch()
         while True:
-            outcome = self._outcome(in_flight)
+            outcome = self._decide_outcome(in_flight)
             if outcome is RoundOutcome.COUNTS:
                 return self._accept_attempt(in_flight)
             self.sync.discard_transfer(in_flight.fragment)
@@ -285,21 +289,22 @@ class Rounds:
             else:
                 failures += 1
                 assert self.islands is not None
-                if failures == MOST_ATTEMPTS:
+                if failures == MAX_ATTEMPTS:
                     raise QuorumError(
-                        f"a round of islands {_named(in_flight)} has failed {failures} times: each transfer has to end "
-                        f"within --islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
+                        f"a round of islands {_format_members(in_flight)} has failed {failures} times: each transfer "
+                        f"must end within --islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less "
+                        "at a time"
                     )
-                self.tell(f"warning: a round of islands {_named(in_flight)} has failed, and is tried again", {})
-            again = self._begin_attempt(in_flight.fragment, in_flight.sent, in_flight.attempt + 1, suspects.suspect)
-            if again is None:
+                self.tell(f"warning: a round of islands {_format_members(in_flight)} has failed; trying again", {})
+            retry = self._begin_attempt(in_flight.fragment, in_flight.sent, in_flight.attempt + 1, suspects.suspect)
+            if retry is None:
                 return None
-            if again.members != in_flight.members:
+            if retry.members != in_flight.members:
                 failures = 0
-            in_flight = again
+            in_flight = retry
 
-    def _outcome(self, in_flight: InFlightFragment) -> RoundOutcome:
-        """End or watch the transfer of an attempt, and decide with the others whether it counts."""
+    def _decide_outcome(self, in_flight: InFlightFragment) -> RoundOutcome:
+        """Complete the transfer of an attempt, and decide with the other islands whether it counts."""
         islands, fragment = self.islands, in_flight.fragment
         if islands is None:
             self.sync.finish_transfer(fragment)
@@ -313,11 +318,11 @@ class Rounds:
         return islands.decide_outcome(in_flight.key, in_flight.members, Vote(failed, mean_norm, usual_norm))
 
     def _accept_attempt(self, in_flight: InFlightFragment) -> InFlightFragment | None:
-        """Accept an attempt; None when it goes on without this island, whose contribution spoiled the mean."""
+        """Accept an attempt; None if it excluded this island, because its contribution spoiled the mean."""
         if in_flight.without is not None:
             self.tell(
                 f"warning: island {in_flight.without} is left out of the round at iteration {in_flight.sent}: the mean "
-                "is fine without what it sends",
+                "is within limits without its contribution",
                 {},
             )
         if self.islands is not None and self.islands.island == in_flight.without:
@@ -329,7 +334,7 @@ class Rounds:
         return in_flight
 
     def _apply_fragment(self, in_flight: InFlightFragment) -> None:
-        """Apply a fragment, after waiting for its transfer."""
+        """Wait for the transfer of a fragment, and apply the fragment."""
         complete_fragment = in_flight if in_flight.arrived else self._finish_transfer(in_flight)
         if complete_fragment is None:
             return
@@ -342,7 +347,7 @@ class Rounds:
 
     def _report(self, in_flight: InFlightFragment, last: bool) -> None:
         options = self.sync.options
-        fields = [f" round of islands at iteration {in_flight.sent:8d}", f"islands: {_named(in_flight)}"]
+        fields = [f" round of islands at iteration {in_flight.sent:8d}", f"islands: {_format_members(in_flight)}"]
         values: dict[str, Any] = {"members": list(in_flight.members), "fragment": in_flight.fragment}
         if options.fragments > 1:
             fields.append(f"fragment: {in_flight.fragment}")
@@ -359,9 +364,9 @@ class Rounds:
         self.tell(" | ".join(fields) + " |", {"iteration": in_flight.sent, **values})
 
 
-def _alone() -> Group:
+def _local_group() -> Group:
     return Group(None, (0,), 0, "islands", "none")
 
 
-def _named(in_flight: InFlightFragment) -> str:
+def _format_members(in_flight: InFlightFragment) -> str:
     return ", ".join(map(str, in_flight.members))

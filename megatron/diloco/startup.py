@@ -19,7 +19,7 @@ from megatron.diloco.store import (
     HeartbeatMonitor,
     IslandStore,
 )
-from megatron.diloco.waiting import WaitNotice, named
+from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import gather_texts, rank_of
 from megatron.distributed.errors import CommunicationError
 
@@ -70,8 +70,8 @@ class StartLimits:
         """The start that fails because islands are missing."""
         limit = f"{self.seconds:g} s (--distributed-timeout-minutes)"
         return Start(
-            problem=f"{named(missing)} did not come within {limit}, or ended before; start all of them, or lower the "
-            "quorum"
+            problem=f"{describe_islands(missing)} did not come within {limit}, or ended before; start all of them, or "
+            "lower the quorum"
         )
 
 
@@ -250,20 +250,23 @@ class IslandStart:
         peers = [k for k in range(self.limits.count) if k != self.island]
         if self.store.get("start") is None and not self._start_failed(peers):
             return "no", ""
-        pulses, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.pulse(peers)
+        monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.pulse(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
-        while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
+        while len(silent := monitor.silent(SILENT_SECONDS)) < len(peers):
             # During the synchronous warm-up nobody can join: when any of them is gone, all end.
             if self.store.get(LOCAL) and self.store.pulse(peers) != earlier_pulse:
                 return "yes", ""
             alive = [k for k in peers if k not in silent]
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"{named(alive)} of the run before have not ended within {self.limits.seconds:g} s; end them"
+                    f"{describe_islands(alive)} of the run before have not ended within {self.limits.seconds:g} s; "
+                    "end them"
                 )
             if not announced:
-                self.tell(f"waiting for {named(alive)} of the run before to end, {self.limits.seconds:g} s at most")
+                self.tell(
+                    f"waiting for {describe_islands(alive)} of the run before to end, {self.limits.seconds:g} s at most"
+                )
                 announced = True
             time.sleep(POLL_SECONDS)
         problem = "" if newest is None else self._lateness(peers, newest)
@@ -323,10 +326,10 @@ class IslandStart:
         deadline = time.monotonic() + self.limits.seconds
         wait_notice = WaitNotice("to come to the start", self.limits.seconds, self.tell)
 
-        def look() -> None:
+        def poll() -> None:
             entries = {k: self.store.get(f"{key}/{k}") for k in range(self.limits.count)}
             entries = {k: value for k, value in entries.items() if value is not None}
-            wait_notice.look(self.limits.missing(entries))
+            wait_notice.update(self.limits.missing(entries))
             refused = {k: why for k in range(self.limits.count) if (why := self.store.get(refusal_of(k)))}
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
@@ -336,7 +339,7 @@ class IslandStart:
                     start = select_members(entries)
                 self.store.decide(key, asdict(start))
 
-        decision: dict[str, Any] = self.store.wait_for(key, look, Start.read)
+        decision: dict[str, Any] = self.store.wait_for(key, poll, Start.read)
         return decision
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from megatron.distributed.store import QUIET_SECONDS
 
 
-def named(islands: Sequence[int]) -> str:
+def describe_islands(islands: Sequence[int]) -> str:
     """Names of islands, for people."""
     return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
 
@@ -26,8 +26,8 @@ class WaitNotice:
         self._purpose, self._seconds, self._tell = purpose, seconds, tell
         self._at: float | None = time.monotonic() + QUIET_SECONDS
 
-    def look(self, missing: Collection[int]) -> None:
+    def update(self, missing: Collection[int]) -> None:
         """Prints the missing islands, if they have been awaited for a while."""
         if missing and self._at is not None and time.monotonic() > self._at:
             self._at = None
-            self._tell(f"waiting for {named(sorted(missing))} {self._purpose}, {self._seconds:g} s at most")
+            self._tell(f"waiting for {describe_islands(sorted(missing))} {self._purpose}, {self._seconds:g} s at most")

@@ -19,7 +19,7 @@ from megatron.checkpoint.model_state import MODEL, model_tensors
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.compression.points import Point
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, run_around
+from megatron.config.run import RunConfig, minimal_run_config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.agreement import together
@@ -155,7 +155,7 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, distributed_backend=backend
     )
     training = TrainingConfig(micro_batch_size=1, global_batch_size=replicas, train_iters=1)
-    run_config = run_around(config.model, parallel=parallel, training=training)
+    run_config = minimal_run_config(config.model, parallel=parallel, training=training)
     run_config.resolve(world_size, cuda_available=torch.cuda.is_available())
     return Layout(tp=tp, pp=pp, dp=replicas)
 

@@ -1,4 +1,4 @@
-"""Self-attention and cross-attention, with heads (and key-value groups) split over tensor-parallel ranks."""
+"""Self-attention and cross-attention, with heads and key-value groups split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from megatron.parallel.tensor.shards import ShardedModule
 
 
 class Attention(ShardedModule, ABC):
-    """Core attention of queries, keys and values. Subclasses define the projections.
+    """Base class of attention layers. Subclasses define the projections and the mask.
 
     Args:
-        rank: the rank's model, communication and device.
-        layer: global number of the layer, a key of its dropout masks.
-        causal: whether queries attend to no later positions of the same sequence.
-        recompute_core: whether backward recomputes the attention probabilities instead of storing them.
+        rank: model options, and this rank's communication and device.
+        layer: global number of the layer, for the keys of its dropout masks.
+        causal: whether queries attend only to earlier positions and their own position.
+
+    ``recompute_core``: backward recomputes the attention probabilities instead of storing them.
     """
 
     site = "attention"
-    """Key of the dropout masks within a layer."""
+    """Name of the layer's attention, for the keys of its dropout masks."""
     dense: RowParallelLinear
 
     def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
@@ -48,10 +49,10 @@ class Attention(ShardedModule, ABC):
         self.recompute_core = rank.recompute.recompute_granularity == "selective"
 
     def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
-        """Keys of the dropout masks of this rank's heads, or the seed of the fused CUDA kernel.
+        """Keys of the dropout masks for this rank's heads, or seed of the fused CUDA kernel.
 
-        The kernel draws a single stream for all its heads and samples. Unlike all other masks, its masks therefore
-        depend on the tensor-parallel size and the micro-batch size.
+        The kernel uses a single random stream for all heads and samples. Unlike other masks, its masks therefore depend
+        on the tensor-parallel size and on the micro-batch size.
         """
         if self.dropout == 0.0:
             return AttentionDropout(None, 0)
@@ -66,19 +67,19 @@ class Attention(ShardedModule, ABC):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
     ) -> Tensor:
-        """Attention of (b, heads, s, d) queries over (b, groups, s', d) keys and values: (s, b, heads * d)."""
+        """Attend with (b, heads, s, d) queries to (b, groups, s', d) keys and values; return (s, b, heads * d)."""
         if self.recompute_core and torch.is_grad_enabled():
             inputs = (query, key, value, context.of_any_micro_batch(), dropout)
-            out_bnsd = checkpoint(self._core, *inputs, use_reentrant=False, preserve_rng_state=False)
+            out_bnsd = checkpoint(self._attend_core, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            out_bnsd = self._core(query, key, value, context, dropout)
+            out_bnsd = self._attend_core(query, key, value, context, dropout)
         return out_bnsd.permute(2, 0, 1, 3).flatten(2)
 
-    def _core(
+    def _attend_core(
         self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
     ) -> Tensor:
         dropping = self.dropout > 0.0 and dropout is not None
-        mask = self._allowed(query, context)
+        mask = self._make_mask(query, context)
         if context.cache is not None and mask is None:
             mask = context.cache.mask(self.layer)
         causal = self.causal and mask is None
@@ -88,7 +89,7 @@ class Attention(ShardedModule, ABC):
             causal = False
         keys = None if dropout is None else dropout.heads
         if keys is not None or self.cap is not None:
-            return self._written_out(query, key, value, mask, causal, keys)
+            return self._attend_unfused(query, key, value, mask, causal, keys)
         if dropping and dropout is not None:  # for the fused CUDA kernel
             torch.cuda.manual_seed(dropout.fused)
         return context.attention(
@@ -103,16 +104,16 @@ class Attention(ShardedModule, ABC):
         )
 
     @abstractmethod
-    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """Mask of allowed positions without a cache, (b or 1, 1, s or 1, s'); None for full or plain causal
-        attention."""
+    def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        """Make the mask of positions to attend to, without a cache, (b or 1, 1, s or 1, s'). None for full attention,
+        and for causal attention without other restrictions."""
 
-    def _written_out(
+    def _attend_unfused(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, keys: SiteKeys | None
     ) -> Tensor:
-        """Unfused attention, with logit soft-capping and dropout masks keyed by sample, layer and global head."""
+        """Attend without a fused kernel, with logit soft-capping and dropout masks by sample, layer and global head."""
         pairs = (query.shape[2], key.shape[2])
-        # Stack the queries of a group as rows of a single matmul with the group's keys.
+        # A single matrix product with the group's keys serves all queries of a group.
         rows = query.unflatten(1, (self.groups, self.queries_per_group)).flatten(2, 3)
         scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:2], *pairs).div(self.divisor)
         if self.cap is not None:
@@ -129,10 +130,10 @@ class Attention(ShardedModule, ABC):
 
 
 class SelfAttention(Attention):
-    """Self-attention: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
+    """Self-attention: (s, b, h) -> (s, b, h), and the output bias, which the caller adds.
 
-    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
-    slice by groups is contiguous and does not depend on the number of ranks.
+    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel]. A slice by
+    groups is therefore contiguous, and the order does not depend on the number of ranks.
     """
 
     def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
@@ -177,8 +178,8 @@ class SelfAttention(Attention):
         result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
         return result
 
-    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        allowed = None if context.segment_ids_bs is None else _within_segments(context.segment_ids_bs, self.causal)
+    def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        allowed = None if context.segment_ids_bs is None else _mask_segments(context.segment_ids_bs, self.causal)
         s = query.shape[2]
         if self.window is not None and s > self.window:
             band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
@@ -187,7 +188,8 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of a decoder to the encoder output: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
+    """Cross-attention of a decoder to the encoder output: (s, b, h) -> (s, b, h), and the output bias, which the caller
+    adds.
 
     The rows of the fused key-value projection are ordered [group, (key, value), head channel].
     """
@@ -218,14 +220,14 @@ class CrossAttention(Attention):
         result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
         return result
 
-    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+    def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
         assert context.memory is not None
         ids_bs = context.memory.segment_ids_bs
-        # Padding queries attend to text, too: a fully masked row would give NaN.
+        # Padding queries attend to text, too, because a fully masked row would give NaN.
         return None if ids_bs is None else (ids_bs == 0)[:, None, None]
 
 
-def _within_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
-    """Mask within segments: position i may attend to j (if ``causal``, j <= i) of the same segment; (b, 1, s, s)."""
+def _mask_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
+    """Make the mask (b, 1, s, s): position i attends to positions j of the same segment (if ``causal``, j <= i)."""
     same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
     return (same.tril() if causal else same).unsqueeze(1)

@@ -18,7 +18,7 @@ from megatron.parallel.tensor.random import SiteKeys
 
 
 def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, comm: TensorComm) -> Tensor:
-    """Dropout of activations that are replicated on tensor-parallel ranks, or split along the sequence."""
+    """Dropout of activations, which tensor-parallel ranks replicate or split along the sequence."""
     if p == 0.0 or keys is None:
         return x_sbh
     num_slices = comm.size if comm.sequence_parallel else 1
@@ -30,7 +30,7 @@ class Layer(nn.Module, ABC):
     """Base class of transformer layers: (s, b, h) -> (s, b, h)."""
 
     sites: tuple[str, ...] = ("attention-output", "mlp-output")
-    """Keys of the dropout masks of the residual branches within a layer."""
+    """Names of the residual branches, for the keys of their dropout masks."""
     self_attention: SelfAttention
 
     def __init__(self, rank: RankContext, layer: int) -> None:
@@ -49,7 +49,7 @@ class Layer(nn.Module, ABC):
     ) -> Tensor:
         """Output of the layer; ``positions`` come from ``Stage``."""
 
-    def _add(
+    def _add_residual(
         self,
         branch: tuple[Tensor, Tensor | None],
         residual_sbh: Tensor,
@@ -75,9 +75,9 @@ class Layer(nn.Module, ABC):
 
 
 class TransformerLayer(Layer):
-    """Pre-norm attention and MLP, each with dropout and a residual, in sequence or in parallel.
+    """Pre-norm attention and MLP with dropout and residuals, in sequence or in parallel.
 
-    With sandwich norms, the outputs of attention and MLP are also normalized, before dropout.
+    Sandwich norms also normalize the outputs of attention and MLP, before dropout.
     """
 
     def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
@@ -96,17 +96,17 @@ class TransformerLayer(Layer):
             self.post_self_attn_layernorm = Norm(rank)
             self.post_mlp_layernorm = Norm(rank)
 
-    def _attended(
+    def _add_self_attention(
         self,
         x_sbh: Tensor,
         context: ForwardContext,
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        """Self-attention with its residual."""
+        """Apply self-attention and add the residual."""
         keys = None if dropout is None else dropout.attention
         branch = self.self_attention(self.input_layernorm(x_sbh), context, positions, keys)
-        return self._add(branch, x_sbh, dropout, 0, self.post_self_attn_layernorm)
+        return self._add_residual(branch, x_sbh, dropout, 0, self.post_self_attn_layernorm)
 
     def forward(
         self,
@@ -115,10 +115,10 @@ class TransformerLayer(Layer):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        residual_sbh = self._attended(x_sbh, context, positions, dropout)
+        residual_sbh = self._add_self_attention(x_sbh, context, positions, dropout)
         mlp_input = x_sbh if self.parallel else residual_sbh
         branch = self.mlp(self.post_attention_layernorm(mlp_input), context)
-        return self._add(branch, residual_sbh, dropout, 1, self.post_mlp_layernorm)
+        return self._add_residual(branch, residual_sbh, dropout, 1, self.post_mlp_layernorm)
 
 
 class DecoderLayer(TransformerLayer):
@@ -145,8 +145,10 @@ class DecoderLayer(TransformerLayer):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        residual_sbh = self._attended(x_sbh, context, positions, dropout)
+        residual_sbh = self._add_self_attention(x_sbh, context, positions, dropout)
         keys = None if dropout is None else dropout.cross
         read = self.cross_attention(self.post_attention_layernorm(residual_sbh), context, keys)
-        residual_sbh = self._add(read, residual_sbh, dropout, 2)
-        return self._add(self.mlp(self.post_cross_attention_layernorm(residual_sbh), context), residual_sbh, dropout, 1)
+        residual_sbh = self._add_residual(read, residual_sbh, dropout, 2)
+        return self._add_residual(
+            self.mlp(self.post_cross_attention_layernorm(residual_sbh), context), residual_sbh, dropout, 1
+        )

@@ -96,8 +96,8 @@ class DebertaLayer(Layer):
     ) -> Tensor:
         keys = None if dropout is None else dropout.attention
         attended = self.self_attention(x_sbh, context, positions, keys)
-        residual_sbh = self.post_attention_layernorm(self._add(attended, x_sbh, dropout, 0))
-        out_sbh: Tensor = self.output_layernorm(self._add(self.mlp(residual_sbh), residual_sbh, dropout, 1))
+        residual_sbh = self.post_attention_layernorm(self._add_residual(attended, x_sbh, dropout, 0))
+        out_sbh: Tensor = self.output_layernorm(self._add_residual(self.mlp(residual_sbh), residual_sbh, dropout, 1))
         if self.convolution is None:
             return out_sbh
         result: Tensor = self.convolution(x_sbh, out_sbh, context, None if dropout is None else dropout.hidden)
@@ -117,7 +117,7 @@ class DebertaStage(ClassifierStage):
     def _make_layer(self, rank: RankContext, number: int) -> Layer:
         return DebertaLayer(rank, number)
 
-    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+    def _rotary_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Relative-position table, and its row for each pair of tokens; the same for all layers."""
         length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
         distances = self.relative_positions(), relative_rows(length, self.config, x_sbh.device)

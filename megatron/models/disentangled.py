@@ -119,7 +119,7 @@ class DisentangledAttention(SelfAttention):
         to_position = (query @ far_key.transpose(-1, -2)).gather(-1, rows_ss.expand(shape))
         from_position = (key @ far_query.transpose(-1, -2)).gather(-1, rows_ss.t().expand(shape))
         scores = query @ key.transpose(-1, -2) + to_position + from_position.transpose(-1, -2)
-        allowed = self._allowed(query, context)
+        allowed = self._make_mask(query, context)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         return self._dropped(scores.softmax(dim=-1), dropout) @ value

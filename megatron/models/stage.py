@@ -1,4 +1,4 @@
-"""Pipeline stage: a contiguous part of embedding, layers, final norm and losses."""
+"""Model chunk: a contiguous part of embedding, layers, final norm and losses."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron.parallel.tensor.products import Recipe
 
 @dataclass(frozen=True)
 class StagePart:
-    """Part of the model that a chunk holds.
+    """Part of the model in a chunk.
 
     Args:
         layers: global numbers of the layers.
-        first: whether the part holds the embedding; the part with a decoder's first layer holds it as well.
-        last: whether the part holds the final norm and the loss.
+        first: whether the part has the embedding. The part with a decoder's first layer has a copy.
+        last: whether the part has the final norm and the losses.
     """
 
     layers: range
@@ -42,13 +42,13 @@ class StagePart:
 
 
 class Stage(nn.Module, ABC):
-    """Layers of a chunk, with the embedding on the first stage and the losses on the last.
+    """Layers of a chunk, with the embedding on the first stage and the losses on the last stage.
 
-    Subclasses define the losses of each kind of model.
+    Subclasses define the losses of a model type.
 
     Args:
-        rank: the model, and the rank's communication, device and recomputation.
-        stage_part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
+        rank: model options, and this rank's communication, device and recomputation.
+        stage_part: part of the model in this chunk; ``StagePart(range(total_layers))`` for the complete model.
         shard: rows of the vocabulary on this rank.
     """
 
@@ -83,20 +83,20 @@ class Stage(nn.Module, ABC):
 
     @property
     def output_weight(self) -> Tensor:
-        """Local rows of the output projection, (rows, h)."""
+        """This rank's rows of the output projection, (rows, h)."""
         return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
 
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers.values()))
 
     def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
-        """Compile all layers without experts with ``torch.compile``.
+        """Compile all layers with ``torch.compile``, except layers with experts.
 
-        The layers share compiled code, with separate code for training and evaluation.
+        Layers share compiled code; training and evaluation have separate code.
 
         Args:
             backend: name of the ``torch.compile`` backend.
-            lengths_vary: whether sequence lengths vary; the second length then triggers code for dynamic lengths.
+            lengths_vary: whether sequence lengths vary; at the second length, layers are compiled for dynamic lengths.
         """
         for layer in self._layers():
             if layer.layer in self.config.expert_layers:
@@ -104,7 +104,7 @@ class Stage(nn.Module, ABC):
             layer.compile(dynamic=None if lengths_vary else False, backend=backend)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Run the layers' linear parts in fp8 from now on (None: in the parameters' dtype).
+        """Compute the layers' matrix products in fp8 from now on (None: in the dtype of the parameters).
 
         The embedding and the output layer keep their precision.
         """
@@ -113,16 +113,16 @@ class Stage(nn.Module, ABC):
                 module.compute_in_fp8(recipe)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Tokens (b, s) on the first stage, activations (s, b, h) on the others, to activations (s, b, h)."""
+        """Map tokens (b, s) on the first stage, or activations (s, b, h), to activations (s, b, h)."""
         x_sbh = self.embedding(x, context) if self.stage_part.first else x
-        return self._transform(self._layers(), x_sbh, context)
+        return self._run_layers(self._layers(), x_sbh, context)
 
-    def _transform(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        """Run layers in sequence, with full recomputation in backward if configured."""
-        positions = self._positions(x_sbh, context)
+    def _run_layers(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """Run layers in sequence; with full recomputation, backward recomputes them."""
+        positions = self._rotary_tables(x_sbh, context)
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
-            return self._run(layers, x_sbh, context, positions)
+            return self._run_group(layers, x_sbh, context, positions)
         count = self.recompute.recompute_num_layers
         if self.recompute.recompute_method == "block":
             groups: list[Sequence[Layer]] = [[layer] for layer in layers[:count]]
@@ -132,18 +132,18 @@ class Stage(nn.Module, ABC):
             remaining_layers = ()
         for group in groups:
             inputs = (group, x_sbh, context, positions)
-            x_sbh = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._run(remaining_layers, x_sbh, context, positions)
+            x_sbh = checkpoint(self._run_group, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._run_group(remaining_layers, x_sbh, context, positions)
 
     @staticmethod
-    def _run(
+    def _run_group(
         layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext, positions: Mapping[int, tuple[Tensor, Tensor]]
     ) -> Tensor:
         for layer in layers:
             x_sbh = layer(x_sbh, context, positions.get(layer.layer), layer.dropout_keys(context))
         return x_sbh
 
-    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+    def _rotary_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Rotary tables by layer number; empty without rotary embedding."""
         if self.config.position_embedding_type != "rope":
             return {}
@@ -158,21 +158,20 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def counts(self, targets: Targets) -> Tensor:
-        """Number of labels (tokens or samples) in a micro-batch that count, for each loss of the model."""
+        """Count the unmasked labels (tokens or samples) of a micro-batch, for each loss of the model."""
 
     @abstractmethod
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
-        """Losses of a micro-batch; last stage only.
+        """Compute the losses of a micro-batch; last stage only.
 
         Args:
             x_sbh: output of ``forward``.
             targets: labels.
-            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, if no label is
-                masked.
+            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch.
         """
 
     def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits (s, b, vocab_size) without vocabulary padding, on every tensor-parallel rank."""
+        """Compute logits (s, b, vocab_size), without vocabulary padding, on every tensor-parallel rank."""
         if self.comm.sequence_parallel:
             x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
         local = x_sbh @ self.output_weight.t()

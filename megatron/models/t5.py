@@ -55,7 +55,7 @@ class T5Stage(Stage):
         layers = self._layers()
         if self.encoder_size:
             x_sbh = self.embedding(x, context) if self.stage_part.first else x
-            x = self._transform(layers[: self.encoder_size], x_sbh, context)
+            x = self._run_layers(layers[: self.encoder_size], x_sbh, context)
             if self.ends_encoder:
                 x = self.encoder_final_layernorm(x)
         if self.encoder_size == len(layers):
@@ -74,7 +74,7 @@ class T5Stage(Stage):
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
-        x_sbh = self._transform(layers, x_sbh, replace(decoder_context, memory=memory))
+        x_sbh = self._run_layers(layers, x_sbh, replace(decoder_context, memory=memory))
         return x_sbh if self.stage_part.last else torch.cat([x_sbh, read_sbh])
 
     def counts(self, targets: Targets) -> Tensor:

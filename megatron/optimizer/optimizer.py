@@ -1,4 +1,4 @@
-"""The optimizer for every precision and layout: unscale, check, clip, update, gather."""
+"""Optimizer step for every precision and layout: unscale, check, clip, update, all-gather."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from megatron.optimizer.norm_reducer import ParamNormReducer
 from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.data.param_gather import ParamAllGather, separates
-from megatron.parallel.data.param_shards import ParamShard, own_shards
+from megatron.parallel.data.param_gather import ParamAllGather, has_separate_main
+from megatron.parallel.data.param_shards import ParamShard, make_local_shards
 from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """World-wide reductions of a training step, and their outcome; equal on every rank.
+    """Totals of a training step over all ranks, and its outcome; equal on every rank.
 
     Args:
-        losses: mean of each loss in nats over the items that count in it, by name; zero if there are none.
-        counted: number of items that count, in all losses together.
+        losses: mean of each loss in nats, by name; zero for a loss without items.
+        counted: number of items in all losses together.
         grad_sq: sum of squares of the scaled gradients of the whole model.
         params_sq: sum of squares of the parameters; None unless requested.
-        num_zeros: number of gradient elements that are exactly zero; None unless requested.
-        votes: requests to stop, of all ranks.
+        num_zeros: number of zero elements in the gradients; None unless requested.
+        votes: requests of all ranks to stop.
         loss_scale: loss scale of the step.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None if the update was skipped, because a
-            gradient is not finite or nothing counts in any loss.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None if the update was skipped, because
+            gradients are not finite or the losses have no items.
         finite: whether all gradients are finite.
-        scale_can_fall: whether a smaller loss scale may make them finite.
+        scale_can_fall: whether the loss scale can be reduced to make gradients finite.
     """
 
     losses: Mapping[str, float]
@@ -72,13 +72,14 @@ class Optimizer:
         buffers: buffers of the chunks.
         topology: the mesh.
         config: algorithm and hyper-parameters.
-        loss_scale: a constant scale, or a dynamic scale for fp16.
-        plan, ledger: the compressor of the parameter gather, and where its bytes are counted.
+        loss_scale: constant loss scale, or dynamic loss scale for fp16.
+        plan: plan with the compressor of the parameter all-gather.
+        ledger: ledger that counts the bytes.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
-        log_params_norm, log_num_zeros: also compute these.
-        sync_warmup: the joint steps of all islands.
+        log_params_norm, log_num_zeros: whether to compute these totals.
+        sync_warmup: synchronous steps of all islands.
 
-    ``frozen_at`` is the number of updates after which Adam's second moments were frozen; 0 while they are not.
+    ``frozen_at`` is the number of updates before Adam's second moments were frozen; 0 if they are not frozen.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.shards = own_shards(buffers, self.sharded, separate=separates(plan, self.sharded))
+        self.shards = make_local_shards(buffers, self.sharded, separate=has_separate_main(plan, self.sharded))
         self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded)
         self.norms = ParamNormReducer(self.shards, buffers, topology.tp, self.sharded, ledger)
         matrices = MatrixGather(self.shards, buffers, topology.tp, self.sharded, ledger)
@@ -122,7 +123,7 @@ class Optimizer:
 
     @property
     def separate_main(self) -> bool:
-        """Whether the optimizer's values have separate memory, apart from the model's."""
+        """Whether main parameters have separate memory from the model's parameters."""
         return self.publisher.separate_main
 
     def step(
@@ -138,28 +139,28 @@ class Optimizer:
         all_finite: bool = True,
         decoupled_lr: float | None = None,
     ) -> StepTotals:
-        """Takes a step on final gradients.
+        """Takes a step with the reduced gradients.
 
         Args:
-            losses: sum of each loss in nats and the number of items that count in it, by name, on this rank (zero if
-                another rank reports them).
-            iteration: 0-based; decides whether parameters are gathered compressed.
+            losses: sum in nats and number of items of each loss on this rank, by name; zero if another rank reports
+                them.
+            iteration: 0-based; determines whether the parameter all-gather is compressed.
             lr, weight_decay: learning rate and weight decay of this step.
             votes: this rank's request to stop, summed over the ranks together with the other totals.
-            freeze_variance: leave Adam's second moments as they are, once an update has been taken.
-            clipped: the gradients were clipped before they were all-reduced.
-            all_finite: False when all ranks already know that the gradients are not finite, or that nothing counts.
-            publish_update: leave the update's direction, weight decay included, in the gradients: the amount subtracted
-                from the parameters, divided by the learning rate, at any learning rate.
-            decoupled_lr: learning rate of input embeddings and the output layer; None: ``lr``.
+            freeze_variance: keep Adam's second moments unchanged, except in the first update.
+            clipped: the gradients were clipped before the all-reduce.
+            all_finite: False if the check before the reduction has failed; see ``GradientSync.finish_reduction``.
+            publish_update: write the direction of the update to the gradients: the amount subtracted from the
+                parameters, including weight decay, divided by the learning rate. Defined for learning rate 0, too.
+            decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
         """
-        counted_shards = self._counted()
+        counted_shards = self._list_counted_shards()
         summary = StepSummary(
             losses,
             votes,
             sum_of_squares([shard.grad for shard in counted_shards]),
             sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
-            _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
+            _count_zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
         ).all_reduce(self.topology, self.ledger, self.sync_warmup)
         totals = StepTotals(
             {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
@@ -193,17 +194,17 @@ class Optimizer:
         self.publisher.publish(iteration)
         return replace(totals, grad_norm=norm)
 
-    def _counted(self) -> list[ParamShard]:
-        """The shards that this rank counts in norms."""
+    def _list_counted_shards(self) -> list[ParamShard]:
+        """Shards that count in norms on this rank."""
         return [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
 
     def reload_main(self) -> None:
-        """Copies the model's parameters to the main values, after the model alone was loaded."""
+        """Copies the model's parameters to the main parameters, after a checkpoint of the model only is loaded."""
         if self.separate_main:
             for shard in self.shards:
                 shard.main.copy_(shard.model)
 
 
-def _zeros(tensors: Sequence[Tensor]) -> float:
-    """Number of zeros among all elements. Synchronizes the device once."""
+def _count_zeros(tensors: Sequence[Tensor]) -> float:
+    """Count zero elements, with a single synchronization of the device."""
     return float(torch.stack([(x == 0).sum() for x in tensors]).sum()) if tensors else 0.0

@@ -47,7 +47,7 @@ from megatron.planner.report import breakdown, compare_with_one_node, reason, ta
 from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
-from megatron.training.assembly import layout_of
+from megatron.training.assembly import make_layout
 
 GPT2_VOCAB = 50257
 _OF_NO_GPT = (
@@ -137,7 +137,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         resolved = _without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
-        topology = build_topology(layout_of(resolved, env.world_size), pick_device(backend, env.local_rank))
+        topology = build_topology(make_layout(resolved, env.world_size), pick_device(backend, env.local_rank))
         values = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
         shutdown()
         if env.rank:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
-from megatron.diloco.fragments import fragment_of
+from megatron.diloco.fragments import fragment_index
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import Wires, wires_of
@@ -249,7 +249,7 @@ class OuterCosts:
             ]
             names += [(EMBEDDING, EMBEDDING)] if chunk == 0 else []
             names += [(HEAD, HEAD)] if chunk == virtual - 1 else []
-            counts.update(piece for name, piece in names if fragment_of(name, layers, fragments) == fragment)
+            counts.update(piece for name, piece in names if fragment_index(name, layers, fragments) == fragment)
         return counts
 
     def _inside_s(self, choice: Choice, fragments: int) -> float:

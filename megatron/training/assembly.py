@@ -43,26 +43,26 @@ from megatron.training.observers import build_experiments, build_traces
 
 @dataclass(frozen=True)
 class Engines:
-    """All objects of a rank that compute and communicate.
+    """All objects of a rank for computation and communication.
 
     Args:
-        config: the resolved configuration.
-        topology: this rank's place in the mesh.
+        config: resolved configuration.
+        topology: this rank's groups and coordinates.
         ledger: bytes and times of every communication point, and the observers.
-        vocab_size, padded_vocab_size: entries of the vocabulary without and with padding.
+        vocab_size, padded_vocab_size: size of the vocabulary without and with padding.
         stages: this rank's model chunks.
         buffers: flat parameters and gradients of the chunks.
-        sync: reduces gradients.
-        pipeline: runs schedules.
+        sync: reduction of gradients.
+        pipeline: execution of pipeline schedules.
         optimizer: None without training.
         channel: messages to the neighboring stages; None with a single stage.
-        comm: the tensor-parallel points.
-        expert_comm: the expert-parallel points.
-        plan: the compressors of all points.
-        experts: counts the tokens of each expert, in layers with experts.
+        comm: tensor-parallel communication.
+        expert_comm: expert-parallel communication.
+        plan: compressors of all points.
+        experts: token counts of the experts.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
-        sync_warmup: the steps that all islands take together.
-        outer: this rank's part in rounds of islands; None without the point ``outer``.
+        sync_warmup: synchronous steps of all islands.
+        outer: rounds of islands on this rank; None without the point ``outer``.
     """
 
     config: RunConfig
@@ -85,11 +85,11 @@ class Engines:
     outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
-        """Begin a step at the communication points, with its loss scale.
+        """Begin a step at all communication points.
 
         Args:
             iteration: 0-based; -1 for an evaluation.
-            seq_length: tokens of its samples, which decide the shapes of messages; None for the full length.
+            seq_length: tokens of each sample, which determine the shapes of messages; None for the full length.
         """
         scale = self.optimizer.loss_scale.scale
         self.ledger.clock.report_known()
@@ -105,13 +105,13 @@ class Engines:
             self.channel.begin_step(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
-        """States of this rank's compressors."""
+        """Compressor states of this rank."""
         yield from self.sync.states()
         if self.channel is not None:
             yield from self.channel.states()
 
     def end_step(self, step_taken: bool) -> None:
-        """End a step or an evaluation: commit the compressors' staged states, or roll them back without an update."""
+        """End a step or an evaluation: commit staged compressor states, or roll them back if no update was taken."""
         for state in self.compressor_states():
             if step_taken:
                 state.commit()
@@ -127,7 +127,7 @@ class Engines:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether this rank reads tokens: for the embedding, the losses, attention, or its messages."""
+        """Whether this rank reads tokens, for the embedding, losses, attention masks, or message keys."""
         data, model = self.config.data, self.config.model
         ends = any(stage.stage_part.first or stage.stage_part.last for stage in self.stages)
         attends = data.reset_position_ids or data.reset_attention_mask or not model.causal
@@ -135,15 +135,15 @@ class Engines:
 
     @property
     def keys_hold_tokens(self) -> bool:
-        """Whether a codec of pipeline messages needs their tokens as keys."""
+        """Whether a codec of pipeline messages needs tokens in the message keys."""
         if self.channel is None:
             return False
         points = (Point.PP_FWD, Point.PP_BWD)
         return any(self.plan.is_compressed(point) and self.plan.codec(point).traits.tokens for point in points)
 
 
-def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """Return the mesh for a configuration."""
+def make_layout(config: RunConfig, world_size: int) -> Layout:
+    """Make the mesh layout for a configuration."""
     parallel = config.parallel
     return Layout(
         tp=parallel.tensor_model_parallel_size,
@@ -158,7 +158,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def groups_by_node(config: RunConfig) -> frozenset[str]:
-    """Names in ``Topology`` of the groups that compressors or experts split by node."""
+    """Names of the groups that compressors or experts split by node; see ``NODE_SPLITS``."""
     specs, parallel = config.compression.specs(RunLength(config.training.planned_iters)), config.parallel
     experts = parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off"
     return frozenset(["ep"] if experts else []).union(
@@ -177,10 +177,10 @@ def build_engines(
     """Build this rank's engines with freshly initialized weights.
 
     Args:
-        config: the resolved configuration.
-        topology: this rank's place.
-        vocab_size: entries of the tokenizer.
-        length: length of the run, for warm-ups that are a fraction of it.
+        config: resolved configuration.
+        topology: this rank's groups and coordinates.
+        vocab_size: size of the tokenizer's vocabulary.
+        length: length of the run, for warm-ups in fractions of the run.
     """
     layout, parallel = topology.layout, config.parallel
     ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
@@ -255,16 +255,19 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
     """Build this rank's model chunks, with 8-bit linear layers and compiled layers if configured."""
     stages = build_stages(rank, topology.layout, topology.coordinates.pp, vocab_size, config.training.seed)
     choice, cuda = config.training.compile, topology.device.type == "cuda"
-    able = (
+    has_compiler = (
         importlib.util.find_spec("triton") is not None
         if cuda
         else any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
     )
-    if choice == "on" and not able:
-        needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
-        raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
+    if choice == "on" and not has_compiler:
+        requirement = "the package triton" if cuda else "a C++ compiler (g++, clang++ or the value of CXX)"
+        raise UserError(f"--compile on: {requirement} is missing; install it or leave the flag out")
     compiles = choice == "on" or (
-        choice == "auto" and cuda and able and why_not_compiled(config.training, config.parallel, config.model) is None
+        choice == "auto"
+        and cuda
+        and has_compiler
+        and why_not_compiled(config.training, config.parallel, config.model) is None
     )
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)
@@ -281,7 +284,7 @@ def _build_outer(
     optimizer: Optimizer,
     plan: CompressionPlan,
 ) -> OuterSync | None:
-    """Build this rank's part in rounds of islands; a single island has rounds, too, if configured."""
+    """Build the rounds of islands on this rank, if configured; a single island has rounds, too."""
     spec = plan.specs.get(Point.OUTER)
     if spec is None:
         return None
@@ -291,8 +294,8 @@ def _build_outer(
 
 
 def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:
-    """Build buckets for the parameters and gradients of each stage; experts that only some replicas hold get separate
-    buckets. With ``shares``, replicas shard the buckets."""
+    """Build the flat buffers of each chunk, with a separate buffer for experts under expert parallelism. With
+    ``shares``, buckets divide into equal shares of the replicas."""
     parallel, layout = config.parallel, topology.layout
     buffers = []
     for chunk, stage in enumerate(stages):
@@ -328,7 +331,7 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:
-    """Shapes of pipeline messages by boundary, for this rank's slice of the sequence if messages are split."""
+    """Shapes of pipeline messages by boundary; this rank's slice of the sequence if messages are split."""
     lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
     batch_and_width = (config.training.micro_batch_size, config.model.hidden_size)
     return [torch.Size((length // config.parallel.message_parts, *batch_and_width)) for length in lengths]

@@ -175,7 +175,9 @@ def begin_rounds(
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
-    rounds = Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
+    rounds = Rounds(
+        outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.report_round, joining, end
+    )
     rounds.left_behind = not met.begins
     return rounds
 
@@ -278,7 +280,7 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
         iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines)
     )
     if islands.starts_synchronously:
-        engines.sync_warmup.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
+        engines.sync_warmup.group = islands.make_group(range(islands.count), "joint", longest_wait(config.parallel))
     return Membership(islands, begins)
 
 

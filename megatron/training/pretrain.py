@@ -41,7 +41,7 @@ from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, log_engines, rank_0_log
-from megatron.training.assembly import build_engines, groups_by_node, layout_of
+from megatron.training.assembly import build_engines, groups_by_node, make_layout
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
@@ -187,7 +187,7 @@ def run(
         UserError: on every rank, for data, files or checkpoints that cannot be used.
     """
     device = pick_device(config.parallel.distributed_backend, env.local_rank)
-    layout = layout_of(config, env.world_size)
+    layout = make_layout(config, env.world_size)
     topology = _topology(config, layout, device, env)
 
     def log(text: str) -> None:

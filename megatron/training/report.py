@@ -1,4 +1,4 @@
-"""Reports a run to the user: log lines, events, curves, progress bar."""
+"""Reports of a run: log lines, events, curves, progress bar."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.training.traffic import TrafficMeter, format_comm_line, gather_row
 
 
 def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
-    """Sizes for the FLOP formulas."""
+    """Model sizes for the FLOP formulas."""
     model = config.model
     return ModelShape(
         num_layers=model.num_layers,
@@ -63,7 +63,7 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
 
 
 def expert_products(model: ModelConfig) -> int:
-    """Multiply-adds of a token in all expert layers; see ``ModelShape``."""
+    """Multiply-adds per token in all expert layers; see ``ModelShape``."""
     shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
     mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
@@ -72,14 +72,14 @@ def expert_products(model: ModelConfig) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on the device with CUDA, else resident."""
+    """Peak memory of this process: allocated device memory with CUDA, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def known_peak(config: RunConfig, device: torch.device) -> float | None:
-    """Peak TFLOP/s for MFU: from the flag, else by the GPU's name; None if unknown."""
+    """Peak TFLOP/s for MFU, from the flag or by the GPU's name; None if unknown."""
     if config.logging.peak_tflops is not None or device.type != "cuda":
         return config.logging.peak_tflops
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -87,13 +87,13 @@ def known_peak(config: RunConfig, device: torch.device) -> float | None:
 
 
 class Reporter:
-    """Collects the metrics of a run and reports them on the last rank; other ranks only take part in gathering.
+    """Collects metrics on all ranks and reports them on the last rank.
 
     Args:
-        engines: engines whose traffic is reported.
+        engines: engines of this rank.
         plan: steps and data of the run.
-        progress: the run's counters.
-        timers: timers that are reported with each log line.
+        progress: counters of the run.
+        timers: timers to report with each log line.
     """
 
     def __init__(self, engines: Engines, plan: RunPlan, progress: Progress, timers: Timers) -> None:
@@ -110,18 +110,20 @@ class Reporter:
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
         rounds = evaluation_rounds(config, plan.datasets)
-        self.forecast = Forecast(config, plan.sizes, engines.topology.layout, plan.train_iters, rounds, self._work)
+        self.forecast = Forecast(
+            config, plan.sizes, engines.topology.layout, plan.train_iters, rounds, self._count_flops
+        )
         self._step_started = time.perf_counter()
-        self._speaks = engines.topology.is_last_rank
+        self._logs = engines.topology.is_last_rank
 
     def open(self) -> None:
-        """Open files; called after the counters are restored, so that curves continue where they were.
+        """Open the logs. Call this after the counters are restored, so that curves continue from there.
 
         Raises:
             UserError: when a file cannot be opened.
         """
         done, seen_tokens = self.progress, self.progress.tokens(self.config.model.seq_length)
-        if self._speaks:
+        if self._logs:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
             samples = done.consumed_samples
             resume = {"iterations": done.iteration, "samples": samples, "tokens": seen_tokens}
@@ -141,20 +143,20 @@ class Reporter:
         size = {"parameters": self.size.total, "largest_rank": self.size.largest, "tokens": tokens}
         if self.peak_tflops is None and self.engines.topology.device.type == "cuda":
             name = torch.cuda.get_device_name(self.engines.topology.device)
-            self.line(f"note: no MFU is logged, since the peak rate of {name} is not known here; give --peak-tflops")
+            self.line(f"note: no MFU is logged, since the peak rate of {name} is unknown; give --peak-tflops")
         self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def share_tracked_runs(self) -> None:
-        """Share the services' names of this run with all ranks, for checkpoints. A collective call."""
+        """Share the run's ids in tracking services with all ranks, for checkpoints. A collective call."""
         texts = gather_texts(self.engines.topology.control.pg, json.dumps(self.sinks.tracked_runs))
         self.progress.tracked_runs |= json.loads(texts[-1])
 
     def line(self, text: str) -> None:
-        """Print a line for people."""
+        """Print a line for the user."""
         self.sinks.line(text)
 
-    def of_islands(self, text: str, values: Mapping[str, Any]) -> None:
-        """Report an event of islands' rounds: a line, and a record if there are numbers."""
+    def report_round(self, text: str, values: Mapping[str, Any]) -> None:
+        """Report an event of islands' rounds: a line, and a record if there are values."""
         self.sinks.line(text)
         if values:
             self.sinks.event("outer", **values)
@@ -167,10 +169,10 @@ class Reporter:
 
     @contextmanager
     def paused(self, activity: str) -> Iterator[None]:
-        """Exclude the time spent inside, and the bytes moved, from the training figures.
+        """Exclude the context's time and traffic from the training figures.
 
         Args:
-            activity: the activity: "evaluate", "save" or "check".
+            activity: "evaluate", "save", "check" or "join".
         """
         began = time.perf_counter()
         with self.window.paused(), self.engines.ledger.uncounted():
@@ -181,7 +183,7 @@ class Reporter:
                 self.forecast.pause(activity, self._step_started - began)
 
     def after_step(self, step: StepMetrics) -> None:
-        """Record a step; report the window when a line is due."""
+        """Record a step, and report the window if a line is due."""
         for observer in self.engines.ledger.observers:
             for finding in observer.findings(step.iteration):
                 if finding.line is not None:
@@ -202,11 +204,11 @@ class Reporter:
                 self.line(format_estimate(FIRST_ESTIMATE, remaining_iterations, seconds, datetime.now().astimezone()))
 
     def report_if_due(self, iteration: int) -> None:
-        """Report the window when a line is due at an iteration, even if the iteration was skipped."""
+        """Report the window if a line is due at an iteration, even if the iteration was skipped."""
         if iteration % self.config.logging.log_interval == 0 and not self.window.is_empty:
             self._report_window()
 
-    def report_rest(self) -> None:
+    def report_remaining_steps(self) -> None:
         """Report the steps since the last line, at the end of training."""
         if not self.window.is_empty:
             self._report_window()
@@ -218,10 +220,10 @@ class Reporter:
         times = self.timers.collect(
             lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=window.iterations
         )
-        if not self._speaks:
+        if not self._logs:
             return
         window = replace(
-            self._with_rates(window),
+            self._add_rates(window),
             train_iters=self.train_iters,
             remaining_seconds=self.forecast.remaining_s(window.iteration, window.consumed_samples),
             memory_bytes=peak_memory_bytes(topology.device),
@@ -240,7 +242,7 @@ class Reporter:
         if times and self.config.logging.timing_log_level > 0:
             self.sinks.line(self.timers.report(times))
 
-    def _with_rates(self, window: StepMetrics) -> StepMetrics:
+    def _add_rates(self, window: StepMetrics) -> StepMetrics:
         """Add TFLOP/s per device, and MFU if the peak rate is known."""
         seconds = window.seconds_per_iteration
         world_size = self.engines.topology.layout.world_size * self.config.islands.islands
@@ -264,8 +266,8 @@ class Reporter:
             mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
 
-    def _work(self, length: int) -> float:
-        """Operations for a sample of some length."""
+    def _count_flops(self, length: int) -> float:
+        """Count the FLOPs for a sample of a length."""
         return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
     def validation(
@@ -292,5 +294,5 @@ class Reporter:
         )
 
     def close(self) -> None:
-        """Close the files and the bar."""
+        """Close the log files and the progress bar."""
         self.sinks.close()

@@ -1,4 +1,4 @@
-"""The training loop, from the first line of output to the last checkpoint."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megatron.training.step import take_batches, train_step
 
 
 class Trainer:
-    """The training loop. Every rank constructs a trainer and calls ``run``.
+    """Training loop of a run. Every rank has an instance and calls ``run``.
 
     Args:
         engines: this rank's model, pipeline and optimizer.
         plan: steps and data of the run.
-        checkpoints: saves the counters and the learning-rate schedule with everything else.
-        reporter: reports to the user.
+        checkpoints: checkpoints of the run, with its counters and learning-rate schedule.
+        reporter: logs of the run.
         rounds: rounds of islands; None without the point ``outer``.
     """
 
@@ -69,11 +69,11 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train (unless ``--skip-train``), evaluate at the end, and save.
+        """Train (unless ``--skip-train``), save, and evaluate.
 
         Raises:
-            NothingLearnedError: on every rank, at the end, when every step was skipped.
-            DivergedError: on every rank, as soon as the run has diverged.
+            NothingLearnedError: on every rank, at the end, if every step was skipped.
+            DivergedError: on every rank, if the run has diverged.
         """
         reason = ExitReason.NONE
         start, skipped = self.progress.iteration, self.progress.skipped
@@ -102,10 +102,10 @@ class Trainer:
             self._check_learned(start, skipped)
 
     def _check_learned(self, start_iteration: int, skipped_before: int) -> None:
-        """Check that some step was not skipped.
+        """Check that not all steps were skipped.
 
         Raises:
-            NothingLearnedError: when every step of this process, or of the run, was skipped, requested skips aside.
+            NothingLearnedError: when every step of this process, or of the run, was skipped, without a request.
         """
         done, skipped = self.progress.iteration, self.progress.skipped
         for start, before in ((start_iteration, skipped_before), (0, 0)):
@@ -126,25 +126,25 @@ class Trainer:
             self.reporter.start_training()
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
-            # Joins other islands, or runs the round that was due after the checkpoint.
+            # Join other islands, or run the round that is due after the checkpoint's iteration.
             if self._left_behind:
                 self._join()
             if self.rounds is not None:
-                self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
+                self._run_round(lambda rounds: rounds.catch_up(self.progress.iteration))
             if self.config.validation.eval_at_start and progress.iteration == 0:
                 self._validate()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
                 if self._skips_next:
                     reason = self._skip_iterations(signals)
                 else:
-                    with self._loader(self.train_set, progress.consumed_samples) as batches:
+                    with self._make_loader(self.train_set, progress.consumed_samples) as batches:
                         reason = self._take_steps(batches, signals)
                 if self._left_behind:
                     self._join()
-            self.reporter.report_rest()
+            self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason
-            with self.reporter.paused("save"):  # signals are held until it is written
+            with self.reporter.paused("save"):  # exit signals are deferred until the checkpoint is written
                 self._save()
                 self.checkpoints.close()
         if (warning := self.divergence.note_at_end()) is not None:
@@ -153,36 +153,36 @@ class Trainer:
 
     @property
     def _left_behind(self) -> bool:
-        """Whether this island has to join the others before it goes on."""
+        """Whether this island must join the others before the next step."""
         return self.rounds is not None and self.rounds.left_behind
 
     @property
     def _skips_next(self) -> bool:
-        """Whether the next iteration is one of --iterations-to-skip."""
+        """Whether --iterations-to-skip contains the next iteration."""
         return self.progress.iteration + 1 in self.sizes.skipped
 
     def _take_steps(self, batches: MicroBatches, signals: ExitSignals | None) -> ExitReason:
-        """Take steps until the run ends, samples are to be skipped, or other islands are to be joined."""
+        """Take steps until the run ends, the next iteration is skipped, or this island must join the others."""
         reason = ExitReason.NONE
         while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
             if self._left_behind or self._skips_next:
                 break
-            reason = self._iteration(batches, self._vote(signals))
+            reason = self._run_iteration(batches, self._make_vote(signals))
         return reason
 
     def _skip_iterations(self, signals: ExitSignals | None) -> ExitReason:
-        """Skip iterations until a step is to be taken, the run ends, or other islands are to be joined."""
+        """Skip iterations until the next step, the end of the run, or until this island must join the others."""
         first = self.progress.iteration + 1
         last = min(self.sizes.skipped.until(self.progress.iteration) or first, self.train_iters)
         skipped_text = f"iteration {first}" if first == last else f"iterations {first} to {last}"
         self.reporter.line(f"--iterations-to-skip: {skipped_text} without a step; their samples count as consumed")
         reason = ExitReason.NONE
         while self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind:
-            reason = self._skip_iteration(self._vote(signals))
+            reason = self._skip_iteration(self._make_vote(signals))
         return reason
 
     def _skip_iteration(self, votes: StopVotes) -> ExitReason:
-        """Count the samples of an iteration as consumed without a step, and do everything else that is due."""
+        """Count the samples of an iteration as consumed without a step, and do all other work that is due."""
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
@@ -194,11 +194,11 @@ class Trainer:
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
             self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(votes))
-            self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
+            self._run_round(lambda rounds: rounds.after_step(done + 1, math.nan))
         return ExitReason.NONE if self._left_behind else self._after_step(votes)
 
     def _count_iteration(self, step_taken: bool = True) -> None:
-        """Count the next iteration, its samples and, if a step was taken, the tokens that it trained on."""
+        """Count the next iteration and its samples, and its tokens if a step was taken."""
         progress = self.progress
         size, length = self.sizes.batches.at(progress.consumed_samples), self.sizes.lengths.at(progress.iteration)
         progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * step_taken
@@ -216,8 +216,8 @@ class Trainer:
             if not self.rounds.join():
                 raise CommunicationError("the other islands have ended; start all of them again from their checkpoints")
 
-    def _round(self, run_round: Callable[[Rounds], None]) -> None:
-        """Run a round of islands; if there are too few of them, save the state before the run ends."""
+    def _run_round(self, run_round: Callable[[Rounds], None]) -> None:
+        """Run a round of islands; if fewer islands than the quorum remain, save a checkpoint before the run ends."""
         assert self.rounds is not None
         try:
             run_round(self.rounds)
@@ -231,15 +231,15 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint."""
         if self.rounds is not None and self.checkpoints.saver is not None:
-            self._round(Rounds.finish_transfer)
+            self._run_round(Rounds.finish_transfer)
         self.checkpoints.save()
 
-    def _vote(self, signals: ExitSignals | None) -> StopVotes:
-        """This rank's vote to stop after the next iteration."""
+    def _make_vote(self, signals: ExitSignals | None) -> StopVotes:
+        """Make this rank's vote to stop after the next iteration."""
         return self.policy.vote(self.progress.iteration + 1, signals is not None and signals.received is not None)
 
-    def _iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
-        """Run an optimizer step and everything that is due after it."""
+    def _run_iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
+        """Run a training step and the work that is due after it."""
         config, progress, timers = self.config, self.progress, self.timers
         size = self.sizes.batches.at(progress.consumed_samples)
         count = self.sizes.batches.num_micro_batches(progress.consumed_samples)
@@ -259,7 +259,7 @@ class Trainer:
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
             self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(metrics.votes))
-            self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
+            self._run_round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._left_behind:
                 return ExitReason.NONE
         self.checkpoints.poll()
@@ -284,15 +284,15 @@ class Trainer:
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
     def _after_step(self, votes: StopVotes) -> ExitReason:
-        """Do the work that is due after a reported step; return the reason to stop now.
+        """Evaluate and save if due after a step; return the reason to stop now.
 
         Args:
-            votes: requests to stop, of all ranks.
+            votes: requests of all ranks to stop.
         """
         config, progress, timers = self.config, self.progress, self.timers
         if progress.iteration % config.validation.eval_interval == 0:
             self._validate()
-        reason = self._reason(votes)
+        reason = self._find_stop_reason(votes)
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
@@ -300,13 +300,13 @@ class Trainer:
         return reason
 
     def _epoch(self) -> float | None:
-        """Epochs of the training set read so far; None for a set without a whole sample."""
+        """Number of epochs of the training set so far; None for a set without a complete sample."""
         assert self.train_set is not None
         samples = self.train_set.epoch_samples
         return self.progress.consumed_samples / samples if samples else None
 
-    def _reason(self, votes: StopVotes) -> ExitReason:
-        """Return the reason to stop now. Islands that take local steps stop together, at the end of a round."""
+    def _find_stop_reason(self, votes: StopVotes) -> ExitReason:
+        """Find the reason to stop now. Islands with local steps stop together at the end of a round."""
         rounds = self.rounds
         reason = (
             ExitReason(rounds.stop_reason)
@@ -318,9 +318,9 @@ class Trainer:
         interval = self.config.training.exit_interval
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 
-    def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
+    def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
         dp, islands = self.topology.dp, self.config.islands
-        # Islands divide the training samples among them; for evaluation each island reads all samples.
+        # Islands divide the training samples; each island reads all evaluation samples.
         island, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
         return build_loader(
             dataset,
@@ -335,19 +335,19 @@ class Trainer:
         )
 
     def _evaluate(self, sets: Sequence[EvaluationSet], first_round: int, split: str, *, final: bool = False) -> None:
-        """Evaluate some sets, starting at a global batch of each, and report their losses and the mean over the sets.
+        """Evaluate data sets, and report their losses and the mean over the sets.
 
         Args:
-            sets: the sets.
-            first_round: number of the first global batch.
+            sets: data sets to evaluate.
+            first_round: index of the first global batch in each set.
             split: "validation" or "test".
-            final: after training, so that the report counts the samples.
+            final: whether this is an evaluation after training, with the number of samples in the report.
         """
         losses, scores = {}, None
         for evaluation_set in sets:
             count = evaluation_set.batch // (self.config.training.micro_batch_size * self.topology.dp.size)
             first = first_round * evaluation_set.batch
-            with self._loader(evaluation_set.dataset, first) as batches:
+            with self._make_loader(evaluation_set.dataset, first) as batches:
                 evaluation = evaluate(self.engines, batches, evaluation_set.rounds, count, first)
             losses[evaluation_set.name] = evaluation.losses
             if self.judge is not None and evaluation.outputs_nc is not None:
@@ -362,7 +362,7 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        """Evaluate between training steps: on the next validation samples each time, or always on the same ones."""
+        """Evaluate between training steps, on the next validation samples or always on the same samples."""
         validation = self.config.validation
         if not self.valid_sets:
             return

@@ -14,7 +14,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.distributed.clock import clock_of
 from megatron.distributed.topology import Topology, build_topology, single_process
-from megatron.training.assembly import build_engines, layout_of
+from megatron.training.assembly import build_engines, make_layout
 from megatron.training.step import take_batches, train_step
 from tests.support.one_gpu import ONE_CHANNEL, join_on_one_gpu
 from tests.support.spawn import run_ranks
@@ -60,7 +60,7 @@ def _steps(config: RunConfig, topology: Topology, warm: int, count: int, vocab: 
 def _saturated(changes: dict[str, dict[str, Any]], world_size: int, vocab: int) -> dict[str, float]:
     device = join_on_one_gpu(240)
     config = _config(changes, world_size)
-    topology = build_topology(layout_of(config, world_size), device)
+    topology = build_topology(make_layout(config, world_size), device)
     return _steps(config, topology, 2, 3, vocab)
 
 

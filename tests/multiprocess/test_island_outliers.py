@@ -262,8 +262,8 @@ def test_an_island_that_comes_after_the_end_receives_the_last_state() -> None:
     flats = [island.engines.buffers[0].params_flat for island in pair]
     assert torch.equal(*flats)
     lines = [line for line, _ in pair[0].told]
-    assert sum("island 1 is gone, going on alone" in line for line in lines) == 1
-    end = "island 1 did not come to the end, iteration 12, with this one: its state is in /saved/island_0"
+    assert sum("island 1 is gone; continuing alone" in line for line in lines) == 1
+    end = "island 1 did not finish with this island at iteration 12: its state is in /saved/island_0"
     assert lines[lines.index(end) :] == [end, "waiting for island 1 to join, 60 s at most", "island 1 has joined"]
 
 
@@ -284,7 +284,7 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
     assert time.monotonic() - began < 20
     islands[0].leave()
     assert island.told[-2][0] == "waiting for island 1 to join, 60 s at most"
-    assert island.told[-1][0].startswith("nothing more is done for late islands: the islands' meeting place at 127.0.0")
+    assert island.told[-1][0].startswith("late islands can no longer join: the islands' meeting place at 127.0.0")
 
 
 def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
-from megatron.diloco.fragments import fragment_of
+from megatron.diloco.fragments import fragment_index
 from megatron.distributed.host_staging import StagedGroup
 from megatron.distributed.round_driver import PackedReduction
 from tests.support.island_threads import (
@@ -61,7 +61,7 @@ class _Loop:
         for bucket in engines.buffers[0].buckets:
             for slot in bucket.slots:
                 layers = engines.config.model.num_layers
-                mask[slot.start : slot.stop] = fragment_of(slot.logical_name, layers, fragments) == fragment
+                mask[slot.start : slot.stop] = fragment_index(slot.logical_name, layers, fragments) == fragment
         return mask
 
 

@@ -16,7 +16,7 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.models.gpt import GPTStage
 from megatron.optimizer.schedules import LRSchedule
-from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
+from megatron.training.assembly import Engines, build_engines, groups_by_node, make_layout
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.step import take_batches, train_step
@@ -183,7 +183,7 @@ def tiny_engines(changes: Mapping[str, Mapping[str, Any]], meshes: dict[object, 
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = tiny_config(changes, world_size)
-    layout, by_node, meshes = layout_of(config, world_size), groups_by_node(config), {} if meshes is None else meshes
+    layout, by_node, meshes = make_layout(config, world_size), groups_by_node(config), {} if meshes is None else meshes
     if (layout, by_node) not in meshes:
         alone = world_size == 1
         device = own_device(0 if alone else dist.get_rank())

@@ -45,7 +45,9 @@ class ParamAllGather:
     ) -> None:
         self.ledger, self.sharded = ledger, sharded
         self.plan = plan
-        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or separates(plan, sharded)
+        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or has_separate_main(
+            plan, sharded
+        )
         self._shards = list(shards)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self._by_slot: dict[int, list[ParamShard]] = {}
@@ -114,7 +116,7 @@ def compresses(plan: CompressionPlan, sharded: bool) -> bool:
     return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)
 
 
-def separates(plan: CompressionPlan, sharded: bool) -> bool:
+def has_separate_main(plan: CompressionPlan, sharded: bool) -> bool:
     """Whether main values have separate memory because gathers are lossy: on all stages or none, so that checkpoints
     hold all of them or none."""
     return sharded and plan.is_compressed(Point.PARAM_GATHER)

@@ -44,7 +44,7 @@ class ParamShard:
         return self.counted and not spec.tied_copy and spec.counted_by(tp_rank)
 
 
-def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = False) -> list[ParamShard]:
+def make_local_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = False) -> list[ParamShard]:
     """The shards of this rank, over all chunks.
 
     Args:

@@ -134,7 +134,7 @@ NOT_COMMON: dict[str, bytes] = {
 def test_common_values_of_another_kind(loader: Loader, kind: str) -> None:
     message = loader.load_with({"common.json": NOT_COMMON[kind]})
     assert message is not None
-    assert f"{loader.root / FOLDER / 'common.json'} is not what a checkpoint holds: " in message
+    assert f"{loader.root / FOLDER / 'common.json'} is not a valid file of a checkpoint: " in message
     assert "has no other complete checkpoint" in message
 
 
@@ -162,7 +162,7 @@ def test_invalid_counters(loader: Loader, changes: dict[str, Any], fragment: str
 
 def test_a_configuration_that_is_not_utf8(loader: Loader) -> None:
     loader.load_with({"config.yaml": b"\xff: 1"})
-    with pytest.raises(UserError, match=r"config.yaml is no configuration: it is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"config.yaml is not a configuration: it is not UTF-8 text"):
         saved_config(loader.root)
 
 

@@ -235,7 +235,7 @@ def test_another_iteration_is_advised_by_the_flag(
     shutil.copytree(saved / "iter_0000007", tmp_path / "two" / "iter_0000003")
     line = refusal(capsys, tmp_path / "two", tmp_path / "x", "hf", "--iteration", "5")
     assert line.endswith(
-        "iter_0000005 is not there; complete are, newest first: 7, 3; name one of them (--iteration 7)"
+        "iter_0000005 does not exist; complete are, newest first: 7, 3; name one of them (--iteration 7)"
     )
 
 

@@ -130,8 +130,8 @@ def test_all_agree_on_late_islands_and_on_the_synchronous_phase(make_islands: Ma
     assert [(island.expected, island.behind, island.starts_synchronously) for island in islands] == [
         ((1, 2), (0,), in_step)
     ] * 3
-    assert [island.lets_in for island in islands] == [False, True, False]
-    assert islands[2]._awaited() == {0, 1, 2}
+    assert [island.admits_islands for island in islands] == [False, True, False]
+    assert islands[2]._awaited_islands() == {0, 1, 2}
 
 
 def test_a_missing_island_at_the_start_is_an_error_below_the_quorum(port: int) -> None:

@@ -64,7 +64,7 @@ def test_islands_connect_by_the_address_that_reaches_the_meeting_place(monkeypat
     monkeypatch.setattr(IslandStore, "own_address", lambda self: "127.0.0.5")
     before = _listening()
     pair = [Islands(at, number, 2, 2, 5.0, 5.0, None) for number, at in enumerate((store_0, store_1))]
-    groups = each(pair, lambda i: i.group_of((0, 1), "pair", 5.0))
+    groups = each(pair, lambda i: i.make_group((0, 1), "pair", 5.0))
     assert _listening() - before == {"127.0.0.5"}
     assert [group.size for group in groups] == [2, 2]
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.models.losses import Targets
 from megatron.models.stages import boundary_lengths, stage_layers
 from megatron.models.t5 import T5Stage
-from megatron.training.assembly import layout_of
+from megatron.training.assembly import make_layout
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 from tests.support.tiny import T5, VOCAB, tiny_config, tiny_engines, tiny_spans
@@ -183,7 +183,7 @@ def test_the_split_rank_divides_the_pipeline() -> None:
     stages = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 1}
     model = {**T5["model"], "num_layers": 2, "decoder_num_layers": 6}
     config = tiny_config({**T5, "model": model, "parallel": stages}, 4)
-    layout = layout_of(config, 4)
+    layout = make_layout(config, 4)
     layers = [stage_layers(config.model, layout, stage) for stage in range(4)]
     assert layers == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert boundary_lengths(config.model, layout, LENGTH) == [LENGTH, LENGTH + SHORT, LENGTH + SHORT]
