@@ -113,13 +113,8 @@ def main() -> None:
     backend = config.parallel.distributed_backend
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
-<<<<<<< HEAD
     # Groups split by node, for two-level sums and two-stage exchanges.
     topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
-=======
-    # Cut by node for those cases that ask for it.
-    topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
->>>>>>> 1e8a88d (Islands, optimizer, training, models, checkpoints and run configuration: prose in plain sentences, functions named by verbs)
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     step_count = number = 0

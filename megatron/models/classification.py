@@ -14,7 +14,7 @@ from megatron.config.model_types import ModelType
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
-from megatron.parallel.tensor.collectives import sum_exact
+from megatron.parallel.tensor.collectives import all_reduce_exact
 from megatron.parallel.tensor.embedding import VocabShard
 
 TASK_HEAD = "classification_head."
@@ -90,7 +90,7 @@ class ClassificationHead(nn.Module):
             return x_bh
         # Ranks without the position need zero gradients instead of None: their layers run backward, too.
         elsewhere_b = (place_b < 0) | (place_b >= len(x_sbh))
-        return sum_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
+        return all_reduce_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
 
 
 def _linear(in_features: int, out_features: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.distributed.group import Group
-from megatron.parallel.tensor.main_grad import MainGrad, attach
+from megatron.parallel.tensor.main_grad import MainGrad, attach_main_grad
 from megatron.parallel.tensor.shards import ParamSpec
 
 _ALIGNMENT = 8
@@ -122,7 +122,7 @@ class FlatBuffer:
         view.copy_(param.data)
         param.data = view
         memory = self.grads_flat[slot.start : slot.stop].view(param.shape)
-        main_grad = attach(param, memory) if self.direct and self._replaces else MainGrad(memory)
+        main_grad = attach_main_grad(param, memory) if self.direct and self._replaces else MainGrad(memory)
         self._main_grads.append((param, main_grad))
         if self.direct:
             param.grad = memory
@@ -184,7 +184,7 @@ class FlatBuffer:
             return
         for param, main_grad in self._main_grads:
             param.grad = None
-            main_grad.begin()
+            main_grad.begin_step()
         for bucket in self.buckets:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
@@ -193,7 +193,7 @@ class FlatBuffer:
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
-            main_grad.complete()
+            main_grad.end_step()
             if self.direct:
                 param.grad = main_grad.memory
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.compression.points import Point
 from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
-from megatron.parallel.tensor.main_grad import detach
+from megatron.parallel.tensor.main_grad import detach_main_grad
 
 
 class TorchReplicas:
@@ -31,7 +31,7 @@ class TorchReplicas:
         self.ledger = ledger
         device = next(model.parameters()).device
         for param in model.parameters():
-            detach(param)  # torch reduces what autograd stores
+            detach_main_grad(param)  # torch reduces what autograd stores
         self.wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -1,9 +1,9 @@
-"""Collectives of tensor and sequence parallelism, and their autograd functions.
+"""Collectives of tensor and sequence parallelism with autograd.
 
 A tensor-parallel region begins with f (identity forward, all-reduce backward) and ends with g (all-reduce forward,
-identity backward). With sequence parallelism the activations between the regions are split along the sequence: f
-becomes an all-gather and g a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). f is fused into the layers that
-need it, to overlap its backward all-reduce with their weight gradients; g is here.
+identity backward). Sequence parallelism splits the activations between regions along the sequence: f becomes an
+all-gather and g a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). Linear layers fuse f, to overlap its
+backward all-reduce with their weight gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PendingReduce:
         self.reduction, self.x, self.group, self.scatter = reduction, x, group, scatter
 
     def wait(self) -> Tensor:
-        """Wait; return the reduced tensor, or this rank's part of it along dimension 0."""
+        """Wait for the result; return it, or with ``scatter`` this rank's chunk of dimension 0."""
         if self.reduction is not None:
             self.reduction.finish()
             write(self.reduction.reductions[0].x, self.x)
@@ -49,17 +49,17 @@ class PendingReduce:
 
 
 class TensorComm:
-    """The tensor-parallel points of a rank.
+    """Tensor-parallel communication of a rank.
 
-    The compressors are stateless, because recomputation repeats the forward collectives.
+    The compressors have no state, because recomputation repeats the forward collectives.
 
     Args:
-        group: the tensor-parallel ranks.
+        group: tensor-parallel ranks.
         ledger: ledger that counts the bytes.
-        plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and their activation.
-        sequence_parallel: activations between parallel regions are split along the sequence.
-        asynchronous: backward collectives overlap with the matrix products of the weight gradients.
-        seeds: seeds of stochastic compressors, shared with the other points of the same layers.
+        plan: plan with the compressors of ``TP_FWD`` and ``TP_BWD``.
+        sequence_parallel: split activations between parallel regions along the sequence.
+        asynchronous: overlap backward collectives with the matrix products of the weight gradients.
+        seeds: seeds of stochastic compressors, shared with the other communication points of the layers.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class TensorComm:
         self.seeds = seeds or MessageSeeds()
         points = (Point.TP_FWD, Point.TP_BWD)
         self._on = dict.fromkeys(points, False)
-        self._place: tuple[str, ...] = ()
+        self._location: tuple[str, ...] = ()
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step; -1 stands for an evaluation."""
+        """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).is_active(iteration)
 
     def launch_signature(self, length: int) -> list[Hashable]:
-        """Launch signatures of a step's collectives, one for each point.
+        """Launch signatures of a step's collectives, by point.
 
         Args:
-            length: sequence length of the step, which determines the shapes of the reduced tensors.
+            length: sequence length of the step, which determines the shapes of reduced tensors.
         """
         return [self._point_signature(point, on, length) for point, on in self._on.items()]
 
@@ -104,13 +104,13 @@ class TensorComm:
         return None if signature is None else (point, self.plan.options(point), signature, length)
 
     def at(self, location: str) -> TensorComm:
-        """The points for a location in the model, with separate random seeds for its messages."""
+        """Copy for a location in the model, with separate random seeds for its messages."""
         clone = copy(self)
-        clone._place = (*self._place, location)
+        clone._location = (*self._location, location)
         return clone
 
     def without_tensor_parallelism(self) -> TensorComm:
-        """The points for layers that are not tensor-parallel: this rank holds and computes them alone."""
+        """Communication for layers that are not tensor-parallel: a group of only this rank."""
         return TensorComm(Group(None, (0,), 0, self.group.name, "none"), self.ledger, self.plan)
 
     @property
@@ -127,7 +127,7 @@ class TensorComm:
         Args:
             x: this rank's contribution, contiguous; the result replaces it.
             point: TP_FWD or TP_BWD.
-            scatter: return only this rank's equal part of dimension 0.
+            scatter: return only this rank's chunk of dimension 0.
         """
         reduction = None
         if self.group.size > 1:
@@ -141,7 +141,7 @@ class TensorComm:
         return pending
 
     def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
-        """The reduction of ``x``, compressed if the point is on and the shape is worth compressing."""
+        """Reduction of ``x``, compressed if the point is active and compresses the shape."""
         compressor = self.plan.rounds(point)
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
@@ -150,17 +150,17 @@ class TensorComm:
         return TensorReduction(compressor, contribution, self._state(point))
 
     def _state(self, point: Point) -> CompressorState:
-        """Compressor state for a single collective."""
+        """New compressor state for a single collective."""
         if not self._on[point]:
             return CompressorState()
-        return self.seeds.state(point.value, self.group.ranks[0], *self._place)
+        return self.seeds.state(point.value, self.group.ranks[0], *self._location)
 
     def gather_codec(self, point: Point) -> Codec:
-        """Codec of this step's all-gathers."""
+        """Codec of all-gathers in this step."""
         return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
-        """Start an all-gather of ``x`` along dimension 0. All ranks' parts are decoded with the same state."""
+        """Start an all-gather of ``x`` along dimension 0. The parts of all ranks are decoded with the same state."""
         return PendingGather(self.gather_codec(point), x, self._state(point), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
@@ -168,15 +168,15 @@ class TensorComm:
         return x if self.group.size == 1 else self.start_gather(x.contiguous(), point).wait()
 
     def gather_exact(self, x: Tensor) -> Tensor:
-        """All-gather small per-rank results along a new dimension 0; never compressed."""
+        """All-gather a small tensor along a new dimension 0, uncompressed."""
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
         self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return out.view(self.group.size, *x.shape)
 
-    def maxima_(self, x: Tensor) -> Tensor:
-        """All-reduce with MAX, in place, for small tensors; never compressed."""
+    def all_reduce_max_(self, x: Tensor) -> Tensor:
+        """All-reduce a small tensor with MAX in place, uncompressed."""
         if self.group.size > 1:
             pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
             self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
@@ -184,7 +184,7 @@ class TensorComm:
         return x
 
     def local_slice(self, x: Tensor) -> Tensor:
-        """This rank's equal part of dimension 0 (a view)."""
+        """This rank's chunk of dimension 0 (a view)."""
         return x if self.group.size == 1 else x.chunk(self.group.size, dim=0)[self.group.rank]
 
 
@@ -204,12 +204,12 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """g with sequence parallelism: reduce-scatter along the sequence forward, all-gather backward."""
+    """g with sequence parallelism: reduce-scatter forward, all-gather backward, along the sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
         ctx.comm = comm
-        # The input is a fresh product that no backward reads, so it can be reduced in place.
+        # No backward reads the input, so it can be reduced in place.
         return comm.start_reduce(x.contiguous(), Point.TP_FWD, scatter=True).wait().clone()
 
     @staticmethod
@@ -217,8 +217,8 @@ class _ReduceScatter(torch.autograd.Function):
         return ctx.comm.gather(grad, Point.TP_BWD), None
 
 
-class _SumExact(torch.autograd.Function):
-    """Sum over the ranks forward, identity backward; never compressed."""
+class _AllReduceExact(torch.autograd.Function):
+    """All-reduce forward, identity backward; never compressed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
@@ -229,8 +229,8 @@ class _SumExact(torch.autograd.Function):
         return grad, None
 
 
-class _Enter(torch.autograd.Function):
-    """f: identity forward, all-reduce backward; with sequence parallelism all-gather and reduce-scatter."""
+class _EnterRegion(torch.autograd.Function):
+    """f: identity forward, all-reduce backward; with sequence parallelism, all-gather and reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
@@ -240,12 +240,12 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         comm: TensorComm = ctx.comm
-        # Other functions may read this gradient, too, so the all-reduce works on a copy.
+        # Other functions may read this gradient, so the all-reduce overwrites a copy.
         grad_copy = grad.clone(memory_format=torch.contiguous_format)
         return comm.start_reduce(grad_copy, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
 
 
-class _EnterExact(torch.autograd.Function):
+class _EnterRegionExact(torch.autograd.Function):
     """f for small tensors: never compressed."""
 
     @staticmethod
@@ -261,24 +261,24 @@ class _EnterExact(torch.autograd.Function):
 
 
 def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) -> Tensor:
-    """Enter a tensor-parallel region whose layers do not fuse f; returns the whole sequence on every rank.
+    """Enter a tensor-parallel region of layers that do not fuse f; return the complete sequence on every rank.
 
     The input's gradient is the sum of the ranks' gradients of the result.
 
     Args:
-        x_sbh: activations; this rank's part of s under sequence parallelism.
-        comm: the tensor-parallel ranks.
-        exact: never compress, for small tensors that must be identical on all ranks.
+        x_sbh: activations; this rank's slice of s under sequence parallelism.
+        comm: tensor-parallel communication.
+        exact: do not compress, for small tensors that must be identical on all ranks.
     """
     if comm.size == 1:
         return x_sbh
-    result: Tensor = (_EnterExact if exact else _Enter).apply(x_sbh, comm)
+    result: Tensor = (_EnterRegionExact if exact else _EnterRegion).apply(x_sbh, comm)
     return result
 
 
-def sum_exact(x: Tensor, comm: TensorComm) -> Tensor:
-    """Sum small contributions of the tensor-parallel ranks, which all compute the same from the sum."""
-    result: Tensor = _SumExact.apply(x, comm)
+def all_reduce_exact(x: Tensor, comm: TensorComm) -> Tensor:
+    """All-reduce a small tensor, uncompressed. All ranks must use the sum in the same computation."""
+    result: Tensor = _AllReduceExact.apply(x, comm)
     return result
 
 

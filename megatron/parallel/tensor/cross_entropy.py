@@ -117,7 +117,7 @@ class _HeadLoss(torch.autograd.Function):
             factor = grad * unit
             _scale_((grad_x, grad_weight, grad_bias), factor)
             if ctx.claim is not None:
-                ctx.main_grad.settle(ctx.claim, lambda memory: _scale_((memory,), factor))
+                ctx.main_grad.add_claimed(ctx.claim, lambda memory: _scale_((memory,), factor))
             elif ctx.main_grad is not None and ctx.main_grad.open and not torch.is_grad_enabled():
                 ctx.main_grad.accumulate(lambda _: grad_weight.view(ctx.main_grad.memory.shape))
                 grad_weight = None

@@ -17,14 +17,14 @@ from megatron.parallel.tensor.main_grad import store_grad
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
-_PLACED = 1 << 17
-"""Minimum weight size in elements, on a CPU, at which copying the gradient takes longer than calling ``_Linear``."""
+_MIN_DIRECT_ELEMENTS = 1 << 17
+"""Weight size in elements above which, on a CPU, a copy of the gradient takes longer than a call of ``_Linear``."""
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b for a part of W.
+    """x W^T + b for a shard of W.
 
-    With ``comm`` the parts are W's rows, and the input gradient's all-reduce overlaps with the weight gradient.
+    With ``comm``, W is split by rows, and the all-reduce of the input gradient overlaps with the weight gradient.
     """
 
     @staticmethod
@@ -42,9 +42,9 @@ class _Linear(torch.autograd.Function):
         x_sbh, weight, *scales = ctx.saved_tensors
         comm: TensorComm | None = ctx.comm
         products: LinearProducts = ctx.products
-        gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm is not None and comm.sequence_parallel else None
+        pending_gather = comm.start_gather(x_sbh, Point.TP_BWD) if comm is not None and comm.sequence_parallel else None
         grad_x, grad_scales = products.grad_input(grad_sbo, weight, tuple(scales))
-        full = x_sbh if gathering is None else gathering.wait()
+        full = x_sbh if pending_gather is None else pending_gather.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
         all_scales = (*scales, *grad_scales)
         grad_weight = store_grad(weight, lambda out: products.grad_weight(grad_sbo, full, all_scales, out))
@@ -54,8 +54,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b on a single rank, for x (..., in)."""
-    placed = x.is_cpu and weight.numel() >= _PLACED and not torch.compiler.is_compiling()
-    if not placed and not multiplies(x, weight):
+    writes_directly = x.is_cpu and weight.numel() >= _MIN_DIRECT_ELEMENTS and not torch.compiler.is_compiling()
+    if not writes_directly and not multiplies(x, weight):
         return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, EXACT, None)
     return result
@@ -65,7 +65,7 @@ class _SplitLinear(ShardedModule):
     """Base class of split linear layers.
 
     Args:
-        comm: the tensor-parallel points.
+        comm: tensor-parallel communication.
     """
 
     def __init__(self, comm: TensorComm) -> None:
@@ -73,10 +73,10 @@ class _SplitLinear(ShardedModule):
         self.comm = comm
         self.products: LinearProducts = EXACT
 
-    def _product(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
-        """x W^T + b, from 8-bit numbers if requested and if the sizes suit them; ``comm`` as in ``_Linear``."""
+    def _multiply(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
+        """Compute x W^T + b, in fp8 if requested and possible for the sizes; ``comm`` as in ``_Linear``."""
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (comm.size if comm is not None and comm.sequence_parallel else 1)
-        # Without 8-bit products nothing may depend on the number of tokens: some numbers would recompile the code.
+        # Without fp8, do not use the number of tokens: it would make torch.compile recompile for some numbers.
         fitting = self.products is not EXACT and fits(tokens, *weight.shape)
         products = self.products if fitting else EXACT
         if products is EXACT and comm is None:
@@ -89,13 +89,13 @@ class ColumnParallelLinear(_SplitLinear):
     """A linear layer split by outputs: (s, b, in) -> (s, b, out / tp).
 
     Args:
-        logical_shape: (out, in), or (parts, out, in) for several stacked projections that are each split, such
-            as gate and value of SwiGLU.
+        logical_shape: (out, in), or (parts, out, in) for stacked projections that are split separately, such as gate
+            and value of SwiGLU.
         bias: whether to add a bias.
-        comm: the tensor-parallel points.
+        comm: tensor-parallel communication.
         device, dtype: device and dtype of the parameters.
-        entered: the input comes from ``enter_parallel_region``, once for several layers.
-        blocks: how the outputs form projections that are not stored one after the other; see ``ParamSpec.blocks``.
+        entered: the input is a result of ``enter_parallel_region``, shared by several layers.
+        blocks: sizes of interleaved projections in the outputs; see ``ParamSpec.blocks``.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ColumnParallelLinear(_SplitLinear):
         blocks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(comm.at("inputs"))
-        self.enters = comm.size > 1 and not entered
+        self.enters_region = comm.size > 1 and not entered
         dim = len(logical_shape) - 2
         local_out = logical_shape[dim] // comm.size
         local_shape = (*logical_shape[:dim], local_out, logical_shape[-1])
@@ -124,18 +124,18 @@ class ColumnParallelLinear(_SplitLinear):
     def forward(self, x_sbh: Tensor) -> Tensor:
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        return self._product(x_sbh, weight, bias, self.comm if self.enters else None)
+        return self._multiply(x_sbh, weight, bias, self.comm if self.enters_region else None)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Computes the products from 8-bit numbers from now on; None: in the parameters' dtype."""
+        """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
         self.products = products_of(recipe, self.comm, split_inputs=False)
 
 
 class RowParallelLinear(_SplitLinear):
-    """A linear layer split by inputs, with all-reduced products: (s, b, in / tp) -> (s, b, out).
+    """A linear layer split by inputs, with an all-reduce of the product: (s, b, in / tp) -> (s, b, out).
 
-    Returns the product without its bias, for the caller to add together with dropout and residual: the bias must be
-    added once, after the all-reduce.
+    Returns the product and, with several ranks, the bias, which must be added only once, after the all-reduce: the
+    caller adds it together with dropout and residual.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class RowParallelLinear(_SplitLinear):
 
     def forward(self, x_sbi: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.comm.size == 1:
-            return self._product(x_sbi, self.weight, self.bias, None), None
-        return leave_parallel_region(self._product(x_sbi, self.weight, None, None), self.comm), self.bias
+            return self._multiply(x_sbi, self.weight, self.bias, None), None
+        return leave_parallel_region(self._multiply(x_sbi, self.weight, None, None), self.comm), self.bias
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Computes the products from 8-bit numbers from now on; None: in the parameters' dtype."""
+        """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
         self.products = products_of(recipe, self.comm, split_inputs=True)

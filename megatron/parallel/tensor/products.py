@@ -71,7 +71,7 @@ class TensorwiseProducts:
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         grad_to = _rows(grad)
         largest = fp8.largest(grad_to, by_rows=False)
-        scale = fp8.scale_of(largest if self.split_inputs else self.comm.maxima_(largest), fp8.E5M2)
+        scale = fp8.scale_of(largest if self.split_inputs else self.comm.all_reduce_max_(largest), fp8.E5M2)
         quantized_grad = fp8.quantize(grad_to, scale, fp8.E5M2)
         product = fp8.scaled_product(quantized_grad, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
         return _shaped(product, grad), (scale,)
@@ -127,7 +127,7 @@ def _e4m3_scales(a_mk: Tensor, b_nk: Tensor, by_rows: bool, shared_by: TensorCom
     """
     largest = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
     if shared_by is not None and shared_by.size > 1:
-        joint_maxima = shared_by.maxima_(torch.cat([x.flatten() for x in largest]))
+        joint_maxima = shared_by.all_reduce_max_(torch.cat([x.flatten() for x in largest]))
         maxima = joint_maxima.split([x.numel() for x in largest])
         largest = [flat.view(x.shape) for flat, x in zip(maxima, largest, strict=True)]
     return fp8.scale_of(largest[0], fp8.E4M3), fp8.scale_of(largest[1], fp8.E4M3)

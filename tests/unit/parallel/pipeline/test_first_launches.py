@@ -223,15 +223,9 @@ def test_kernels_are_not_loaded_during_receives_and_ranks_never_deadlock(case: C
 
 @pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
 @pytest.mark.parametrize("ahead", [1, 2])
-<<<<<<< HEAD
 def test_ranks_may_have_completed_different_launches(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks forget their launches at different steps: they wait where others post receives ahead."""
     monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", ahead)
-=======
-def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some ranks forget what they have launched, each at steps of its own: they wait where the others post ahead."""
-    monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", ahead)
->>>>>>> 1e8a88d (Islands, optimizer, training, models, checkpoints and run configuration: prose in plain sentences, functions named by verbs)
 
     def forget(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
         if random.Random(f"{ahead} {device.rank} {step}").random() < 0.4:
@@ -256,15 +250,9 @@ class Checked(engine_module._StepMessages):
         assert self._posted[False] >= messages.backward
 
 
-<<<<<<< HEAD
 def test_due_messages_are_posted_in_overlapping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that loads a kernel relies on it."""
     monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", 1)
-=======
-def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender that loads something relies on it."""
-    monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", 1)
->>>>>>> 1e8a88d (Islands, optimizer, training, models, checkpoints and run configuration: prose in plain sentences, functions named by verbs)
     monkeypatch.setattr(engine_module, "_StepMessages", Checked)
     results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
     assert all(ahead[1] > 0 for _, ahead, _ in results)

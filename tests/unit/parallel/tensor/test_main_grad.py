@@ -319,7 +319,7 @@ def test_gradients_of_rows_are_differentiable() -> None:
 def test_torchs_products_write_to_the_bucket(
     grouped: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linears, "_PLACED", 1)
+    monkeypatch.setattr(linears, "_MIN_DIRECT_ELEMENTS", 1)
     step = Step(*shape, count=3 if grouped else 1)
     counts = torch.tensor([5, 0, 7])
     for number in (1, 2):
