@@ -56,7 +56,7 @@ def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: Any) -> None:
         torch.testing.assert_close(sent + residual, inputs_sum, rtol=0, atol=1e-10)
         norms.append(float(residual.norm()))
     assert min(norms) > 0
-    assert max(norms[12:]) < 3 * max(norms[:12])
+    assert max(norms[12:]) < 1.7 * max(norms[:12])  # a residual that grows at every step would double
 
 
 def _orthonormal(x: np.ndarray) -> np.ndarray:
