@@ -198,7 +198,7 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_machines(
     timer = threading.Timer(0.5, press)
     timer.start()
     assert launch.main(words) == 130
-    assert time.monotonic() - pressed[0] < 1
+    assert time.monotonic() - pressed[0] < 20  # otherwise it waits for minutes
     assert capsys.readouterr().err.splitlines() == ["error: interrupted"]
 
 
