@@ -10,7 +10,6 @@ from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
 from megatron.base.user_text import nearest, spell
-from megatron.config.translate.known import RETIRED_FIELDS
 from megatron.config.translate.rules import SWITCH, OldFlag, Rule, Translator
 
 Target = FieldOption | OldFlag
@@ -173,7 +172,8 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: E
 def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, section: str | None) -> None:
     described = source.table.by_field_name(name)
     target = described or source.table.by_flag(name)
-    if key_path in RETIRED_FIELDS and (target is None or value == RETIRED_FIELDS[key_path]):
+    retired = source.table.translator.retired_fields
+    if key_path in retired and (target is None or value == retired[key_path]):
         return
     if target is None or (isinstance(target, FieldOption) and section not in (None, target.section)):
         raise UserError(f"{path}: unknown key {key_path}{source.table.nearest_key(name)}")

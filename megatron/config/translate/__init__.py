@@ -6,11 +6,15 @@ built (`Rule`, `Dialect`). Later code sees only our flags.
 
 from megatron.config.translate.aqsgd import AQSGD
 from megatron.config.translate.deepspeed import DEEPSPEED
-from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.known import KNOWN_FLAGS, RETIRED_FIELDS
 from megatron.config.translate.legacy import LEGACY
 from megatron.config.translate.megatron_lm import MEGATRON_LM
 from megatron.config.translate.rules import Translator
 from megatron.config.translate.shortcuts import SHORTCUTS
 
-TRANSLATOR = Translator(flags=(*SHORTCUTS, *KNOWN_FLAGS), dialects=(DEEPSPEED, AQSGD, LEGACY, MEGATRON_LM))
+TRANSLATOR = Translator(
+    flags=(*SHORTCUTS, *KNOWN_FLAGS),
+    dialects=(DEEPSPEED, AQSGD, LEGACY, MEGATRON_LM),
+    retired_fields=RETIRED_FIELDS,
+)
 """Translator of the flags of other systems for training runs."""

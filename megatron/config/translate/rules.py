@@ -79,8 +79,8 @@ class OldFlag(ABC):
 class Shortcut(OldFlag):
     """Shorthand for other flags: an old name, or a switch that sets a field to a fixed value.
 
-    sets, note, rule: its meaning; GIVEN stands for the argument of the flag.
-    choices: allowed argument -> replacement of GIVEN in `sets`; empty: any argument, unchanged.
+    sets, note, rule: its meaning; ARGUMENT stands for the argument of the flag.
+    choices: allowed argument -> replacement of ARGUMENT in `sets`; empty: any argument, unchanged.
     """
 
     sets: Mapping[str, str] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Theirs:
     def settle(self, name: str, path: str, value: Any, location: str) -> None:
         """Set our field `path` to `value`, the translation of their field `name`.
 
-        The source of higher precedence wins. Raises UserError starting with `where` if a source contradicts itself.
+        The source of higher precedence wins. Raises UserError starting with `location` if a source contradicts itself.
         """
         explicit = self._explicit
         level, previous_level = explicit.levels.get(f"{self.section}.{name}", 0), explicit.levels.get(path)
@@ -261,10 +261,12 @@ class Translator:
 
     flags: independent flags, in the order of --help.
     dialects: sections of interdependent flags, in the order of translation.
+    retired_fields: default by dotted name of fields that are gone, which saved configurations may still have.
     """
 
     flags: tuple[OldFlag, ...] = ()
     dialects: tuple[Dialect, ...] = ()
+    retired_fields: Mapping[str, object] = field(default_factory=dict)
 
     def sections(self) -> dict[str, type]:
         """Section name -> dataclass of each dialect."""
