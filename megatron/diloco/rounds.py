@@ -77,10 +77,10 @@ class Rounds:
         tell: reports an event on the rank that logs.
         joining: admits late islands, or joins other islands; None for a single island.
         end: settings for late islands at the end of the run.
+        left_behind: whether the other islands continued without this island, which must ``join`` them.
 
-    ``left_behind``: the other islands continued without this island, which must ``join`` them. ``synced``: a round has
-    just ended. ``stop_request``: this island's reason to end the run, reported in the next round. ``stop_reason``: the
-    common reason of all islands to end.
+    ``synced``: a round has just ended. ``stop_request``: this island's reason to end the run, reported in the next
+    round. ``stop_reason``: the common reason of all islands to end.
     """
 
     def __init__(
@@ -91,10 +91,11 @@ class Rounds:
         tell: Tell,
         joining: Joining | None = None,
         end: RunEnd = RunEnd(),
+        left_behind: bool = False,
     ) -> None:
         self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
         self.joining, self.end = joining, end
-        self.left_behind = self.synced = False
+        self.left_behind, self.synced = left_behind, False
         self.stop_request = self.stop_reason = 0
         self._losses: list[float] = []
         self._absent_islands: list[int] = []
@@ -119,7 +120,7 @@ class Rounds:
 
         Raises:
             QuorumError: when fewer islands than the quorum remain.
-            CommunicationError: when a single island's communication fails, or the store is gone.
+            CommunicationError: when communication fails without other islands, or the store is gone.
         """
         if not self.sync.outer.has_outer_params:
             return

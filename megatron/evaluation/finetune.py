@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,7 +204,6 @@ def _holds_checkpoint(checkpoint: CheckpointConfig) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tune or evaluate on this rank; return the exit status."""
-    started = time.monotonic()
     make_output_last()
 
     def body(ranks: Ranks) -> None:
@@ -218,6 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
         job = Job(data.datasets, pretrained, data.judge, {"task": task_flags})
-        train(ranks, config, [*parsed.notes, *data.notes], started, job)
+        train(ranks, config, [*parsed.notes, *data.notes], job)
 
     return run_program(body)

@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.base.user_text import short_names
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
-from megatron.data.build import Dataset, Datasets
+from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches
 from megatron.data.source import BlendedDataset
 from megatron.data.whole_batches import FilledSource, WholeBatches
@@ -78,13 +78,6 @@ def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]
     """The test set, unless evaluation is off."""
     rounds = config.validation.eval_iters
     return [EvaluationSet("", dataset, rounds, config.training.global_batch_size)] if dataset and rounds else []
-
-
-def evaluation_rounds(config: RunConfig, datasets: Datasets) -> tuple[int, int]:
-    """Global batches of an evaluation of the validation set, and of the test set."""
-    _, valid, test = datasets
-    validation, testing = validation_sets(config, valid), test_sets(config, test)
-    return sum(s.rounds for s in validation), sum(s.rounds for s in testing)
 
 
 def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:

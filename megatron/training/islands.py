@@ -175,11 +175,8 @@ def begin_rounds(
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
-    rounds = Rounds(
-        outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.report_round, joining, end
-    )
-    rounds.left_behind = not met.begins
-    return rounds
+    schedule = RoundSchedule(outer.options, start, train_iters)
+    return Rounds(outer, schedule, islands, reporter.report_round, joining, end, left_behind=not met.begins)
 
 
 def reach_islands(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -45,6 +44,7 @@ from megatron.training.assembly import build_engines, groups_by_node, make_layou
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
+from megatron.training.evaluation import test_sets, validation_sets
 from megatron.training.islands import (
     begin_rounds,
     folders_of_others,
@@ -85,25 +85,23 @@ class Job:
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
     """Train a model of some kind on this rank: the program behind ``pretrain_gpt.py``. Returns the exit status."""
-    started = time.monotonic()
     make_output_last()
 
     def body(ranks: Ranks) -> None:
         parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        train(ranks, resolve(parsed, env), parsed.notes, started)
+        train(ranks, resolve(parsed, env), parsed.notes)
 
     return run_program(body)
 
 
-def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float, job: Job = Job()) -> None:
+def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], job: Job = Job()) -> None:
     """Join the other ranks and train.
 
     Args:
         ranks: the ranks of the command.
         config: the resolved configuration.
         notes: notes on the flags.
-        started: ``time.monotonic()`` at the start of the program.
         job: data and starting point.
 
     Raises:
@@ -126,7 +124,7 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float,
             {**{name: getattr(config, name) for name in run_sections()}, **job.sections},
             peer_timeout_seconds=parallel.peer_timeout_seconds,
         )
-        run(config, notes, env, started, lock, job)
+        run(ranks, config, notes, lock, job)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -166,26 +164,21 @@ def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun
 
 
 def run(
-    config: RunConfig,
-    notes: Sequence[str],
-    env: LaunchEnvironment,
-    started: float,
-    lock: FolderLock | None = None,
-    job: Job = Job(),
+    ranks: Ranks, config: RunConfig, notes: Sequence[str], lock: FolderLock | None = None, job: Job = Job()
 ) -> None:
     """Build everything and train.
 
     Args:
+        ranks: the ranks of the command, which have met.
         config: the resolved configuration.
         notes: notes on the flags.
-        env: environment of this process.
-        started: ``time.monotonic()`` at the start of the program.
         lock: lock of the folder that rank 0 saves to.
         job: data and starting point.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
     """
+    env = ranks.env
     device = pick_device(config.parallel.distributed_backend, env.local_rank)
     layout = make_layout(config, env.world_size)
     topology = _topology(config, layout, device, env)
@@ -209,7 +202,15 @@ def run(
         datasets, vocab_size = together(
             topology.control.pg, lambda: _open_data(config, env, train_iters, position, job)
         )
-        plan = RunPlan(train_iters, sizes, datasets, started, job.judge)
+        plan = RunPlan(
+            train_iters,
+            sizes,
+            train_set=datasets[0],
+            valid_sets=validation_sets(config, datasets[1]),
+            test_sets=test_sets(config, datasets[2]),
+            started=ranks.started,
+            judge=job.judge,
+        )
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))

@@ -73,11 +73,13 @@ class Ranks:
 
     Attributes:
         env: this process's place, from the launcher.
+        started: ``time.monotonic()`` at the start of the command.
         watch: the watch over the other ranks; None until they have met.
         meeting: the meeting in which all ranks agreed; None until this rank has joined it.
     """
 
     def __init__(self) -> None:
+        self.started = time.monotonic()
         self.env = LaunchEnvironment.read()
         self._note = open_queues()
         self.watch: Watch | None = None

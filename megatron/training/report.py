@@ -17,7 +17,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts
 from megatron.training.assembly import Engines
-from megatron.training.evaluation import evaluation_rounds
 from megatron.training.flops import (
     ModelShape,
     benchmark_tflops,
@@ -109,9 +108,8 @@ class Reporter:
         self.step_sizes = plan.sizes
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
-        rounds = evaluation_rounds(config, plan.datasets)
         self.forecast = Forecast(
-            config, plan.sizes, engines.topology.layout, plan.train_iters, rounds, self._count_flops
+            config, plan.sizes, engines.topology.layout, plan.train_iters, plan.evaluation_rounds, self._count_flops
         )
         self._step_started = time.perf_counter()
         self._logs = engines.topology.is_last_rank

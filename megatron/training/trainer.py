@@ -16,7 +16,7 @@ from megatron.distributed.topology import Topology
 from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
-from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses, test_sets, validation_sets
+from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
@@ -53,8 +53,7 @@ class Trainer:
         self.topology: Topology = engines.topology
         self.sizes = plan.sizes
         self.schedule = checkpoints.schedule
-        self.train_set, valid_set, test_set = plan.datasets
-        self.valid_sets, self.test_sets = validation_sets(config, valid_set), test_sets(config, test_set)
+        self.train_set, self.valid_sets, self.test_sets = plan.train_set, plan.valid_sets, plan.test_sets
         self.train_iters = plan.train_iters
         self.progress = checkpoints.progress
         self.checkpoints = checkpoints
@@ -78,8 +77,8 @@ class Trainer:
         reason = ExitReason.NONE
         start, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            round_due = self.rounds is not None and (self._left_behind or self.rounds.is_round_overdue(start))
-            if start < self.train_iters or round_due:
+            round_due = self.rounds is not None and self.rounds.is_round_overdue(start)
+            if start < self.train_iters or self._left_behind or round_due:
                 reason = self._train()
             else:
                 flags = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
@@ -133,14 +132,14 @@ class Trainer:
                 self._run_round(lambda rounds: rounds.catch_up(self.progress.iteration))
             if self.config.validation.eval_at_start and progress.iteration == 0:
                 self._validate()
-            while progress.iteration < self.train_iters and reason is ExitReason.NONE:
-                if self._skips_next:
+            while reason is ExitReason.NONE and (self._left_behind or progress.iteration < self.train_iters):
+                if self._left_behind:
+                    self._join()
+                elif self._skips_next:
                     reason = self._skip_iterations(signals)
                 else:
                     with self._make_loader(self.train_set, progress.consumed_samples) as batches:
                         reason = self._take_steps(batches, signals)
-                if self._left_behind:
-                    self._join()
             self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason
@@ -161,12 +160,14 @@ class Trainer:
         """Whether --iterations-to-skip contains the next iteration."""
         return self.progress.iteration + 1 in self.sizes.skipped
 
+    def _may_continue(self, reason: ExitReason, last: int) -> bool:
+        """Whether the next iteration follows: not beyond ``last``, without a reason to stop, and before any join."""
+        return self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind
+
     def _take_steps(self, batches: MicroBatches, signals: ExitSignals | None) -> ExitReason:
         """Take steps until the run ends, the next iteration is skipped, or this island must join the others."""
         reason = ExitReason.NONE
-        while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
-            if self._left_behind or self._skips_next:
-                break
+        while self._may_continue(reason, self.train_iters) and not self._skips_next:
             reason = self._run_iteration(batches, self._make_vote(signals))
         return reason
 
@@ -177,7 +178,7 @@ class Trainer:
         skipped_text = f"iteration {first}" if first == last else f"iterations {first} to {last}"
         self.reporter.line(f"--iterations-to-skip: {skipped_text} without a step; their samples count as consumed")
         reason = ExitReason.NONE
-        while self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind:
+        while self._may_continue(reason, last):
             reason = self._skip_iteration(self._make_vote(signals))
         return reason
 

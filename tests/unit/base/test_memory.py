@@ -116,5 +116,5 @@ def test_training_on_cpus_keeps_freed_memory(backend: Literal["gloo", "nccl"], m
     config = tiny_config({}, 1)
     config = replace(config, parallel=replace(config.parallel, distributed_backend=backend))
     with pytest.raises(Stop):
-        pretrain.train(Ranks(), config, [], 0.0)
+        pretrain.train(Ranks(), config, [])
     assert calls == (["kept"] if backend == "gloo" else [])

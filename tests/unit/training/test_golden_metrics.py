@@ -31,6 +31,7 @@ from megatron.distributed.clock import HostClock
 from megatron.distributed.observer import SentMessage
 from megatron.distributed.policy import Position
 from megatron.training.error_probe import ErrorProbe
+from megatron.training.evaluation import validation_sets
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -73,8 +74,9 @@ class Run:
         self.progress = Progress()
         self.timers = Timers(level=1, clock=HostClock(clock))
         sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16))
-        unread: Any = object()  # the forecast only checks that the set exists
-        plan = RunPlan(30, sizes, (None, unread, unread), started=0.0)
+        unread: Any = object()
+        evaluated = validation_sets(self.engines.config, unread)
+        plan = RunPlan(30, sizes, None, evaluated, evaluated, started=0.0)
         self.reporter = Reporter(self.engines, plan, self.progress, self.timers)
 
     def begin(self) -> None:

@@ -28,7 +28,7 @@ def test_a_line_due_at_a_skipped_iteration_is_written(tmp_path: Path, monkeypatc
     skipped = SkippedIterations.parse(["3-8", "10-12"])
     checkpoints = tiny_checkpoints(run.engines)
     checkpoints.progress = run.progress
-    plan = RunPlan(30, StepSizes(batches, lengths, skipped), (None, None, None), started=0.0)
+    plan = RunPlan(30, StepSizes(batches, lengths, skipped), None, [], [], started=0.0)
     trainer = Trainer(run.engines, plan, checkpoints, run.reporter)
     for iteration in range(1, 13):
         if iteration in skipped:
