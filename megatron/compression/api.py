@@ -155,7 +155,8 @@ class RoundCompressor(Compressor, ABC):
         """Generator that yields requests, receives their results, and returns the aggregate.
 
         Args:
-            x: this rank's input, contiguous; the compressor may overwrite it until ``finalize``.
+            x: this rank's input, contiguous. The compressor may overwrite it, except if it returns ``Aggregate.local``:
+                error feedback keeps ``x - local``.
             state: state for this tensor.
             peers: ranks of the group.
 

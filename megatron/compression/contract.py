@@ -159,7 +159,8 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
     """Encode ``x``, copy the message to the receiver's buffer, and decode it.
 
     Raises:
-        CompressorFault: when buffer and message differ in shape or dtype, or have a wrong ``nbytes``.
+        CompressorFault: when buffer and message differ in shape or dtype, are not contiguous, or have a wrong
+            ``nbytes``.
     """
     payload = codec.encode(x, sender, key)
     received = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)

@@ -29,7 +29,7 @@ NOTHING = "nothing"
 
 
 _STEPWISE_BYTES = 1 << 16
-"""Minimum bytes of a partner-by-partner exchange over gloo, which is 1.5 times faster than gloo's ring at 100 Mb/s."""
+"""Minimum bytes of a partner-by-partner exchange over gloo, which takes 2/3 of the time of gloo's at 100 Mb/s."""
 _PAIR_SUM_BYTES = 1 << 20
 """Maximum bytes of a two-rank all-reduce by exchange over gloo, which has fewer round trips than a ring."""
 _PARTNERS_TAG = 1 << 20
@@ -192,7 +192,7 @@ class Group:
         """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n times the bytes of ``x``.
 
         Over gloo, the ranks of a two-rank group exchange small tensors and combine them locally. This sends the same
-        number of bytes with fewer round trips. Callers must wait for every such operation.
+        number of bytes with fewer round trips. Callers must wait for each such operation, and for each all-gather.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)

@@ -173,11 +173,13 @@ class Ledger:
     def take_totals(self) -> dict[str, dict[str, float]]:
         """Return the accounts with traffic by point name, and reset them. A rank that only receives has times only."""
         self.clock.report_known()
-        books = self._accounts
+        current = self._accounts
         active = {
-            point: totals for point, totals in books.accounts.items() if point in books.active_points or totals.waited_s
+            point: account
+            for point, account in current.accounts.items()
+            if point in current.active_points or account.waited_s
         }
-        books.accounts, books.active_points = {point: Account() for point in Point}, set()
+        current.accounts, current.active_points = {point: Account() for point in Point}, set()
         return {point.value: asdict(account) for point, account in active.items()}
 
     def take_computed(self) -> float:
@@ -193,8 +195,8 @@ class Ledger:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Exclude the context's traffic and times from the accounts."""
-        books, self._accounts = self._accounts, _Accounts()
+        counted, self._accounts = self._accounts, _Accounts()
         try:
             yield
         finally:
-            self._accounts = books
+            self._accounts = counted

@@ -238,7 +238,7 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
-def check_model_type(parsed: ParsedRun, location: str) -> None:
+def check_planned_model(parsed: ParsedRun, location: str) -> None:
     """Check that the planner supports the model type, and that the type is known: a configuration for
     ``pretrain_bert.py`` may omit it.
 
@@ -332,7 +332,7 @@ def run(options: argparse.Namespace) -> None:
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
     parsed = parse_args(["--config", options.config])
-    check_model_type(parsed, f"--config {options.config}")
+    check_planned_model(parsed, f"--config {options.config}")
     config = parsed.config
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)

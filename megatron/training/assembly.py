@@ -54,7 +54,7 @@ class Engines:
         buffers: flat parameters and gradients of the chunks.
         sync: reduction of gradients.
         pipeline: execution of pipeline schedules.
-        optimizer: None without training.
+        optimizer: update of the parameters.
         channel: messages to the neighboring stages; None with a single stage.
         comm: tensor-parallel communication.
         expert_comm: expert-parallel communication.

@@ -351,5 +351,5 @@ def evaluation_step(
     engines.pipeline.run(table, programs, -1, len(batches), None, signatures)
     engines.end_step(step_taken=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
-        outputs += [(batches[number].draw_ids_b, found_bc) for number, found_bc in programs[-1].outputs.items()]
+        outputs += [(batches[number].draw_ids_b, output_bc) for number, output_bc in programs[-1].outputs.items()]
     return _report_losses(engines, programs[-1])
