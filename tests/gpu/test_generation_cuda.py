@@ -56,9 +56,9 @@ def test_tokens_are_those_of_single_launches(
     alone = load_model(saved, device=torch.device("cpu"))
     models = [_with(loaded, Workspaces()), _with(loaded, Workspaces(counting)), alone]
     for prompts in (PROMPTS, [[2, 2], [9, 8, 7], [6]]):
-        expected, *results = (generate(side, prompts, 14, GREEDY) for side in models)
-        for tokens in results:
-            assert [sample.tokens for sample in tokens] == [sample.tokens for sample in expected]
+        expected, *results = (generate(model, prompts, 14, GREEDY) for model in models)
+        for samples in results:
+            assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
     assert counting.recorded > 0
     assert models[1].workspaces.record is counting  # and never failed
 

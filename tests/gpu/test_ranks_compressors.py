@@ -1,4 +1,4 @@
-"""Compressors over NCCL, all ranks on a GPU: replicas agree, and the loss falls."""
+"""Compressors over NCCL, all ranks on one GPU: replicas agree, and the loss falls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts over NCCL, all ranks on a GPU: they start from cold processes, and give the numbers of a single process."""
+"""Layouts over NCCL, all ranks on one GPU: they start from cold processes, and give the numbers of a single process."""
 
 from __future__ import annotations
 

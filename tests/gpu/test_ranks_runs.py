@@ -1,4 +1,4 @@
-"""Whole runs over NCCL, all ranks on a GPU: checkpoints on other layouts, lost ranks, generation on stages."""
+"""Whole runs over NCCL, all ranks on one GPU: checkpoints on other layouts, lost ranks, generation on stages."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import pytest
 from megatron.training.coverage import coverage_notes
 from tests.multiprocess.test_compression import Changes, _run
 from tests.support.cli import run_cli
-from tests.support.corpus import tiny_flags, write_documents
+from tests.support.corpus import tiny_flags
 from tests.support.documented import python_blocks
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_run
 from tests.support.train import train
 
 
-def test_the_documented_compressor_trains(tmp_path: Path) -> None:
+def test_the_documented_compressor_trains(prefix: Path, tmp_path: Path) -> None:
     """The example of docs/extend/compressor.md, from its own text, through the command line."""
     code = python_blocks("extend/compressor.md")[0]
     for example in ("class Float8Config", "class RandomRowsConfig"):
@@ -28,7 +28,7 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(code)
     log = tmp_path / "log.jsonl"
     flags = tiny_flags(
-        write_documents(tmp_path / "tiny"),
+        prefix,
         pipeline_model_parallel_size=2,
         train_iters=20,
         compress_module=tmp_path / "mine.py",
@@ -41,11 +41,11 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_log_reports_each_point(tmp_path: Path) -> None:
+def test_the_log_reports_each_point(prefix: Path, tmp_path: Path) -> None:
     """--log-comm, the JSON lines, --check-orth-error-acti on tensor-parallel ranks, and evaluation through codecs."""
     log = tmp_path / "log.jsonl"
     flags = tiny_flags(
-        write_documents(tmp_path / "tiny"),
+        prefix,
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         train_iters=4,

@@ -57,5 +57,5 @@ def _roundings(runs: dict[str, Changes]) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_no_step_leaves_float64(ranks: int) -> None:
-    for names in run_ranks(ranks, _roundings, LAYOUTS[ranks]):
-        assert names == {name: set() for name in LAYOUTS[ranks]}
+    for places in run_ranks(ranks, _roundings, LAYOUTS[ranks]):
+        assert places == {name: set() for name in LAYOUTS[ranks]}

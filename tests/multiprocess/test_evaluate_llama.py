@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.tasks import _index as index
 
 from megatron.base.errors import UserError
 from megatron.convert.command import main as convert
@@ -24,6 +23,7 @@ from megatron.evaluation.lm_eval_adapter import CheckpointLM
 from megatron.evaluation.lm_eval_rules import ContinuationRules
 from megatron.inference.jobs import Leader
 from megatron.inference.model import load_model
+from tests.multiprocess.test_evaluate_lm import offline_harness
 from tests.support.llama import WORDS, write_llama
 from tests.support.server import serving
 
@@ -77,13 +77,8 @@ class ServedLM(ContinuationRules, LocalCompletionsAPI):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No download, and none of the harness's own 14,000 task files."""
-    build = index.TaskIndex.build
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            patch.setenv(name, "1")
-        patch.setattr(index.TaskIndex, "build", staticmethod(lambda paths, **how: build(paths[1:], **how)))
+def _offline() -> Iterator[None]:
+    with offline_harness():
         yield
 
 

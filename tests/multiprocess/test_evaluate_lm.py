@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeFo
 from megatron.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
 from megatron.evaluation.harness_command import main
+from tests.support.cli import run_cli
 from tests.support.spawn import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -34,7 +35,7 @@ output_type: {kind}
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def offline_harness() -> Iterator[None]:
     """No download, and none of the harness's own 14,000 task files."""
     index = pytest.importorskip("lm_eval.tasks._index")
     build = index.TaskIndex.build
@@ -47,13 +48,13 @@ def _offline() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _offline_module() -> Iterator[None]:
-    with _offline():
+def _offline() -> Iterator[None]:
+    with offline_harness():
         yield
 
 
 def _evaluate_on_ranks(argv: list[str]) -> None:
-    with _offline():
+    with offline_harness():
         assert main(argv) == 0
 
 
@@ -187,6 +188,10 @@ def test_bad_data_of_a_task_is_one_line(
     assert "--tasks local_bad: its data cannot be had" in errors[-1]
 
 
-def test_unknown_tasks_are_named(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--load", str(prepared / "saved"), "--tasks", "no_such_task"]) == 2
-    assert "no_such_task" in capsys.readouterr().err
+def test_unknown_tasks_are_named(prepared: Path) -> None:
+    """By the program, which reads the harness's own task files."""
+    command = ["tools/evaluate_lm.py", "--load", str(prepared / "saved"), "--tasks", "hellaswag", "no_such_task"]
+    done = run_cli(1, command, env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: --tasks no_such_task: the harness has no such task")

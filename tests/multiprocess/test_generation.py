@@ -29,11 +29,11 @@ SAMPLING = Sampling(top_p=0.9)
 def _rank(root: Path, tp: int, pp: int) -> tuple[list[Generated], list[list[float]], bool]:
     topology = build_topology(Layout(tp=tp, pp=pp), own_device(dist.get_rank()))
     model = load_model(root, topology=topology)
-    texts = generate(
+    samples = generate(
         model, PROMPTS, 12, SAMPLING, [1, 2, 3], on_token=lambda row, token: row == 1 and token.id % 7 == 0
     )
-    scored = score(model, [sample.tokens[:17] for sample in texts])
-    return texts, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
+    scored = score(model, [sample.tokens[:17] for sample in samples])
+    return samples, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window", "gemma2", "qwen3-moe"])
@@ -47,9 +47,9 @@ def test_tokens_do_not_depend_on_the_layout(name: str, tp: int, pp: int, tmp_pat
     logprobs = score(model, [sample.tokens[:17] for sample in expected])
     results = run_ranks(tp * pp, _rank, saved, tp, pp)
     assert sum(speaks for _, _, speaks in results) == 1
-    for tokens, scored, speaks in results:
-        assert [sample.tokens for sample in tokens] == [sample.tokens for sample in expected]
-        assert [sample.finished for sample in tokens] == [sample.finished for sample in expected]
+    for samples, scored, speaks in results:
+        assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
+        assert [sample.finished for sample in samples] == [sample.finished for sample in expected]
         if speaks:
             for row, row_scores in zip(logprobs, scored, strict=True):
                 assert row_scores == pytest.approx([token.logprob for token in row], abs=1e-5)

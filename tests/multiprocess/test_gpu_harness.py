@@ -1,4 +1,4 @@
-"""The tests of several ranks on a GPU, tried over gloo: their processes and comparisons."""
+"""The tests of several ranks on one GPU, tried over gloo: their processes and comparisons."""
 
 from __future__ import annotations
 

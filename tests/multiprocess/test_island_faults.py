@@ -17,8 +17,9 @@ from megatron.diloco.membership import Islands
 from megatron.diloco.round_decision import RoundOutcome
 from megatron.diloco.store import serve
 from tests.support.cleanup import die_with_parent
-from tests.support.island_threads import Changes, Island, batches_of, build_island, meet, merged, step, train_island
+from tests.support.island_threads import Changes, Island, batches_of, build_island, meet, step, train_island
 from tests.support.spawn import context_of_tests
+from tests.support.tiny import merge
 
 pytestmark = pytest.mark.multiprocess
 
@@ -39,7 +40,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     """Arranges that this process is killed in a phase of the round after ``DEATH`` iterations."""
     rounds = island.rounds
     assert rounds is not None
-    ready = f"{DEATH}/0/0"
+    last_round = f"{DEATH}/0/0"
     arrive, settle, exchange, put, apply = (
         islands.report_to_round,
         islands.decide_outcome,
@@ -52,30 +53,30 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     def arriving(key: str, *args: Any) -> Any:
         at["key"] = key
         decision = arrive(key, *args)
-        if (phase, key) == ("arrived", ready):
+        if (phase, key) == ("arrived", last_round):
             _kill()
         return decision
 
     def exchanging(number: int) -> None:
-        if (phase, at["key"]) == ("exchange", ready):
+        if (phase, at["key"]) == ("exchange", last_round):
             time.sleep(0.3)  # the others wait for it
             _kill()
         exchange(number)
 
     def putting(key: str, value: Any) -> None:
         put(key, value)
-        if phase == "voted" and key == f"{ready}/ok/1":
+        if phase == "voted" and key == f"{last_round}/ok/1":
             _kill()
 
     def settling(key: str, *args: Any) -> RoundOutcome:
         outcome = settle(key, *args)
-        if (phase, key) == ("settled", ready):
+        if (phase, key) == ("settled", last_round):
             _kill()
         return outcome
 
     def applying(number: int, alpha: float) -> None:
         apply(number, alpha)
-        if (phase, at["key"]) == ("applied", ready):
+        if (phase, at["key"]) == ("applied", last_round):
             _kill()
 
     islands.report_to_round, islands.decide_outcome, islands.store.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
@@ -88,7 +89,7 @@ def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None
     torch.set_num_threads(1)
     islands = meet(port, number, 2, quorum=1, seconds=SECONDS)
     begins = islands.begin_generation(0, False, {})
-    island = build_island(merged(OUTER, changes), islands, number, 2)
+    island = build_island(merge(OUTER, changes), islands, number, 2)
     if phase:
         _dies(island, islands, phase)
 
@@ -107,7 +108,7 @@ def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None
     train_island(island, ITERATIONS, first, pause)
     islands.leave()
     flat = island.engines.buffers[0].params_flat
-    Path(out).write_bytes(pickle.dumps((island.told, island.losses, flat)))
+    Path(out).write_bytes(pickle.dumps((island.reports, island.losses, flat)))
 
 
 def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.Tensor, list[float]]:
@@ -115,7 +116,7 @@ def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.T
 
     Island 1 goes on from the round before its next one, with the anchor and the inner optimizer of island 0.
     """
-    plain = merged(OUTER, changes, {"compression": {"compress": ["outer=identity,warmup=1.0"]}})
+    plain = merge(OUTER, changes, {"compression": {"compress": ["outer=identity,warmup=1.0"]}})
     pair = [build_island(plain, None, number, 2) for number in (0, 1)]
     flats = [island.engines.buffers[0].params_flat for island in pair]
     members = {record["iteration"]: record["members"] for record in records}
@@ -165,10 +166,8 @@ def test_a_killed_island_leaves_the_other_and_comes_back(tmp_path: Path, phase: 
     finally:
         for process in processes:
             process.kill()
-    (records_of_first, losses, flat), (back, _, other) = (
-        pickle.loads((tmp_path / str(n)).read_bytes()) for n in (0, 1)
-    )
-    records = [values for _, values in records_of_first if values]
+    (reports, losses, flat), (back, _, other) = (pickle.loads((tmp_path / str(n)).read_bytes()) for n in (0, 1))
+    records = [values for _, values in reports if values]
     members = [record["members"] for record in records]
     # Once it has reported its part as done, the round counts; the next round is without it.
     counted = phase in ("settled", "applied")
@@ -176,7 +175,7 @@ def test_a_killed_island_leaves_the_other_and_comes_back(tmp_path: Path, phase: 
         assert members[1] == ([0, 1] if counted else [0])
     assert members[0] == members[3] == [0, 1]
     assert [record["iteration"] for record in records] == [4, 8, 12, 16]
-    assert any("has joined" in line for line, _ in records_of_first)
+    assert any("has joined" in line for line, _ in reports)
     assert any("joined the other islands" in line for line, _ in back)
     assert torch.equal(flat, other)
     expected, wanted_losses = _reference(records, changes)

@@ -60,7 +60,7 @@ def test_a_non_finite_or_absurd_difference_is_left_out(factor: float, why: str) 
         assert rounds is not None
         if done == 1 and number != 2:
             rounds.progress.skipped = 3  # type: ignore[attr-defined]
-        if any("joined the other islands" in line for line, _ in island.told) and not anew:
+        if any("joined the other islands" in line for line in island.lines) and not anew:
             anew.append(all(RESIDUAL not in state.tensors for state in rounds.sync.states()))
             counts.extend([island.engines.plan.steps.skipped, len(rounds._losses)])
         if number == 2 and done == 4 and not spoiled:
@@ -72,9 +72,9 @@ def test_a_non_finite_or_absurd_difference_is_left_out(factor: float, why: str) 
     islands = train_islands(3, _outer(words, **options), 20, before_round=spoil, quorum=2)
     assert islands[0].records[0]["members"] == [0, 1]
     assert islands[0].records[-1]["members"] == [0, 1, 2]
-    assert any(why in line and "island 2 is left out" in line for line, _ in islands[1].told)
-    assert any("its steps since the last round are lost" in line for line, _ in islands[2].told)
-    assert any("joined the other islands" in line for line, _ in islands[2].told)
+    assert any(why in line and "island 2 is left out" in line for line in islands[1].lines)
+    assert any("its steps since the last round are lost" in line for line in islands[2].lines)
+    assert any("joined the other islands" in line for line in islands[2].lines)
     assert anew == [True]
     assert counts == [3, 0]  # skipped iterations, and losses of steps since the others' round
     flats = [island.engines.buffers[0].params_flat for island in islands]
@@ -95,7 +95,7 @@ def test_with_two_islands_an_outlier_in_the_first_round_is_left_out() -> None:
     islands = train_islands(2, _outer("identity,every=4"), before_round=spoil, quorum=1)
     assert [record["members"] for record in islands[0].records] == [[0], [0, 1], [0, 1]]
     for island in islands:
-        assert any("island 1 is left out" in line and "times that of the parameters" in line for line, _ in island.told)
+        assert any("island 1 is left out" in line and "times that of the parameters" in line for line in island.lines)
     flats = [island.engines.buffers[0].params_flat for island in islands]
     assert float(flats[0].abs().max()) < 1e3
     assert torch.equal(*flats)
@@ -130,14 +130,8 @@ def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> No
     sync.start_transfer = spoiled  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("count", "by", "value"),
-    [
-        *((2, "values", value) for value in (float("nan"), 1e30)),
-        *((3, "values", float("nan")), (3, "wire", 1e30)),
-        *((4, "wire", value) for value in (float("nan"), 1e30)),
-    ],
-)
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+@pytest.mark.parametrize(("count", "by"), [(2, "values"), (3, "values"), (3, "wire"), (4, "wire")])
 def test_an_island_with_a_false_norm_is_found_and_left_out(count: int, by: str, value: float) -> None:
     """Its norm is fine; the received values are not. The others end as they do without it in that round."""
     spoiler = 1
@@ -145,7 +139,7 @@ def test_an_island_with_a_false_norm_is_found_and_left_out(count: int, by: str, 
     def spoil(island: Island, done: int) -> None:
         if island.engines.config.islands.island == spoiler and done == 4 and len(island.losses) == 4:
             _spoil_what_is_sent(island, value, by, once=False)
-        elif any("joined" in line for line, _ in island.told):
+        elif any("joined" in line for line in island.lines):
             island.engines.outer.__dict__.pop("start_transfer", None)
 
     training = {"global_batch_size": 2 * count, "train_iters": 12}
@@ -153,12 +147,12 @@ def test_an_island_with_a_false_norm_is_found_and_left_out(count: int, by: str, 
     islands = train_islands(count, _outer(words, training=training), 12, before_round=spoil, quorum=1)
     healthy = [n for n in range(count) if n != spoiler]
     for number in healthy:
-        lines = [line for line, _ in islands[number].told]
+        lines = islands[number].lines
         assert any(f"island {spoiler} is left out of the round at iteration 4" in line for line in lines)
         assert not any(f"island {other} is left out" in line for other in healthy for line in lines)
         assert islands[number].records[0]["members"] == healthy
         assert islands[number].records[-1]["members"] == list(range(count))
-    assert any("its steps since the last round are lost" in line for line, _ in islands[spoiler].told)
+    assert any("its steps since the last round are lost" in line for line in islands[spoiler].lines)
     flats = [island.engines.buffers[0].params_flat for island in islands]
     assert bool(torch.isfinite(flats[0]).all())
     assert float(flats[0].abs().max()) < 1e3
@@ -175,7 +169,7 @@ def test_a_mean_spoiled_once_costs_no_island_anything() -> None:
     words = _outer("fixpoint,bits=4,error-feedback=on,every=4", training={"global_batch_size": 6})
     spoiled, healthy = train_islands(3, words, 12, before_round=spoil), train_islands(3, words, 12)
     for spoiled_island, other in zip(spoiled, healthy, strict=True):
-        assert any("is tried again with all islands" in line for line, _ in spoiled_island.told)
+        assert any("is tried again with all islands" in line for line in spoiled_island.lines)
         assert torch.equal(spoiled_island.engines.buffers[0].params_flat, other.engines.buffers[0].params_flat)
         assert [record["members"] for record in spoiled_island.records] == [[0, 1, 2]] * 3
 
@@ -209,11 +203,11 @@ def test_healthy_islands_are_never_suspected(count: int, words: str) -> None:
     changes = _outer(words, model={"num_layers": 3}, training={"global_batch_size": 2 * count})
     for island in train_islands(count, changes, 12, before_round=slow_down):
         assert all(record["members"] == list(range(count)) for record in island.records)
-        assert [line for line, values in island.told if not values] == []
+        assert [line for line, values in island.reports if not values] == []
 
 
 def test_an_island_without_a_loss_does_not_change_the_mean() -> None:
-    """Not 0, a wonderful loss."""
+    """A missing loss does not count as 0, which would be a wonderful loss."""
 
     def lose(island: Island, done: int) -> None:
         if island.engines.config.islands.island == 1:
@@ -226,7 +220,7 @@ def test_an_island_without_a_loss_does_not_change_the_mean() -> None:
 
 
 def test_an_island_that_comes_after_the_end_receives_the_last_state() -> None:
-    """By an island that stays for it, up to a limit; that island's log says that the other was gone."""
+    """From an island that waits for it, up to a limit; that island's log says that the other was gone."""
     store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
     at_end = threading.Event()
 
@@ -261,7 +255,7 @@ def test_an_island_that_comes_after_the_end_receives_the_last_state() -> None:
     assert pair[1].rounds.progress.iteration == ITERATIONS
     flats = [island.engines.buffers[0].params_flat for island in pair]
     assert torch.equal(*flats)
-    lines = [line for line, _ in pair[0].told]
+    lines = pair[0].lines
     assert sum("island 1 is gone; continuing alone" in line for line in lines) == 1
     end = "island 1 did not finish with this island at iteration 12: its state is in /saved/island_0"
     assert lines[lines.index(end) :] == [end, "waiting for island 1 to join, 60 s at most", "island 1 has joined"]
@@ -283,8 +277,8 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
     island.rounds.finish(4)
     assert time.monotonic() - began < 20
     islands[0].leave()
-    assert island.told[-2][0] == "waiting for island 1 to join, 60 s at most"
-    assert island.told[-1][0].startswith("late islands can no longer join: the islands' meeting place at 127.0.0")
+    assert island.lines[-2] == "waiting for island 1 to join, 60 s at most"
+    assert island.lines[-1].startswith("late islands can no longer join: the islands' meeting place at 127.0.0")
 
 
 def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,18 +20,18 @@ from tests.support.island_threads import (
     Island,
     batches_of,
     build_island,
-    merged,
     step,
     train_island,
     train_islands,
 )
 from tests.support.spawn import run_ranks
+from tests.support.tiny import merge
 
 ITERATIONS = 12
 
 
 def _outer(words: str, **changes: Any) -> Changes:
-    return merged({"compression": {"compress": [f"outer={words},warmup=0"]}}, changes)
+    return merge({"compression": {"compress": [f"outer={words},warmup=0"]}}, changes)
 
 
 class _Loop:
@@ -44,7 +44,7 @@ class _Loop:
 
     def __init__(self, count: int, changes: Changes) -> None:
         placeholder = {"compression": {"compress": ["outer=identity,warmup=1.0"]}}
-        self.islands = [build_island(merged(changes, placeholder), None, n, count) for n in range(count)]
+        self.islands = [build_island(merge(changes, placeholder), None, n, count) for n in range(count)]
         if count == 1:
             self.islands[0].rounds = None
         self.flats = [island.engines.buffers[0].params_flat for island in self.islands]
@@ -259,10 +259,7 @@ def _rounds_by_hand(loop: _Loop, fragments: int, every: int, delay: int, mixing:
     for iteration in range(ITERATIONS):
         loop.step(iteration)
         done = iteration + 1
-        deadline = min(done, ITERATIONS)
-        for fragment, difference in [
-            in_flight.pop(at) for at in list(in_flight) if at <= deadline or done == ITERATIONS
-        ]:
+        for fragment, difference in [in_flight.pop(at) for at in list(in_flight) if at <= done or done == ITERATIONS]:
             apply(fragment, difference, mixing)
         if done == ITERATIONS:
             for fragment in range(fragments):
@@ -308,7 +305,7 @@ def _layouts(codecs: list[tuple[str, str]]) -> list[list[float]]:
     """Losses of an island on this world's ranks."""
     losses = []
     for layout, codec in codecs:
-        changes = merged(SIZES, _outer(f"{codec},{WORDS}"), {"parallel": LAYOUTS[layout]})
+        changes = merge(SIZES, _outer(f"{codec},{WORDS}"), {"parallel": LAYOUTS[layout]})
         losses.append(train_island(build_island(changes, None), ITERATIONS).losses)
     return losses
 
@@ -318,8 +315,8 @@ def test_an_island_is_the_same_on_any_layout() -> None:
     share the optimizer out."""
     layouts = [("powersgd,rank=2" if name == "replicas" else "identity", name) for name in LAYOUTS]
     runs = [(name, codec) for codec, name in layouts]
-    exact = train_island(build_island(merged(SIZES, _outer(f"identity,{WORDS}")), None), ITERATIONS).losses
-    low_rank = train_island(build_island(merged(SIZES, _outer(f"powersgd,rank=2,{WORDS}")), None), ITERATIONS).losses
+    exact = train_island(build_island(merge(SIZES, _outer(f"identity,{WORDS}")), None), ITERATIONS).losses
+    low_rank = train_island(build_island(merge(SIZES, _outer(f"powersgd,rank=2,{WORDS}")), None), ITERATIONS).losses
     assert exact != pytest.approx(low_rank, rel=1e-6), "the codec changes nothing, and the test says nothing of it"
     for losses in run_ranks(4, _layouts, runs):
         for (name, codec), rank_losses in zip(runs, losses, strict=True):

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.multiprocess
 FP64: dict[str, Any] = {"fp64": True, "train_iters": 6, "global_batch_size": 4, "micro_batch_size": 1}
 
 
-def _close(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: float = 1e-10) -> None:
-    assert actual.keys() == other.keys()
+def _close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 1e-10) -> None:
+    assert actual.keys() == expected.keys()
     assert actual
     for name, x in actual.items():
-        torch.testing.assert_close(x, other[name], rtol=limit, atol=limit, msg=name)
+        torch.testing.assert_close(x, expected[name], rtol=limit, atol=limit, msg=name)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -113,13 +113,13 @@ def test_islands_in_step_with_compressors_are_compressed_data_parallelism(
     whole_losses = losses(tmp_path / "whole.jsonl")
     for island in (0, 1):
         assert losses(tmp_path / f"log.island_{island}.jsonl") == pytest.approx(whole_losses, rel=1e-10, abs=1e-10)
-        island_losses, among_replicas = (
+        island_steps, replica_steps = (
             [event for event in events(tmp_path / name) if not event["skipped_iterations"]]
             for name in (f"log.island_{island}.jsonl", "whole.jsonl")
         )
-        assert (len(island_losses) < flags["train_iters"]) == (precision == "fp16")
-        for loss, replica_loss in zip(island_losses, among_replicas, strict=True):
-            assert 2 * loss["comm"]["outer"]["wire_bytes"] == replica_loss["comm"]["dp-grad"]["wire_bytes"]
+        assert (len(island_steps) < flags["train_iters"]) == (precision == "fp16")
+        for ours, theirs in zip(island_steps, replica_steps, strict=True):
+            assert 2 * ours["comm"]["outer"]["wire_bytes"] == theirs["comm"]["dp-grad"]["wire_bytes"]
 
 
 LOCAL: dict[str, Any] = {**FP64, "train_iters": 9, "save_interval": 100, "optimizer": "adam"}
@@ -210,10 +210,10 @@ def test_an_island_with_only_newer_checkpoints_receives_the_quorums(prefix: Path
     flags = {**LOCAL, "global_batch_size": 6, "save_interval": 4, "save": root, "load": root, "islands_quorum": 2}
     words = tiny_flags(prefix, **flags, compress=["outer=identity,every=3,warmup=2"])
     run_islands(3, 1, words)
-    for island, steps in ((0, 8), (1, 4), (2, 4)):
-        for lost in {4, 8, 9} - {steps}:
+    for island, iteration in ((0, 8), (1, 4), (2, 4)):
+        for lost in {4, 8, 9} - {iteration}:
             shutil.rmtree(root / f"island_{island}" / f"iter_{lost:07d}")
-        (root / f"island_{island}" / "latest_checkpointed_iteration.txt").write_text(f"{steps}\n")
+        (root / f"island_{island}" / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     results = run_islands(3, 1, words)
     assert "that enough islands have is of iteration 4; this one has 8, and is sent" in results[0][0].stdout
     assert "joined the other islands at iteration 4, with the state of island 1" in results[0][0].stdout

@@ -15,12 +15,12 @@ MATRICES = 4 * 12 * 32**2
 
 def _sent(parallel: dict[str, Any], precision: dict[str, Any]) -> int:
     engines = tiny_engines({"optimizer": {"optimizer": "muon"}, "parallel": parallel, "precision": precision})
-    calls: list[dict[str, Any]] = []
+    accounts: list[dict[str, Any]] = []
     engines.ledger.take_totals()
     tiny_train(
-        engines, 1, after_step=lambda e: calls.append(e.ledger.take_totals().get("optimizer", {"wire_bytes": 0}))
+        engines, 1, after_step=lambda e: accounts.append(e.ledger.take_totals().get("optimizer", {"wire_bytes": 0}))
     )
-    return int(calls[0]["wire_bytes"])
+    return int(accounts[0]["wire_bytes"])
 
 
 @pytest.mark.multiprocess

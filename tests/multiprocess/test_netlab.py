@@ -62,7 +62,7 @@ def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subproces
             removal.remove(f"nl{process.pid}")
 
 
-def _state_of(pid: int) -> str:
+def _remains_of(pid: int) -> str:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     listed += subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True).stdout
     return " ".join(re.findall(rf"\bnl{pid}[bhv]\d*\b", listed))
@@ -101,7 +101,7 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
     """
     with _started(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100") as lab:
         out, err = lab.communicate(timeout=120)
-        state = _state_of(lab.pid)
+        remains = _remains_of(lab.pid)
     assert lab.returncode == 0, err
     seconds = float(re.findall(r"seconds ([\d.]+)", out)[0])
     limit = (1 << 20) * 32 / 50e6
@@ -111,7 +111,7 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
         for megabytes in map(float, row):
             framed = 2 * (1 << 20) * 4 * (1514 + 66 / 2) / 1448
             assert megabytes == pytest.approx(framed / 1e6, rel=0.03)
-    assert state == ""
+    assert remains == ""
 
 
 def test_messages_of_a_host_to_itself_are_shaped_too(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path
     with _started(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2") as lab:
         _, err = lab.communicate(timeout=120)
         assert lab.returncode == 1, err
-        assert _state_of(lab.pid) == ""
+        assert _remains_of(lab.pid) == ""
 
 
 SLEEP = """
@@ -160,12 +160,12 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
         time.sleep(0.2)
         inside = [int(mark.read_text()) for mark in marks]
         for number, lab in zip((signal.SIGINT, signal.SIGTERM), labs, strict=True):
-            assert _state_of(lab.pid) != ""
+            assert _remains_of(lab.pid) != ""
             lab.send_signal(number)
             _, err = lab.communicate(timeout=60)
             assert lab.returncode == 130, err
             assert "the hosts are removed" in err
-            assert _state_of(lab.pid) == ""
+            assert _remains_of(lab.pid) == ""
         assert have_ended(inside, 1.0)
 
 
@@ -196,12 +196,12 @@ def test_remains_of_a_killed_laboratory_are_cleaned(tmp_path: Path) -> None:
         time.sleep(0.2)
         lab.kill()
         lab.wait()
-        assert _state_of(lab.pid) != ""
+        assert _remains_of(lab.pid) != ""
         done = subprocess.run([INTERPRETER, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
         assert f"removed nl{lab.pid}\n" in done.stdout, done.stderr
         assert f"nl{lab.pid}h" not in done.stderr  # remains of others on this machine may stay
         lab.communicate(timeout=60)  # its processes have closed their output
-        assert _state_of(lab.pid) == ""
+        assert _remains_of(lab.pid) == ""
         assert have_ended([int(mark.read_text())], 1.0)
 
 

@@ -22,12 +22,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _runs(parallel: dict[str, Any], model: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Gradient norms with own products and with torch's; the operators are called only by the first."""
-    losses = []
+    norms = []
     for ours in (True, False):
         with products_chosen(ours) as calls:
-            losses.append(tiny_run({"parallel": parallel, "model": model}, 3).grad_norms)
+            norms.append(tiny_run({"parallel": parallel, "model": model}, 3).grad_norms)
             assert ("product" in calls) == ours
-    return losses[0], losses[1]
+    return norms[0], norms[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -249,11 +249,12 @@ def test_a_warm_interpreter_runs_programs_as_another_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_warm_interpreter_ends_with_its_program_and_takes_it_along(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("victim", ["interpreter", "program"])
+def test_a_warm_interpreter_and_its_program_end_together(tmp_path: Path, victim: str, number: signal.Signals) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {**os.environ, "WORD": ""}
     with warm_python() as python, subprocess.Popen([python, "program.py", "wait"], cwd=tmp_path, env=env) as process:
         pid = _wait_for_pid(tmp_path)
-        process.send_signal(number)
+        os.kill(pid if victim == "program" else process.pid, number)
         assert process.wait(20) == -number
         assert have_ended([pid])

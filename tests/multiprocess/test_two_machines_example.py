@@ -89,7 +89,7 @@ def test_two_machines_train_one_model(lab: Lab, tmp_path: Path) -> None:
     events = [json.loads(line) for line in log.read_text().splitlines()]
     by_ledger = sum(event["comm"].get("outer", {}).get("wire_bytes", 0) for event in events if event["kind"] == "train")
     assert by_ledger > 50_000
-    assert all(tensor > by_ledger for tensor in sent)  # without frames and rendezvous
+    assert all(nbytes > by_ledger for nbytes in sent)  # the ledger counts no frames, and no rendezvous
 
 
 def test_machines_with_other_data_say_so(lab: Lab, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ def write_deberta(folder: Path, head: bool = False) -> Any:
     (folder / "words.txt").write_text("\n".join(" ".join(WORDS[n:] + WORDS[:n]) for n in range(len(WORDS))))
     named = {"pad": "[PAD]", "bos": "[CLS]", "eos": "[SEP]", "unk": "[UNK]"}
     pieces = {f"{kind}_piece": piece for kind, piece in named.items()}
-    sizes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "input": str(folder / "words.txt"), "model_prefix": str(folder / "spm"), "vocab_size": 60,
         "hard_vocab_limit": False, "minloglevel": 2, **pieces, **{f"{kind}_id": n for n, kind in enumerate(named)},
     }  # fmt: skip
-    sentencepiece.SentencePieceTrainer.train(**sizes)
+    sentencepiece.SentencePieceTrainer.train(**options)
     torch.manual_seed(3)
     form: dict[str, Any] = {
         "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from megatron.diloco.rounds import Rounds
 from megatron.diloco.store import IslandStore, serve
 from megatron.training.assembly import Engines
 from megatron.training.step import take_batches, train_step
-from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_tensors
+from tests.support.tiny import merge, tiny_checkpoints, tiny_engines, tiny_tensors
 
 Changes = Mapping[str, Mapping[str, Any]]
 SMALL: dict[str, dict[str, Any]] = {
@@ -30,15 +29,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "training": {"global_batch_size": 4, "train_iters": 12},
 }
 """A model that takes milliseconds per step."""
-
-
-def merged(*changes: Changes) -> dict[str, dict[str, Any]]:
-    """Merges changes of a configuration; later changes win."""
-    sections: dict[str, dict[str, Any]] = {}
-    for change in copy.deepcopy(changes):
-        for section, values in change.items():
-            sections.setdefault(section, {}).update(values)
-    return sections
 
 
 def batches_of(engines: Engines, first: int = 0) -> Iterator[Batch]:
@@ -65,23 +55,21 @@ def step(engines: Engines, batches: Iterator[Batch], iteration: int) -> float:
 
 @dataclass
 class Island:
-    """State and log of an island.
-
-    ``told`` are the lines and numbers that its rounds reported.
-    """
+    """State and log of an island."""
 
     engines: Engines
     rounds: Rounds | None = None
     losses: list[float] = field(default_factory=list)
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reports: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Lines and numbers of its rounds."""
 
-    def tell(self, line: str, values: dict[str, Any]) -> None:
+    def note_report(self, line: str, values: dict[str, Any]) -> None:
         """Notes a report of its rounds."""
-        self.told.append((line, values))
+        self.reports.append((line, values))
 
-    def say(self, line: str) -> None:
+    def note_line(self, line: str) -> None:
         """Notes a line."""
-        self.told.append((line, {}))
+        self.reports.append((line, {}))
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -90,9 +78,14 @@ class Island:
         return {slot.logical_name: slot.param.detach().clone() for slot in slots}
 
     @property
+    def lines(self) -> list[str]:
+        """The lines of its rounds."""
+        return [line for line, _ in self.reports]
+
+    @property
     def records(self) -> list[dict[str, Any]]:
         """The numbers of its rounds."""
-        return [values for _, values in self.told if values]
+        return [values for _, values in self.reports if values]
 
 
 AfterStep = Callable[[Island, int], None]
@@ -103,7 +96,7 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
     islands_section: Changes = {}
     if count > 1:
         islands_section = {"islands": {"islands": count, "island": number, "islands_address": "127.0.0.1:1"}}
-    engines = tiny_engines(merged(SMALL, changes, islands_section))
+    engines = tiny_engines(merge(SMALL, changes, islands_section))
     island = Island(engines)
     if engines.outer is not None and (islands is not None or count == 1):
         start, end = engines.plan.activation(Point.OUTER).warmup_iters, engines.config.training.train_iters
@@ -112,8 +105,8 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
         checkpoints = tiny_checkpoints(engines)
         joining = None
         if islands is not None:
-            joining = Joining(engines.stages, engines.outer, islands, checkpoints.stateful_parts, island.say)
-        island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)
+            joining = Joining(engines.stages, engines.outer, islands, checkpoints.stateful_parts, island.note_line)
+        island.rounds = Rounds(engines.outer, schedule, islands, island.note_report, joining)
         island.rounds.progress = checkpoints.progress  # type: ignore[attr-defined]
     return island
 

@@ -51,7 +51,7 @@ def check_codec(
     """Codes, scales, the second tensor and decoded values equal those of the reference.
 
     Args:
-        place: where codes begin in their memory, in bytes.
+        offset: where codes begin in their memory, in bytes.
 
     Returns:
         Whether codes could be compared. Scales that are made of sums may differ, and then codes do.
@@ -225,7 +225,7 @@ def check_whole_64s(device: str, bits: int) -> None:
     """Lengths and groups that fill vector registers have a path of their own on some processors."""
     for n in (64, 192, 1024, 4096 + 64):
         plain = noise((n,), n, device)
-        for layout, group in _WHOLE_KERNELS:
+        for layout, group in _SCALE_GROUPS:
             for kind in GridKind:
                 grid = Grid(bits, layout, group, kind)
                 for x in (plain, spoil(plain, n), plain.bfloat16()):
@@ -234,7 +234,7 @@ def check_whole_64s(device: str, bits: int) -> None:
                 check_codec(plain, plain * 0.9, grid, Role.DELTA, None, torch.bfloat16)
 
 
-_WHOLE_KERNELS = (
+_SCALE_GROUPS = (
     (ScaleLayout.GROUP, 64),
     (ScaleLayout.GROUP, 128),
     (ScaleLayout.GROUP, 2048),

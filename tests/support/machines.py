@@ -1,5 +1,5 @@
-"""Machines as others may be: two in network namespaces, joined by a wire (Linux, root), and a third with Debian's
-names."""
+"""Simulated machines: two network namespaces joined by a wire (Linux, root), and a machine's name as Debian resolves
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on a GPU: NCCL takes each for a separate host, which then connects them over sockets."""
+"""Several NCCL ranks on one GPU: NCCL takes each for a separate host, and connects them over sockets."""
 
 from __future__ import annotations
 

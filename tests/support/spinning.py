@@ -23,17 +23,17 @@ class DeadlockError(Exception):
 
 
 @dataclass(eq=False)
-class InFlightFragment:
+class PendingMessage:
     """A send or a receive that was issued."""
 
     rank: int
     receives: bool
     x: Tensor
     tag: int
-    what: str
+    description: str
     done: bool = False
-    known: bool = False
-    """The host has been told that it is done."""
+    seen_by_host: bool = False
+    """The host knows that it is done."""
 
 
 @dataclass
@@ -42,20 +42,22 @@ class Fabric:
 
     ranks: int
     lock: threading.Condition = field(default_factory=threading.Condition)
-    waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)
-    left: int = 0
-    stuck: str | None = None
-    streams: dict[tuple[str, int, int], deque[InFlightFragment]] = field(default_factory=lambda: defaultdict(deque))
+    blocked: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)
+    """By rank, the operation that it waits for, and whether that can go on."""
+    ended: int = 0
+    """Ranks that have ended."""
+    deadlock: str | None = None
+    streams: dict[tuple[str, int, int], deque[PendingMessage]] = field(default_factory=lambda: defaultdict(deque))
     """Of a group, a rank and its peer."""
 
-    def issue(self, flight: InFlightFragment, group: str, peer: int) -> None:
+    def issue(self, message: PendingMessage, group: str, peer: int) -> None:
         """Puts a message on its rank's device, and carries out messages with both ends issued."""
         with self.lock:
-            stream, other = self.streams[group, flight.rank, peer], self.streams[group, peer, flight.rank]
-            stream.append(flight)
+            stream, other = self.streams[group, message.rank, peer], self.streams[group, peer, message.rank]
+            stream.append(message)
             while stream and other and stream[0].receives != other[0].receives:
                 receive, send = sorted((stream.popleft(), other.popleft()), key=lambda end: not end.receives)
-                assert receive.tag == send.tag, f"{receive.what} and {send.what} do not belong together"
+                assert receive.tag == send.tag, f"{receive.description} and {send.description} do not belong together"
                 receive.x.copy_(send.x)
                 receive.done = send.done = True
             self.lock.notify_all()
@@ -67,26 +69,28 @@ class Fabric:
             DeadlockError: when no rank can go on.
         """
         with self.lock:
-            self.waiting[rank] = (operation, ready)
+            self.blocked[rank] = (operation, ready)
             while not ready():
-                self._look()
-                if self.stuck is not None:
-                    raise DeadlockError(self.stuck)
+                self._note_deadlock()
+                if self.deadlock is not None:
+                    raise DeadlockError(self.deadlock)
                 self.lock.wait()
-            del self.waiting[rank]
+            del self.blocked[rank]
 
     def leave(self) -> None:
         """A rank has ended."""
         with self.lock:
-            self.left += 1
-            self._look()
+            self.ended += 1
+            self._note_deadlock()
             self.lock.notify_all()
 
-    def _look(self) -> None:
-        """Notes a deadlock: every rank that has not ended waits, and none of them can go on."""
-        all_wait = self.waiting and len(self.waiting) == self.ranks - self.left
-        if all_wait and self.stuck is None and not any(ready() for _, ready in self.waiting.values()):
-            self.stuck = "; ".join(f"rank {rank}: {operation}" for rank, (operation, _) in sorted(self.waiting.items()))
+    def _note_deadlock(self) -> None:
+        """Notes a deadlock: every rank that has not ended waits, and none can go on."""
+        all_wait = self.blocked and len(self.blocked) == self.ranks - self.ended
+        if all_wait and self.deadlock is None and not any(ready() for _, ready in self.blocked.values()):
+            self.deadlock = "; ".join(
+                f"rank {rank}: {operation}" for rank, (operation, _) in sorted(self.blocked.items())
+            )
             self.lock.notify_all()
 
 
@@ -101,56 +105,60 @@ class SpinningDevice:
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank
-        self.flights: list[InFlightFragment] = []
+        self.messages: list[PendingMessage] = []
         self.loaded: set[Hashable] = set()
         self.violations: list[str] = []
         self.ahead = 0
 
     def launch(self, kernel: Hashable) -> None:
         """Starts a kernel, loading it if it is new."""
-        receives = [flight for flight in self.flights if flight.receives and not flight.known]
+        receives = [message for message in self.messages if message.receives and not message.seen_by_host]
         self.ahead = max(self.ahead, len(receives))
         if kernel in self.loaded:
             return
-        self.violations += [f"{kernel} beside {flight.what}" for flight in receives[:1]]
-        message = f"loads {kernel} behind " + ", ".join(flight.what for flight in self.flights if not flight.done)
-        self.fabric.wait(self.rank, message, lambda: all(flight.done for flight in self.flights))
+        self.violations += [f"{kernel} beside {message.description}" for message in receives[:1]]
+        operation = f"loads {kernel} behind " + ", ".join(
+            message.description for message in self.messages if not message.done
+        )
+        self.fabric.wait(self.rank, operation, lambda: all(message.done for message in self.messages))
         self.loaded.add(kernel)
 
-    def put(self, flight: InFlightFragment, group: str, peer: int) -> Pending:
+    def put(self, message: PendingMessage, group: str, peer: int) -> Pending:
         """Issues a message."""
-        self.flights = [other for other in self.flights if not other.done or (other.receives and not other.known)]
-        self.flights.append(flight)
-        self.fabric.issue(flight, group, peer)
-        return _SpinningPending(_Work(self, flight), 0, flight.what)
+        self.messages = [
+            other for other in self.messages if not other.done or (other.receives and not other.seen_by_host)
+        ]
+        self.messages.append(message)
+        self.fabric.issue(message, group, peer)
+        return _SpinningPending(_Work(self, message), 0, message.description)
 
 
 @dataclass
 class _Work:
     device: SpinningDevice
-    flight: InFlightFragment
+    message: PendingMessage
 
     def wait(self) -> None:
         """Later kernels wait on the device. The host goes on, and need not know when that is over."""
-        self.device.fabric.wait(self.device.rank, self.flight.what, lambda: self.flight.done)
+        self.device.fabric.wait(self.device.rank, self.message.description, lambda: self.message.done)
 
     def is_completed(self) -> bool:
-        return self.flight.done
+        return self.message.done
 
 
 class _SpinningPending(Pending):
-    """Remembers its flight beyond ``wait``."""
+    """Remembers its message beyond ``wait``."""
 
-    def __init__(self, work: _Work, sent_bytes: int, label: str) -> None:
-        super().__init__(work, sent_bytes, label)
+    def __init__(self, work: _Work, sent_bytes: int, description: str) -> None:
+        super().__init__(work, sent_bytes, description)
         self.spinning = work
 
     def synchronize(self) -> None:
         """The host learns that this receive is done, and all that were done before."""
         device = self.spinning.device
-        device.fabric.wait(device.rank, self.description, lambda: self.spinning.flight.done)
-        for flight in device.flights:
-            flight.known |= flight.done and flight.receives
+        device.fabric.wait(device.rank, self.description, lambda: self.spinning.message.done)
+        for message in device.messages:
+            message.seen_by_host |= message.done and message.receives
 
 
 class SpinningLink(Group):
@@ -167,8 +175,8 @@ class SpinningLink(Group):
         return self._put(True, x, src, tag, upwards=src < self.rank)
 
     def _put(self, receives: bool, x: Tensor, peer: int, tag: int, upwards: bool) -> Pending:
-        label = f"{'receive from' if receives else 'send to'} rank {peer} at {self.name} {tag}"
-        return self.device.put(InFlightFragment(self.rank, receives, x, tag, label), f"{self.name} {upwards}", peer)
+        description = f"{'receive from' if receives else 'send to'} rank {peer} at {self.name} {tag}"
+        return self.device.put(PendingMessage(self.rank, receives, x, tag, description), f"{self.name} {upwards}", peer)
 
 
 def run_threads(size: int, rank_main: Callable[[SpinningDevice], Any]) -> list[Any]:

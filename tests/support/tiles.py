@@ -27,13 +27,13 @@ def numbers(count: int, seed: int, device: str) -> Tensor:
 def blank(tiles: Tiles, scale: torch.dtype, device: str) -> TiledMessage:
     """A message that holds something else."""
     scales = [torch.full((grid.scale_count(count),), 7, dtype=scale, device=device) for grid, count in tiles.streams]
-    sizes = [grid.code_bytes(count) for grid, count in tiles.streams]
-    codes, maps = ([torch.full((size,), 77, dtype=torch.uint8, device=device) for size in length]
-                   for length in (sizes, map(map_bytes, tiles.maps)))  # fmt: skip
+    code_sizes = [grid.code_bytes(count) for grid, count in tiles.streams]
+    codes, maps = ([torch.full((size,), 77, dtype=torch.uint8, device=device) for size in sizes]
+                   for sizes in (code_sizes, map(map_bytes, tiles.maps)))  # fmt: skip
     return TiledMessage(scales, codes, *maps)
 
 
-def parts(message: TiledMessage) -> list[Tensor]:
+def tensors_of(message: TiledMessage) -> list[Tensor]:
     return [message.rotated, message.marked, *message.scales, *message.codes]
 
 
@@ -54,7 +54,7 @@ def check(x: Tensor, other: Tensor | None, tiles: Tiles, role: Role, seed: int |
         if scales_differ or not torch.equal(message.marked, expected.marked):
             return False
     assert torch.equal(message.marked, expected.marked)
-    for a, b in zip(parts(message), parts(expected), strict=True):
+    for a, b in zip(tensors_of(message), tensors_of(expected), strict=True):
         assert same(a, b)
     if moved is not None and wanted_moved is not None:
         assert same(moved, wanted_moved)

@@ -271,7 +271,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         "for tiles in tile_checks.tilings(5003):\n"
         "    message = tile_checks.blank(tiles, torch.float32, 'cpu')\n"
         "    ops.quantize_tiles(x, message, tiles, Role.PLAIN, None, 3 if tiles.grid.bits % 2 else None)\n"
-        "    for t in tile_checks.parts(message):\n"
+        "    for t in tile_checks.tensors_of(message):\n"
         "        digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"
         "from megatron.kernels.float8 import Float8\n"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.island_threads import SMALL, merged
-from tests.support.tiny import tiny_checkpoints, tiny_engines
+from tests.support.island_threads import SMALL
+from tests.support.tiny import merge, tiny_checkpoints, tiny_engines
 
 
 @pytest.mark.parametrize(("islands", "keep_last", "expected"), [(1, 1, 1), (2, 1, 2), (2, 3, 3), (2, None, None)])
@@ -22,6 +22,6 @@ def test_islands_keep_the_checkpoint_before_the_last(
         "islands": several,
         "compression": {"compress": ["outer=identity,every=4,warmup=0"]},
     }
-    saver = tiny_checkpoints(tiny_engines(merged(SMALL, changes))).saver
+    saver = tiny_checkpoints(tiny_engines(merge(SMALL, changes))).saver
     assert saver is not None
     assert saver.keep_last == expected
