@@ -68,22 +68,23 @@ class StepComparison:
     def measure(self, names: Sequence[str]) -> None:
         """Measures some sides: ours alone, and ours in turns with each peer."""
         workers: list[Side] = []
-        peers = [name for name in names if name != OURS]
+        missing = list(names)
         try:
             self.log.begin(self.key(names[0]))
             ours = self._start(OURS, workers)
-            if OURS in names:  # before peers compile, which may take the rest of a time limit
+            if OURS in missing:  # before peers compile, which may take the rest of a time limit
                 self._log_ours(ours, in_turns(ours.step, turns=self.turns, warm=self.warm).median())
-            for peer in list(peers):
+                missing.remove(OURS)
+            for peer in list(missing):
                 try:
                     self._compare(ours, peer, workers, OURS in names)
                 except SideError as error:
                     if error.name == OURS:
                         raise
                     self.log.failed(self.key(peer), str(error))
-                peers.remove(peer)
+                missing.remove(peer)
         except SideError as error:  # of ours: no other row can be measured
-            for name in {OURS, *peers} & {*names}:
+            for name in missing:
                 self.log.failed(self.key(name), str(error))
         finally:
             for side in workers:

@@ -84,7 +84,6 @@ def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int
     log = log_of(out, case, seed, iterations)
     if runs.has_ended(log) and (continuation_file(log).exists() or not continues):
         return
-    log.unlink(missing_ok=True)
     kind = family(case)
     values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // kind.evaluations, 1)}
     saved = out / "checkpoints" / log.stem

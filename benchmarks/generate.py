@@ -83,13 +83,12 @@ def limit_rate(model: LoadedModel, rows: int) -> float:
     """Tokens per second at the limits of memory and products."""
     wait = partial(synchronize, model.device.type)
     weights = weights_of(model)
-    elements, size = sum(p.numel() for p in weights), weights[0].element_size()
-    source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
+    elements = sum(p.numel() for p in weights)
+    a, matrix = (torch.randn((n, n), dtype=weights[0].dtype, device=model.device) for n in (2048, 8192))
     # A product with a vector only reads, as products with few rows do; a copy would write as well.
-    read_rate = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), wait) * (1 << 26)
-    a = torch.randn((2048, 2048), dtype=weights[0].dtype, device=model.device)
+    read_rate = rate_of(lambda: torch.mv(matrix, matrix[0]), wait) * matrix.numel()
     product_rate = rate_of(lambda: a @ a, wait) * 2 * 2048**3
-    return rows / max(elements * size / (read_rate * size), 2.0 * elements * rows / product_rate)
+    return rows / max(elements / read_rate, 2.0 * elements * rows / product_rate)
 
 
 def measure(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,36 +95,25 @@ def has_ended(log: Path) -> bool:
 
 
 def train(
-    words: Sequence[str],
-    name: str,
-    log: Path,
-    output: Path,
-    ranks: int = 1,
-    threads: int = 1,
-    nodes: int = 1,
-    islands: int = 1,
+    words: Sequence[str], name: str, log: Path, output: Path, ranks: int, nodes: int = 1, islands: int = 1
 ) -> None:
-    """Runs a training, unless its log is complete.
+    """Runs a training from the beginning.
 
     Args:
         words: flags.
         name: name in messages.
         log: file of its JSON lines; with islands, the first island's.
         output: file of its output.
-        ranks: number of processes.
-        threads: threads per process.
+        ranks: number of processes, each with a thread.
         nodes: simulated nodes, each with a launcher.
         islands: islands among the ranks.
     """
-    if has_ended(log):
-        return
     print(f"{name} ...", flush=True)
-    if "--load" not in words:
-        log.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
     commands = [[*launcher, "pretrain_gpt.py", *words] for launcher in _launchers(ranks, nodes, islands)]
     outputs = [output, *(output.with_suffix(f".{node}.log") for node in range(1, nodes))]
     with ThreadPoolExecutor(nodes) as pool:
-        list(pool.map(partial(run, threads=threads), commands, outputs))
+        list(pool.map(run, commands, outputs))
     if islands > 1:
         Path(file_of(str(log), 0)).replace(log)
         for island in range(1, islands):
@@ -134,22 +122,16 @@ def train(
 
 def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
     """The launcher's words before the program, for each node."""
-    if ranks == 1:
-        return [[]]
     if islands > 1:
         return [["tools/launch.py", "--islands", str(islands), "--nproc-per-node", str(ranks)]]
     launcher = ["tools/launch.py", f"--nproc-per-node={ranks // nodes}"]
     if nodes == 1:
         return [launcher]
-    rendezvous = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [[*launcher, *rendezvous, "--node-rank", str(node)] for node in range(nodes)]
-
-
-def free_port() -> int:
-    """A free port of this machine."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        listener.bind(("127.0.0.1", 0))  # a free port
+        port = listener.getsockname()[1]
+    rendezvous = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [[*launcher, *rendezvous, "--node-rank", str(node)] for node in range(nodes)]
 
 
 def final_loss(events: Sequence[Mapping[str, Any]]) -> float:

@@ -12,7 +12,7 @@ from benchmarks.turns import Step
 from megatron.base.memory import keep_freed_memory
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.distributed.topology import Topology, single_process
+from megatron.distributed.topology import single_process
 from megatron.training.assembly import build_engines
 from megatron.training.step import train_step
 
@@ -87,18 +87,6 @@ def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Gen
     )
 
 
-def trainer_step(config: RunConfig, topology: Topology, vocab: int) -> Step:
-    """A step of the trainer with the whole global batch, on this rank of a topology."""
-    keep_freed_memory()  # as the program does
-    engines = build_engines(config, topology, vocab)
-    micro_batch = config.training.micro_batch_size
-    batch = random_batch(torch.arange(micro_batch), config.model.seq_length, vocab)
-    assert config.training.global_batch_size is not None
-    count = config.training.global_batch_size // (micro_batch * topology.layout.dp)
-    batches = [batch.to(topology.device)] * count
-    return lambda: train_step(engines, batches, 0, 1e-4, 0.01, seq_length=config.model.seq_length)
-
-
 def process_step(name: str, shape: Shape, precision: str, threads: int, device: str = "cpu", divisor: int = 1) -> Step:
     """A step in a single process, of the trainer or of a peer.
 
@@ -115,7 +103,10 @@ def process_step(name: str, shape: Shape, precision: str, threads: int, device: 
     if name == "ours":
         backend = {"distributed_backend": "nccl" if device == "cuda" else "gloo"}
         config = run_config(shape, precision, backend, shape.batch, 1, divisor)
-        return trainer_step(config, single_process(device), shape.vocab)
+        keep_freed_memory()  # as the program does
+        engines = build_engines(config, single_process(device), shape.vocab)
+        batch = random_batch(torch.arange(shape.batch), shape.seq, shape.vocab).to(engines.topology.device)
+        return lambda: train_step(engines, [batch] * shape.micro_batches, 0, 1e-4, 0.01)
     train = peer_training(name.removesuffix(COMPILED), shape, precision, device, name.endswith(COMPILED))
     with torch.device(device):
         tokens_bs, labels_bs = (torch.randint(0, shape.vocab, (shape.batch, shape.seq)) for _ in range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ def _speed_cells(setting: Setting, shape: Shape, seconds: dict[str, list[float]]
     }
 
 
-def _train(setting: Setting, shape: Shape, steps: int, products: str, sign_of_life: partial[None]) -> float:
+def _train(setting: Setting, shape: Shape, steps: int, products: str, sign_of_life: Callable[[], None]) -> float:
     """Trains a small model; returns the mean loss of the last tenth of the steps."""
     sign_of_life()
     engines = build(setting, shape)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from benchmarks.gpu.setting import Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import clean
-from benchmarks.network.cases import CUDA_BENCHES, FP32, PEER_PAIRS, Bench, NetworkCase
+from benchmarks.network.cases import CUDA_BENCHES, DDP, FP32, PEER_PAIRS, Bench
 from benchmarks.network.run import measure as measure_layout
 from benchmarks.network.setups import Setup
 from benchmarks.report import Column
@@ -52,8 +52,7 @@ PASSES = (
 """Layouts, links and cases, the most important and shortest first."""
 
 _TOY_LINK = Setup("50 Mb/s", 0.0, "a toy's", 50e6)
-_TOY_CASES = (FP32, NetworkCase("torch DDP", peer="ddp"))
-TOY_BENCHES = {"dp2": Bench(2, 1, 1, 1, (2, 64, 32), 2, (_TOY_LINK,), _TOY_CASES, "gradients")}
+TOY_BENCHES = {"dp2": Bench(2, 1, 1, 1, (2, 64, 32), 2, (_TOY_LINK,), (FP32, DDP), "gradients")}
 TOY_PASSES = (("dp2", (UNSHAPED, "50 Mb/s"), ALL),)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.models import VOCAB as GPT2_VOCAB
 from benchmarks.network.setups import (
     Setup,
     aqsgd_data,
@@ -40,49 +41,69 @@ class NetworkCase:
 
 FP32 = NetworkCase("fp32 traffic")
 CAST = NetworkCase("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
-_AQSGD_4 = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
-_AQSGD_2 = ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")
+BF16_SUMS = NetworkCase("bf16 traffic", ("dp-grad=cast",))
+FIXPOINT = NetworkCase("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"))
+DELTA = NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8"))
+DELTA_EAGER = NetworkCase("delta 4, fixpoint 8, eager 1F1B", DELTA.specs, "eager-1f1b")
+DELTA_2 = NetworkCase("delta 2, fixpoint 4 (AQ-SGD)", ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4"))
+FIXPOINT_SUMS = NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",))
+RADIUS = NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",))
+POWERSGD_4 = NetworkCase("powersgd, rank 4", ("dp-grad=powersgd,rank=4",))
+POWERSGD_32 = NetworkCase("powersgd, rank 32", ("dp-grad=powersgd,rank=32",))
+DDP = NetworkCase("torch DDP", peer="ddp")
+DDP_FP16 = NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16")
+DDP_POWERSGD_4 = NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4)
+DDP_POWERSGD_32 = NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32)
+OPTIMUS = NetworkCase(
+    "CB + FE + SC (Optimus-CC)",
+    (
+        "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
+        "embedding=fused",
+        "dp-grad=powersgd,rank=32,stages=first:1",
+    ),
+)
+ALL_POINTS = NetworkCase("delta 4, fixpoint 8, powersgd 32, FE", (*DELTA.specs, *POWERSGD_32.specs, "embedding=fused"))
 PIPELINE = (
     FP32,
     CAST,
-    NetworkCase("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
-    NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
-    NetworkCase("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
+    FIXPOINT,
+    DELTA,
+    DELTA_2,
     NetworkCase("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",)),
     NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
     NetworkCase("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
-    NetworkCase("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
-    NetworkCase("delta 2, fixpoint 4, eager 1F1B", _AQSGD_2, "eager-1f1b"),
+    DELTA_EAGER,
+    NetworkCase("delta 2, fixpoint 4, eager 1F1B", DELTA_2.specs, "eager-1f1b"),
 )
 DATA = (
     FP32,
     CAST,
-    NetworkCase("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
-    NetworkCase("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
-    NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
-    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
-    NetworkCase("torch DDP", peer="ddp"),
-    NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
-    NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
-    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+    POWERSGD_4,
+    POWERSGD_32,
+    RADIUS,
+    FIXPOINT_SUMS,
+    DDP,
+    DDP_FP16,
+    DDP_POWERSGD_4,
+    DDP_POWERSGD_32,
 )
 LEVELS = (
     FP32,
     CAST,
-    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    FIXPOINT_SUMS,
     NetworkCase("fixpoint 8/4 bits in two levels", ("dp-grad=fixpoint,levels=8/4,error-feedback=on",)),
-    NetworkCase("torch DDP", peer="ddp"),
-    NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
+    DDP,
+    DDP_FP16,
 )
-_POWERSGD = "dp-grad=powersgd,rank=32"
 FACTORS = (
     FP32,
-    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
-    NetworkCase("powersgd, rank 32", (_POWERSGD,)),
-    NetworkCase("powersgd, rank 32, bf16 factors", (f"{_POWERSGD},factors=bf16",)),
-    NetworkCase("powersgd, rank 32, 8-bit factors", (f"{_POWERSGD},factors=fixpoint8",)),
-    NetworkCase("powersgd, rank 32, 4-bit factors", (f"{_POWERSGD},factors=fixpoint4",)),
+    DDP_POWERSGD_32,
+    POWERSGD_32,
+    NetworkCase("powersgd, rank 32, bf16 factors", ("dp-grad=powersgd,rank=32,factors=bf16",)),
+    NetworkCase("powersgd, rank 32, 8-bit factors", ("dp-grad=powersgd,rank=32,factors=fixpoint8",)),
+    NetworkCase("powersgd, rank 32, 4-bit factors", ("dp-grad=powersgd,rank=32,factors=fixpoint4",)),
 )
+MIXED = (FP32, CAST, OPTIMUS, ALL_POINTS)
 
 
 def _legs(name: str, legs: dict[str, str], default: str = "cast", two_stage: bool = True) -> NetworkCase:
@@ -107,22 +128,6 @@ STAGES = (
     _legs("bf16 traffic, two stages", {}),
     _legs("8 bits, all legs, one stage", {}, _ROWS_8, two_stage=False),
     _legs("8 bits, all legs, two stages", {}, _ROWS_8),
-)
-MIXED = (
-    FP32,
-    CAST,
-    NetworkCase(
-        "CB + FE + SC (Optimus-CC)",
-        (
-            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
-            "embedding=fused",
-            "dp-grad=powersgd,rank=32,stages=first:1",
-        ),
-    ),
-    NetworkCase(
-        "delta 4, fixpoint 8, powersgd 32, FE",
-        ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
-    ),
 )
 
 
@@ -203,52 +208,35 @@ BENCHES = {
 
 # Ranks that share a GPU: larger models, links of the given rates. Parameters and messages between stages are in bf16;
 # gradients add up in fp32, which is the sum in "fp32 traffic".
-GPT2_VOCAB = 50257
-_POWERSGD_OF_RANK = "dp-grad=powersgd,rank={}"
-_BF16 = NetworkCase("bf16 traffic")
-_FIXPOINT = ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")
-_DELTA = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
 _CUDA_PIPELINE = (
-    _BF16,
-    NetworkCase("fixpoint 4/8 bits", _FIXPOINT),
-    NetworkCase("fixpoint 4/8 bits, eager 1F1B", _FIXPOINT, "eager-1f1b"),
+    NetworkCase("bf16 traffic"),
+    FIXPOINT,
+    NetworkCase("fixpoint 4/8 bits, eager 1F1B", FIXPOINT.specs, "eager-1f1b"),
     NetworkCase("bf16 traffic, eager 1F1B", schedule="eager-1f1b"),
-    NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _DELTA),
-    NetworkCase("delta 4, fixpoint 8, eager 1F1B", _DELTA, "eager-1f1b"),
+    DELTA,
+    DELTA_EAGER,
 )
 _WITH_PEERS = (
     FP32,
-    NetworkCase("torch DDP", peer="ddp"),
-    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    DDP,
+    BF16_SUMS,
     NetworkCase("torch DDP, bf16 hook", peer="ddp-bf16"),
-    NetworkCase("powersgd, rank 4", (_POWERSGD_OF_RANK.format(4),)),
-    NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
-    NetworkCase("powersgd, rank 32", (_POWERSGD_OF_RANK.format(32),)),
-    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+    POWERSGD_4,
+    DDP_POWERSGD_4,
+    POWERSGD_32,
+    DDP_POWERSGD_32,
 )
 PEER_PAIRS = len(_WITH_PEERS)
 """Number of the first cases of data parallelism, which are pairs of ours and torch's."""
 _CUDA_DATA = (
     *_WITH_PEERS,
-    NetworkCase("powersgd, rank 4, no overlap", (_POWERSGD_OF_RANK.format(4),), overlap=False),
-    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
-    NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
-    NetworkCase("bf16 traffic, no overlap", ("dp-grad=cast",), overlap=False),
+    NetworkCase("powersgd, rank 4, no overlap", POWERSGD_4.specs, overlap=False),
+    FIXPOINT_SUMS,
+    RADIUS,
+    NetworkCase("bf16 traffic, no overlap", BF16_SUMS.specs, overlap=False),
     NetworkCase("fp32 traffic, no overlap", overlap=False),
 )
-_CUDA_MIXED = (
-    FP32,
-    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
-    NetworkCase(
-        "CB + FE + SC (Optimus-CC)",
-        (
-            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
-            "embedding=fused",
-            "dp-grad=powersgd,rank=32,stages=first:1",
-        ),
-    ),
-    NetworkCase("delta 4, fixpoint 8, powersgd 32, FE", (*_DELTA, _POWERSGD_OF_RANK.format(32), "embedding=fused")),
-)
+_CUDA_MIXED = (FP32, BF16_SUMS, OPTIMUS, ALL_POINTS)
 _LINKS = tuple(as_named())
 CUDA_BENCHES = {
     "pp4": Bench(

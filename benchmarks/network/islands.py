@@ -40,7 +40,6 @@ from benchmarks.network.islands_cases import (
     IslandsRun,
     Links,
     global_batch,
-    links_name,
 )
 from benchmarks.network.setups import islands_data
 from benchmarks.report import Column, Table, device_name, header, write_record
@@ -148,7 +147,8 @@ class Runner:
         links: Links | None,
         read: Callable[[Path, IslandsRun], Pace],
     ) -> Pace:
-        log = self.out / "timed" / f"{runs.slug(name)}-{self.hosts}x-{runs.slug(links_name(links))}.jsonl"
+        links_text = "unshaped" if links is None else runs.slug(links.name)
+        log = self.out / "timed" / f"{runs.slug(name)}-{self.hosts}x-{links_text}.jsonl"
         run = IslandsRun(case, iterations, log, self.out, {"eval-iters": 0}, tuple(specs), self.hosts)
         self._train_once(run, links)
         return read(run.logs()[0], run)

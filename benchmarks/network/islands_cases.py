@@ -66,11 +66,6 @@ class Links:
         return "/".join(map(describe, self.rates if len(set(self.rates)) > 1 else self.rates[:1]))
 
 
-def links_name(links: Links | None) -> str:
-    """The name of links; None: not shaped."""
-    return describe(None) if links is None else links.name
-
-
 @dataclass(frozen=True)
 class IslandsCase:
     """A training over several hosts.

@@ -29,6 +29,18 @@ def test_the_command_measures_a_section_at_toy_sizes(tmp_path: Path, capsys: pyt
         assert row["of_limit"] == pytest.approx(row["traffic"] / row["copy_gbps"] / 1e9 / row["seconds"])
 
 
+def test_a_side_takes_steps_and_reports_its_memory() -> None:
+    context_of_tests()  # the server of the tests' ranks serves sides too
+    forkserver.ensure_running()
+    side = Side("ours", partial(process_step, "ours", Shape(2, 64, 16, 2, vocab=100), "bf16", 1))
+    try:
+        assert side.step(2) > 0
+        assert side.close() > 2**20
+        assert side.process.exitcode == 0
+    finally:
+        side.kill()
+
+
 def test_a_side_that_fails_is_named_with_its_reason() -> None:
     context_of_tests()  # the server of the tests' ranks serves sides too
     forkserver.ensure_running()

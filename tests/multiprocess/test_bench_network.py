@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import network
+from benchmarks.gpu.setting import Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase
 from benchmarks.network.run import PAYLOAD, link_rate, measure, tables
 from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
+from benchmarks.rows import RowFile, RowLog
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
@@ -49,7 +52,8 @@ def test_layouts_fill_their_hosts(name: str) -> None:
     assert bench.cases[0] == FP32
 
 
-def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
+def test_toy_runs_on_shaped_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the section of the GPU benchmark, at its toy size."""
     _need_hosts()
     cases = (
         FP32,
@@ -57,20 +61,27 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
         NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
         NetworkCase("powersgd, 8-bit factors", ("dp-grad=powersgd,rank=4,factors=fixpoint8",)),
     )
-    bench = Bench(2, 1, 1, 1, (2, 64, 32), 2, (), cases, "gradients")
-    rows = list(measure("toy", bench, [Setup("slow", 30.0, "for the test")], 1, tmp_path))
-    assert [(row.setup, row.case) for row in rows] == [
+    bench = replace(network.TOY_BENCHES["dp2"], cases=cases, setups=(Setup("slow", 30.0, "for the test"),))
+    monkeypatch.setattr(network, "TOY_BENCHES", {"toy": bench})
+    monkeypatch.setattr(network, "TOY_PASSES", (("toy", (network.UNSHAPED, "slow"), network.ALL),))
+    monkeypatch.setattr(network, "STEPS", 1)
+    setting, log = Setting("cpu", tmp_path), RowLog(tmp_path / "rows.jsonl")
+    network.measure(setting, network.keys(setting), log)
+    rows = [dict(row) for row in RowFile().read(log.path).rows.values()]
+    assert [(row["setup"], row["case"]) for row in rows] == [
         (setup, case.name) for case in cases for setup in ("unshaped", "slow")
     ]
-    slow = {row.case: row for row in rows if row.setup == "slow"}
+    slow = {row["case"]: row for row in rows if row["setup"] == "slow"}
+    fp32 = slow["fp32 traffic"]
     parameters = 12 * 2 * 64**2 + (2 * 2048 + 32) * 64
     # A ring of two sends everything once, with frames and control messages on top.
-    assert 1.0 < slow["fp32 traffic"].host_mb / (parameters * 4 / 1e6) < 1.3
-    assert 0.4 < slow["bf16 traffic"].host_mb / slow["fp32 traffic"].host_mb < 0.7
-    assert slow["powersgd, 8-bit factors"].host_mb < 0.6 * slow["torch DDP, powerSGD_hook, rank 4"].host_mb
-    assert slow["fp32 traffic"].waited_s > slow["fp32 traffic"].compute_s
-    assert slow["fp32 traffic"].loss < 7.7
-    text = tables([asdict(row) for row in rows])
+    assert 1.0 < fp32["host_mb"] / (parameters * 4 / 1e6) < 1.3
+    assert 0.4 < slow["bf16 traffic"]["host_mb"] / fp32["host_mb"] < 0.7
+    assert slow["powersgd, 8-bit factors"]["host_mb"] < 0.6 * slow["torch DDP, powerSGD_hook, rank 4"]["host_mb"]
+    assert fp32["waited_s"] > fp32["compute_s"]
+    assert fp32["loss"] < 7.7
+    assert 0.0 < fp32["of_limit"] < 1.1
+    text = tables(rows)
     assert "### toy, slow (" in text
     assert "| fp32 traffic | " in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from benchmarks.turns import SideError, Step, timed
@@ -28,13 +29,16 @@ class InProcessSide:
 
 
 class ScriptedSide:
-    """A side whose steps take given seconds, or fail; ``events`` has the order of starts and ends."""
+    """A side whose steps take given seconds, or fail; ``events`` has the order of starts and ends, ``builds`` the
+    arguments of the steps."""
 
     events: ClassVar[list[str]] = []
+    builds: ClassVar[list[tuple[object, ...]]] = []
     seconds: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, name: str, build: Callable[[], Step], device: str) -> None:
+    def __init__(self, name: str, build: partial[Step], device: str) -> None:
         self.name = name
+        self.builds.append(build.args)
         self.events.append(f"{name} starts")
 
     def step(self, count: int = 1) -> float:

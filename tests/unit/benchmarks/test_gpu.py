@@ -53,6 +53,7 @@ def _run(out: Path, keys: list[str], limit: float = 600.0, name: str = ENDS) -> 
     return run_section(name, Setting("cuda", out), keys, file, limit, bar), bar
 
 
+@pytest.mark.slow
 def test_failing_rows_do_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback, a signal, a hang that ignores SIGTERM, an exit in the middle of a line: each costs its own row."""
     monkeypatch.setattr(section, "GRACE_SECONDS", 0.5)
@@ -74,6 +75,7 @@ def test_failing_rows_do_not_end_the_others(tmp_path: Path, monkeypatch: pytest.
     assert "Not measured (hangs): it hung: no sign of life for 5 s, and was ended." in text
 
 
+@pytest.mark.slow
 def test_a_section_has_a_limit_and_continues_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_section, "PATIENCE_SECONDS", 1000.0)
     monkeypatch.setattr(section, "GRACE_SECONDS", 0.5)
@@ -84,6 +86,7 @@ def test_a_section_has_a_limit_and_continues_from_there(tmp_path: Path, monkeypa
     assert (list(file.rows), file.failures) == (["last"], {})
 
 
+@pytest.mark.slow
 def test_a_section_that_cannot_start_gives_its_reason(tmp_path: Path) -> None:
     name = "tests.support.cleanup"  # no section
     module: Any = section_of(name)
@@ -99,6 +102,7 @@ def _figures(device: str) -> dict[str, object]:
     return {"device": f"{device}, toy sizes", "memory_bytes": 0, "nccl": "none", **rates}
 
 
+@pytest.mark.slow
 def test_the_command_measures_only_missing_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,14 +226,18 @@ def test_sections_share_the_time_of_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "ratios"),
+    ("seconds", "ratios", "turns"),
     [
-        ([9.0, 2.0, 9.0, 1.0, 9.0, 4.0, 4.0, 1.0], [2.0, 3.0, 0.5]),  # a turn, and an unfinished turn
-        ([9.0, 2.0, 9.0, 1.0, 9.0], [2.0, 2.0]),  # while the last kind compiles
+        ([9.0, 2.0, 9.0, 1.0, 9.0, 4.0, 4.0, 1.0], [None, 3.0, 0.5], [2, 2, 1]),  # a turn, and an unfinished turn
+        ([9.0, 2.0, 9.0, 1.0, 9.0], [None, 2.0], [1, 1]),  # while the last kind compiles
     ],
 )
 def test_speeds_in_8_bits_are_recorded_after_every_step(
-    seconds: list[float], ratios: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: list[float],
+    ratios: list[float | None],
+    turns: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kind takes a step that compiles before its first turn."""
     times = iter(seconds)
@@ -241,7 +249,8 @@ def test_speeds_in_8_bits_are_recorded_after_every_step(
         fp8.measure(setting, fp8.keys(setting), log)
     rows = RowFile().read(log.path).rows
     assert list(rows) == [fp8.speed_key(setting, products) for products in fp8.PRODUCTS][: len(ratios)]
-    assert [cells["ratio"] or 2.0 for cells in rows.values()] == ratios
+    assert [cells["ratio"] for cells in rows.values()] == ratios
+    assert [cells["turns"] for cells in rows.values()] == turns
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,15 +37,19 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StepComparison:
     """A comparison of sides with scripted times, and a peer that fails."""
     monkeypatch.setattr(comparison, "Side", ScriptedSide)
     monkeypatch.setattr(ScriptedSide, "events", [])
+    monkeypatch.setattr(ScriptedSide, "builds", [])
     monkeypatch.setattr(ScriptedSide, "seconds", {"ours": 1.0, "hugging-face": 2.0})
     return StepComparison(SHAPE, "bf16", 1, "cpu", 1e9, EventLog(tmp_path / "rows.jsonl"), turns=3)
 
 
-def test_a_peer_is_compared_at_equal_precision(scripted: StepComparison) -> None:
-    scripted.measure(["hugging-face"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_peer_is_compared_at_equal_precision(precision: str, scripted: StepComparison) -> None:
+    replace(scripted, precision=precision).measure(["hugging-face"])
+    sides = [("ours", SHAPE, precision), ("hugging-face", SHAPE, precision)]
+    assert [arguments[:3] for arguments in ScriptedSide.builds] == sides
     (row,) = RowFile().read(scripted.log.path).rows.values()
     text = Table(*comparison.COLUMNS).line(row)
-    assert text.startswith("| L1 h64 s8 b1 | bf16 | hugging-face | 8 | 4 | 2.00 |")
+    assert text.startswith(f"| L1 h64 s8 b1 | {precision} | hugging-face | 8 | 4 | 2.00 |")
     assert text.endswith("| 1.00 | 2.00 |")
     assert row["of_limit"] == pytest.approx(SHAPE.flops() / 1e9)
 
@@ -65,6 +70,20 @@ def test_no_row_remains_when_our_side_fails(scripted: StepComparison, monkeypatc
     file = RowFile().read(scripted.log.path)
     assert file.rows == {}
     assert file.failures == {scripted.key(name): "ours: out of memory" for name in ("ours", "hugging-face")}
+
+
+def test_our_row_remains_when_our_side_fails_beside_a_peer(
+    scripted: StepComparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(log: RowLog, key: str) -> None:
+        if key == scripted.key("hugging-face"):
+            ScriptedSide.seconds.pop("ours", None)
+
+    monkeypatch.setattr(EventLog, "begin", begin)
+    scripted.measure(["ours", "hugging-face"])
+    file = RowFile().read(scripted.log.path)
+    assert list(file.rows) == [scripted.key("ours")]
+    assert file.failures == {scripted.key("hugging-face"): "ours: out of memory"}
 
 
 def test_the_benchmark_measures_all_parts(
@@ -139,6 +158,25 @@ def test_the_plain_model_is_a_gpt2() -> None:
     masked_labels[:, 8:], changed_tokens[:, 8:] = -100, 1
     torch.testing.assert_close(model(tokens, masked_labels), model(changed_tokens, masked_labels))
     assert not torch.equal(model(tokens, labels), model(changed_tokens, labels))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(4, 256, 256, 8),
+        Shape(2, 256, 128, 2, vocab=128, llama=True, ffn=896, groups=2),
+        Shape(4, 512, 512, 2, vocab=32000, llama=True, ffn=1792, groups=4, experts=8),
+    ],
+    ids=["gpt-2", "llama", "mixtral"],
+)
+def test_flops_of_a_step(shape: Shape) -> None:
+    """Six for each weight in use and token, and those of causal attention; two experts of each layer are in use."""
+    h, tokens = shape.hidden, shape.batch * shape.seq
+    keys_and_values = 2 * (shape.groups or shape.heads) * (h // shape.heads)
+    feed_forward = (3 if shape.llama else 2) * (shape.ffn or 4 * h) * (2 if shape.experts else 1)
+    weights = shape.layers * h * (2 * h + keys_and_values + feed_forward + shape.experts) + h * shape.vocab
+    attention = 3 * 4 * shape.layers * tokens * h * (shape.seq + 1) / 2
+    assert shape.flops() == pytest.approx(6 * tokens * weights + attention, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [*train.SHAPES["experts"], GPT, MIXTRAL], ids=lambda shape: shape.name)
