@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,8 @@ def test_any_words_on_the_command_line(words: list[str]) -> None:
     "field", [f for f in NUMBERS if f.element is int and f.section in run_sections()], ids=lambda f: f.flag
 )
 def test_sizes_of_any_magnitude_are_counted_or_refused(field: FieldOption) -> None:
-    lengths = cycle(["--train-iters=100", "--train-samples=6400"])
-    for size, length in zip((10**9, 10**12, 10**18, 2**63 - 1, 2**63, 10**30, -1, -(10**18)), lengths, strict=False):
+    sizes = (10**9, 10**12, 10**18, 2**63 - 1, 2**63, 10**30, -1, -(10**18))
+    for size, length in product(sizes, ("--train-iters=100", "--train-samples=6400")):
         words = [*MINIMAL, length, *_word(field, str(size))]
         message = _within(lambda words=words: _prepare(words))  # type: ignore[misc]
         assert message is not None or -(2**63) < size < 2**63, size

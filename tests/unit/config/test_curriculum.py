@@ -38,9 +38,10 @@ def resolved(flags: str, world_size: int = 1) -> RunConfig:
 
 
 DEEPSPEED = {
-    "fixed_linear": {1: 64, 4: 64, 5: 72, 8: 72, 9: 80, 100: 256, 333: 720, 501: 1056, 999: 2040, 1000: 2048},
+    "fixed_linear": {1: 64, 4: 64, 5: 72, 8: 72, 9: 80, 100: 256, 333: 720, 501: 1056, 997: 2040, 999: 2040,
+                     1000: 2048},
     "fixed_root": {1: 120, 4: 184, 5: 200, 8: 240, 9: 248, 100: 688, 333: 1208, 501: 1464, 997: 2040, 1000: 2048},
-}
+}  # fmt: skip
 """Lengths of some steps by DeepSpeed 0.16.2's scheduler: from 64 to 2048 in 1000 steps, multiples of 8."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.diloco.membership import Islands
 from megatron.diloco.store import IslandStore, serve
-from tests.unit.diloco.support import MakeIslands, print_nothing
+from tests.unit.diloco.support import MakeIslands
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def make_islands(port: int) -> Iterator[MakeIslands]:
         quorum: int,
         numbers: Sequence[int] | None = None,
         seconds: float = 1.0,
-        tell: Callable[[str], None] = print_nothing,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> list[Islands]:
         islands = [
             Islands(IslandStore("127.0.0.1", port, 10.0), number, count, quorum, seconds, 5.0, None, tell=tell)

@@ -15,10 +15,6 @@ MakeIslands = Callable[..., list[Islands]]
 """(count, quorum, numbers, seconds, tell) -> islands of all or the given numbers, which leave after the test."""
 
 
-def print_nothing(line: str) -> None:
-    """Print nothing."""
-
-
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run calls at the same time; return their results or exceptions."""
     results: list[Any] = [None] * len(calls)

@@ -10,11 +10,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.diloco.membership import Islands
-from megatron.diloco.round_decision import (
-    RoundOutcome,
-    RoundReport,
-    Vote,
-)
+from megatron.diloco.round_decision import RoundOutcome, RoundReport, Vote
 from megatron.diloco.startup import QuorumError
 from megatron.diloco.store import SILENT_SECONDS, HeartbeatMonitor
 from megatron.distributed.errors import CommunicationError

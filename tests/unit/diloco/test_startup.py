@@ -11,14 +11,11 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.diloco import startup as starting
 from megatron.diloco.membership import Islands
-from megatron.diloco.round_decision import (
-    RoundOutcome,
-    RoundReport,
-)
+from megatron.diloco.round_decision import RoundOutcome, RoundReport
 from megatron.diloco.startup import StartLimits, choose_iteration, choose_start, refusal_of
 from megatron.diloco.store import IslandStore
 from megatron.distributed.errors import CommunicationError
-from tests.unit.diloco.support import GOOD, MakeIslands, each, print_nothing
+from tests.unit.diloco.support import GOOD, MakeIslands, each
 
 
 @pytest.mark.parametrize(
@@ -143,54 +140,50 @@ def test_a_missing_island_at_the_start_is_an_error_below_the_quorum(port: int) -
     spared = Islands(IslandStore("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
     assert spared.begin_generation(0, False, {}) is True
     assert spared.expected == (0,)
+    spared.leave()
+
+
+def _start(port: int, number: int, seconds: float = 30.0) -> starting.IslandStart:
+    store = IslandStore("127.0.0.1", port, 10.0)
+    return starting.IslandStart(store, number, StartLimits(2, 2, seconds), lambda call: call(), lambda line: None)
 
 
 def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
     """Unless the island comes after all."""
-
-    def start(number: int) -> starting.IslandStart:
-        store = IslandStore("127.0.0.1", port, 10.0)
-        return starting.IslandStart(store, number, StartLimits(2, 2, 30.0), lambda call: call(), print_nothing)
-
-    alone, silent = start(0), start(1)
+    alone, silent = _start(port, 0), _start(port, 1)
     alone.store.note_end(1)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^island 1 did not come .*, or ended before; start all of them"):
         alone.choose_iteration([], 0)
     assert time.monotonic() - began < 5
     alone.store.end_generation(1)
-    pair = [start(0), start(1)]
+    pair = [_start(port, number) for number in range(2)]
     silent.store.take_generation(2)
 
-    def come(joined: starting.IslandStart) -> int | None:
-        time.sleep(0.0 if joined.island else 0.5)
-        return joined.choose_iteration([7], 0)
+    def come(island: starting.IslandStart) -> int | None:
+        time.sleep(0.0 if island.island else 0.5)
+        return island.choose_iteration([7], 0)
 
     assert each(pair, come) == [7, 7]
-    for joined in (alone, *pair):
-        joined.store.stop_beating()
+    for island in (alone, *pair):
+        island.store.stop_beating()
 
 
 def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like islands restarted by a launcher, at the same meeting place."""
     monkeypatch.setattr(starting, "SILENT_SECONDS", 2.0)
-
-    def start(number: int, seconds: float) -> starting.IslandStart:
-        store = IslandStore("127.0.0.1", port, 10.0)
-        return starting.IslandStart(store, number, StartLimits(2, 2, seconds), lambda call: call(), print_nothing)
-
-    alone = start(0, 0.3)
+    alone = _start(port, 0, 0.3)
     with pytest.raises(UserError, match="island 1 did not come"):
         alone.choose_iteration([100], 0)
     alone.store.stop_beating()
-    pair = [start(number, 30.0) for number in range(2)]
-    assert each(pair, lambda start: start.choose_iteration([100], 0)) == [100, 100]
-    for joined in pair:  # which die before the run begins
-        joined.store.stop_beating()
-    pair = [start(number, 30.0) for number in range(2)]
-    assert each(pair, lambda start: start.choose_iteration([90], 0)) == [90, 90]
-    for joined in pair:
-        joined.store.stop_beating()
+    pair = [_start(port, number) for number in range(2)]
+    assert each(pair, lambda island: island.choose_iteration([100], 0)) == [100, 100]
+    for island in pair:  # which die before the run begins
+        island.store.stop_beating()
+    pair = [_start(port, number) for number in range(2)]
+    assert each(pair, lambda island: island.choose_iteration([90], 0)) == [90, 90]
+    for island in pair:
+        island.store.stop_beating()
 
 
 def test_a_generation_ends_with_its_last_island(make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch) -> None:

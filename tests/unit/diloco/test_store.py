@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -90,54 +91,53 @@ def test_an_unresponsive_listener_is_an_error_after_the_time_limit() -> None:
 
 def test_a_silent_meeting_place_is_an_error_after_the_time_limit() -> None:
     """Its process is stopped, so that connections stay open without answers."""
-    code = "from megatron.diloco.store import serve; import time; s = serve('127.0.0.1', 0); "
-    code += "print(s.port, flush=True); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            store = IslandStore("127.0.0.1", int(server.stdout.readline()), 1.0)
-            store.put("key", 1)
-            os.kill(server.pid, signal.SIGSTOP)
-            # The signal is delivered some time after kill() has returned; until then the server still answers.
-            os.waitid(os.P_PID, server.pid, os.WSTOPPED)
-            began = time.monotonic()
-            with pytest.raises(CommunicationError, match="has not answered for 1 s: the launcher that serves it hangs"):
-                store.get("key")
-            with pytest.raises(CommunicationError, match=r"islands \(0, 1\) do not meet: "):
-                group_apart(dist.PrefixStore("x", store.box), (0, 1), 0, "islands", 1.0, None, CPU)
-            assert time.monotonic() - began < 25
-        finally:
-            server.kill()
+    with _served_elsewhere(1.0) as (server, store):
+        store.put("key", 1)
+        os.kill(server, signal.SIGSTOP)
+        # The signal is delivered some time after kill() has returned; until then the server still answers.
+        os.waitid(os.P_PID, server, os.WSTOPPED)
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match="has not answered for 1 s: the launcher that serves it hangs"):
+            store.get("key")
+        with pytest.raises(CommunicationError, match=r"islands \(0, 1\) do not meet: "):
+            group_apart(dist.PrefixStore("x", store.box), (0, 1), 0, "islands", 1.0, None, CPU)
+        assert time.monotonic() - began < 25
 
 
 def test_a_client_that_never_reads_is_disconnected() -> None:
     """It requests a value of 1 MiB again and again; other clients are served meanwhile."""
+    with _served_elsewhere(20.0) as (server, store):
+        store.put("key", "x" * (1 << 20))
+        before = _resident(server)
+        # Requests of torch's store: a greeting, and many reads of a value.
+        key = f"/{_PREFIX}/key".encode()
+        with socket.create_connection(store._address) as greedy:
+            greedy.settimeout(0.5)
+            greedy.sendall(b"\0" + (0x3C85F7CE).to_bytes(4, "little"))
+            ask = b"\3" + len(key).to_bytes(8, "little") + key
+            most, last = 0, time.monotonic() + 5
+            with suppress(OSError):
+                for _ in range(2000):
+                    greedy.sendall(ask)
+                    most = max(most, _resident(server) - before)
+            while time.monotonic() < last and (most < 32 << 20 or _resident(server) - before > 32 << 20):
+                most = max(most, _resident(server) - before)
+                assert store.get("key") == "x" * (1 << 20)
+                time.sleep(0.05)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                _send_repeatedly(greedy, ask)
+        assert 32 << 20 < most < 1 << 30, "answers do not accumulate, so the test proves nothing"
+
+
+@contextmanager
+def _served_elsewhere(seconds: float) -> Iterator[tuple[int, IslandStore]]:
+    """A meeting place of another process: the id of that process, and a client with a time limit."""
     code = "from megatron.diloco.store import serve; import time; s = serve('127.0.0.1', 0); "
     code += "print(s.port, flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            store = IslandStore("127.0.0.1", int(server.stdout.readline()), 20.0)
-            store.put("key", "x" * (1 << 20))
-            before = _resident(server.pid)
-            # Requests of torch's store: a greeting, and many reads of a value.
-            key = f"/{_PREFIX}/key".encode()
-            with socket.create_connection(store._address) as greedy:
-                greedy.settimeout(0.5)
-                greedy.sendall(b"\0" + (0x3C85F7CE).to_bytes(4, "little"))
-                ask = b"\3" + len(key).to_bytes(8, "little") + key
-                most, last = 0, time.monotonic() + 5
-                with suppress(OSError):
-                    for _ in range(2000):
-                        greedy.sendall(ask)
-                        most = max(most, _resident(server.pid) - before)
-                while time.monotonic() < last and (most < 32 << 20 or _resident(server.pid) - before > 32 << 20):
-                    most = max(most, _resident(server.pid) - before)
-                    assert store.get("key") == "x" * (1 << 20)
-                    time.sleep(0.05)
-                with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                    _send_repeatedly(greedy, ask)
-            assert 32 << 20 < most < 1 << 30, "answers do not accumulate, so the test proves nothing"
+            yield server.pid, IslandStore("127.0.0.1", int(server.stdout.readline()), seconds)
         finally:
             server.kill()
 

@@ -255,6 +255,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     script = (
         "import torch, hashlib\n"
         "from megatron.kernels import ops\n"
+        "from megatron.kernels.float8 import Float8\n"
         "from megatron.kernels.grid import Grid, GridKind, ScaleLayout, Role\n"
         "from tests.support import tiles as tile_checks\n"
         "x = torch.randn(5003, generator=torch.Generator().manual_seed(0))\n"
@@ -274,7 +275,6 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         "    for t in tile_checks.tensors_of(message):\n"
         "        digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"
-        "from megatron.kernels.float8 import Float8\n"
         "x = torch.randn(70003, generator=torch.Generator().manual_seed(0))\n"
         "for form, seed in ((Float8(m, g), s) for m in (2, 3) for g in (100, 128, 70003) for s in (None, 3)):\n"
         "    codes = torch.empty(70003, dtype=torch.uint8)\n"

@@ -247,7 +247,7 @@ def test_the_bubble_has_the_published_size(case: Case, forward: int, backward: i
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20))
 def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, count: int) -> None:
-    """Messages shorter than both passes of a micro-batch cost time only in warm-up and cool-down."""
+    """Messages no longer than either pass of a micro-batch cost time only in warm-up and cool-down."""
     message = min(forward, backward)
     hidden = count * (forward + backward) + (pp - 1) * (forward + backward + 2 * message)
     assert _duration(Case("eager-1f1b", pp, 1, count), forward, backward, message) == hidden
