@@ -31,6 +31,7 @@ def copy_weights(reference: nn.Module, ours: nn.Module, pairs: Pairs, convert: C
 
 def assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float = 1e-5, zero: float = 0.0) -> None:
     """Compares the largest error with the largest value, or with 1 if no value exceeds ``zero``."""
+    assert actual.shape == expected.shape, name
     scale = expected.abs().max() if expected.abs().max() > zero else 1.0
     error = (actual - expected).abs().max() / scale
     assert error < tolerance, f"{name}: relative error {error:.2e}"

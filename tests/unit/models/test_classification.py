@@ -23,6 +23,7 @@ BERT_TO_OURS = partial(bert_to_ours, heads=HEADS)
 def _bert(kind: str, classes: int) -> Any:
     import transformers
 
+    torch.manual_seed(0)
     labels: dict[str, Any] = {"num_labels": classes}
     config = transformers.MegatronBertConfig(
         vocab_size=VOCAB,
@@ -118,6 +119,7 @@ def test_a_gpt_classifier_of_the_last_token_matches_hugging_face() -> None:
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS}
     sizes |= {"num_labels": 3} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(n_head=HEADS, initializer_range=0.1, pad_token_id=VOCAB - 1, **sizes)
+    torch.manual_seed(0)
     theirs = GPT2ForSequenceClassification(config)
     ours = _ours(model_type="gpt", task_head="classification", task_classes=3)
     pairs = [*gpt2_pairs(theirs, ours), ("classification_head.classifier.weight", [theirs.score.weight])]  # type: ignore[arg-type]

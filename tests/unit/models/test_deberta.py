@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.model_state import model_tensors
-from megatron.convert.command import main
 from megatron.convert.names import rules
 from megatron.convert.ours import read_ours
 from megatron.models.context import ForwardContext
@@ -23,6 +21,7 @@ from megatron.models.deberta import DebertaStage
 from megatron.models.disentangled import relative_rows
 from megatron.models.losses import Targets
 from tests.support.tiny import VOCAB, tiny_config, tiny_engines, tiny_pairs
+from tests.unit.convert.support import change_json, convert, load_theirs, randomize, refusal
 
 TOLERANCE = 1e-5
 LENGTH = 16
@@ -50,15 +49,9 @@ def their_folder(folder: Path, **form: Any) -> Any:
         "initializer_range": 0.1,
     }  # fmt: skip
     theirs = DebertaV2ForSequenceClassification(DebertaV2Config(**{**sizes, **form}))
-    with torch.no_grad():
-        for param in theirs.parameters():  # norms of 1 and biases of 0 would hide mistakes
-            param.add_(torch.randn(param.shape), alpha=0.1)
+    randomize(theirs)
     theirs.save_pretrained(folder)
     return theirs
-
-
-def _converted(source: Path, target: Path, to: str) -> None:
-    assert main(["--load", str(source), "--save", str(target), "--to", to]) == 0
 
 
 def our_stage(folder: Path, **model: Any) -> DebertaStage:
@@ -95,7 +88,7 @@ def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_match_hugging_face(form: str, tmp_path: Path) -> None:
     theirs, tensors = their_folder(tmp_path / "hf", **FORMS[form]), _pairs()
-    _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
+    convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     ours = our_stage(tmp_path / "ours")
     labels_b = torch.tensor([0.5, 1.0, -2.0, 0.0]).double() if form == "a number" else torch.tensor([0, 1, 1, 0])
     text_bs = (tensors["segment_ids_bs"] == 0).long()
@@ -128,16 +121,11 @@ def test_relative_positions_match_hugging_face() -> None:
 
 
 def test_a_checkpoint_converts_back_and_ignores_padding(tmp_path: Path) -> None:
-    from transformers import DebertaV2ForSequenceClassification
-
     theirs, tensors = their_folder(tmp_path / "hf", **FORMS["v2-xlarge"]), _pairs()
-    _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
-    _converted(tmp_path / "ours", tmp_path / "back", "hf")
-    loaded: Any = DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
-    back, report = loaded
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert torch.equal(back.eval()(tensors["tokens_bs"]).logits, theirs.eval()(tensors["tokens_bs"]).logits)
+    convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    back = load_theirs("DebertaV2ForSequenceClassification", tmp_path / "back")
+    assert torch.equal(back(tensors["tokens_bs"]).logits, theirs.eval()(tensors["tokens_bs"]).logits)
     ours, labels_b = our_stage(tmp_path / "ours"), torch.zeros(4, dtype=torch.int64)
     repadded = {**tensors, "tokens_bs": torch.where(tensors["segment_ids_bs"] == 0, tensors["tokens_bs"], 7)}
     assert not torch.equal(repadded["tokens_bs"], tensors["tokens_bs"])
@@ -168,9 +156,5 @@ def test_other_models_are_refused_in_one_line(
     change: dict[str, Any], message: str, v3_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(v3_folder, tmp_path / "hf"))
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    capsys.readouterr()
-    assert main(["--load", str(folder), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    change_json(folder / "config.json", change)
+    assert message in refusal(capsys, folder, tmp_path / "ours", "megatron-cc")

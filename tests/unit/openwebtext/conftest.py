@@ -48,10 +48,8 @@ def site() -> Iterator[str]:
     Site.requests, Site.at_once, Site.most_at_once = Counter(), Counter(), Counter()
     server = ThreadingHTTPServer(("0.0.0.0", 0), Site)
     server.daemon_threads = True
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.01,), daemon=True
-    )  # the interval of its check for the end
-    thread.start()
+    interval = 0.01  # seconds between checks for its end
+    threading.Thread(target=server.serve_forever, args=(interval,), daemon=True).start()
     yield str(server.server_address[1])
     server.shutdown()
     server.server_close()

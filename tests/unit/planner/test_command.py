@@ -29,8 +29,12 @@ pytestmark = pytest.mark.slow
 Capture = pytest.CaptureFixture[str]
 
 
+TWO_LAYERS = {"num_layers": 2}  # for a quick search
+
+
 def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
-    return write_files(folder, small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}))
+    stages = {"pipeline_model_parallel_size": 2}
+    return write_files(folder, small_run(specs=specs, model=TWO_LAYERS, parallel=stages))
 
 
 def test_a_run_is_predicted_with_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +78,8 @@ def _tokens_per_s(row: str) -> float:
 
 def test_a_single_node_is_compared_with_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan_on(**changes: Any) -> str:
-        assert main([*write_files(tmp_path, small_run(), replace(CLUSTER, **changes)), "--specs", ""]) == 0
+        words = write_files(tmp_path, small_run(model=TWO_LAYERS), replace(CLUSTER, **changes))
+        assert main([*words, "--specs", ""]) == 0
         return capsys.readouterr().out
 
     output = plan_on(across=LinkSpec(0.01, 1000.0))
@@ -131,7 +136,7 @@ def test_a_run_on_gpus_is_planned_without_gpus(tmp_path: Path, capsys: pytest.Ca
 def test_the_search_includes_the_runs_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A few large operations are faster than many small ones, so the run's micro-batch is its layout's best.
     sizes = {"tensor_model_parallel_size": 4}
-    run = small_run(training={"micro_batch_size": 32, "global_batch_size": 64}, parallel=sizes)
+    run = small_run(model=TWO_LAYERS, training={"micro_batch_size": 32, "global_batch_size": 64}, parallel=sizes)
     words = write_files(tmp_path, run)
     assert main([*words, "--specs", "", "--top", "1000", "--json", str(tmp_path / "plan.json")]) == 0
     planned_run, *candidates = json.loads((tmp_path / "plan.json").read_text())
@@ -220,7 +225,7 @@ def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsy
     """Flags cannot turn off options of a file, so a note names those options."""
     words = _files(tmp_path)
     plain = {
-        "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+        "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
         "training": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
         "optimizer": {"lr": 1e-3},
         "tokenizer": {"vocab_size": 1000},

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.training.sinks import Sinks
-from tests.unit.training.test_sinks import WINDOW, evaluation_at, opened, step_at
+from tests.unit.training.test_sinks import WINDOW, check_only_curves_are_lost, evaluation_at, opened, step_at
 
 
 class MlflowException(Exception):
@@ -117,15 +117,7 @@ def test_a_run_of_another_experiment_is_not_continued(client: FakeClient) -> Non
 
 
 def test_an_mlflow_error_ends_the_curves_alone(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = list[str]()
-    sinks = opened(lines=lines, mlflow_experiment="mine")
-    client.trouble = "no connection"
-    for iteration in (1, 2):
-        sinks.step(step_at(iteration))
-    sinks.line("goes on")
-    warning = "warning: the run in --mlflow-experiment mine cannot be written any more, left out: no connection\n"
-    assert capsys.readouterr().err == warning
-    assert lines == ["goes on"]
+    check_only_curves_are_lost(client, "--mlflow-experiment", capsys)
 
 
 def test_mlflow_that_cannot_start_is_refused(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,16 @@ def test_several_runs_with_a_reference_line(tmp_path: Path, monkeypatch: pytest.
     assert losses[1] - losses[0] == pytest.approx(0.5)
 
 
+def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
+    """To the byte, also with a gap inside a curve."""
+    runs = [write_run(tmp_path / name, floor) for name, floor in (("a.jsonl", 3.0), ("b.jsonl", 3.5))]
+    with runs[0].open("a") as file:
+        for iteration, loss in ((110, None), (120, 3.0)):
+            file.write(json.dumps({"kind": "train", "iteration": iteration, "lm_loss": loss}) + "\n")
+    first, second = (plot_loss_curve(runs, tmp_path / name).read_bytes() for name in ("1.png", "2.png"))
+    assert first == second
+
+
 def test_a_file_without_training_events_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"kind": "validation", "iteration": 1, "lm_loss": 2.0}\n')

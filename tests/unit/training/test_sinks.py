@@ -84,6 +84,19 @@ def evaluation_at(iteration: int) -> Evaluation:
     return Evaluation(iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": 3.25})
 
 
+def check_only_curves_are_lost(service: Any, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of a tracking service gives a single warning, and the other sinks continue."""
+    lines, config = list[str](), dict[str, Any]({flag.strip("-").replace("-", "_"): "mine"})
+    sinks = opened(lines=lines, **config)
+    service.trouble = "no connection"
+    for iteration in (1, 2):
+        sinks.step(step_at(iteration))
+    sinks.line("goes on")
+    warning = f"warning: the run in {flag} mine cannot be written any more, left out: no connection\n"
+    assert capsys.readouterr().err == warning
+    assert lines == ["goes on"]
+
+
 def test_lines_go_to_the_console_and_are_appended_to_the_file(tmp_path: Path) -> None:
     path, lines = tmp_path / "deep" / "log.txt", list[str]()
     for _ in range(2):
@@ -218,12 +231,23 @@ def test_tensorboard_curves_of_replicas_and_residuals(tmp_path: Path) -> None:
         "samples per second per replica": 8.0,
         "tokens per second": 1024.0,
         "tokens per second per replica": 512.0,
+        "seconds waited/dp-grad": 0.25,
         "residual over gradient/dp-grad": 0.75,
         "residual age in steps/dp-grad": 3.0,
+        "bytes per iteration/control": 8.0,
+        "compression ratio/control": 1.0,
         "forward-backward-time": 12.0,
     }
     assert {tag: curves[tag] for tag in expected} == {tag: [(20, value)] for tag, value in expected.items()}
     assert "residual over gradient/control" not in curves
+
+
+def test_tensorboard_has_the_steps_of_its_interval(tmp_path: Path) -> None:
+    sinks = opened(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
+    for iteration in range(1, 7):
+        sinks.step(step_at(iteration))
+    sinks.close()
+    assert [iteration for iteration, _ in read_curves(tmp_path)["lm loss"]] == [2, 4, 6]
 
 
 def test_a_resumed_run_replaces_lost_points_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

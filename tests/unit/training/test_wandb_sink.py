@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from tests.unit.training.test_sinks import WINDOW, evaluation_at, opened, step_at
+from tests.unit.training.test_sinks import WINDOW, check_only_curves_are_lost, evaluation_at, opened, step_at
 
 
 class FakeWandb(types.ModuleType):
@@ -117,15 +117,7 @@ def test_wandb_keeps_all_points_after_a_return_to_an_earlier_checkpoint(fake: Fa
 
 
 def test_a_wandb_error_ends_the_curves_alone(fake: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = list[str]()
-    sinks = opened(lines=lines, wandb_project="mine")
-    fake.trouble = "no connection"
-    for iteration in (1, 2):
-        sinks.step(step_at(iteration))
-    sinks.line("goes on")
-    warning = "warning: the run in --wandb-project mine cannot be written any more, left out: no connection\n"
-    assert capsys.readouterr().err == warning
-    assert lines == ["goes on"]
+    check_only_curves_are_lost(fake, "--wandb-project", capsys)
     assert fake.finished
 
 
