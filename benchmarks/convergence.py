@@ -264,6 +264,10 @@ def main() -> None:
         runs.prepare(out, options.train_bytes)
         failed = train_all(out, cases, seeds, options.iterations, not options.no_continuations)
     finished = outcomes(out, cases, seeds, options.iterations)
+    if options.table and not finished:
+        parser.error(
+            f"--table: no finished run of {options.iterations} iterations in {out}; leave out --table to train"
+        )
     text = "\n".join([table(finished), *(f"\n{line}" for line in long_warmups(finished, options.iterations))])
     print(text)
     (out / "table.md").write_text(text + "\n")

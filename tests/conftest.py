@@ -21,6 +21,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support import combinations
+
 torch.set_num_threads(1)
 
 if hasattr(os, "SCHED_BATCH"):
@@ -58,11 +60,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unit", action="store_true", help="only what needs no ranks and is not marked slow: two minutes")
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
     parser.addoption(
+        "--all-combinations", action="store_true", help="full products of parameters where the tests take pairs"
+    )
+    parser.addoption(
         "--device",
         choices=["cuda", "cpu"],
         default="cuda",
         help="of the ranks of tests/gpu; cpu tries the tests themselves, over gloo",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    combinations.all_combinations = config.getoption("--all-combinations")
 
 
 @pytest.fixture(scope="module")

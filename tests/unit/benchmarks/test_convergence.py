@@ -113,3 +113,12 @@ def test_bytes_of_islands_are_sums_over_all_islands(tmp_path: Path) -> None:
     """The log is the first island's."""
     _log(log_of(tmp_path, "islands, mine", 1, 2), 4.0, 2000.0)
     assert outcomes(tmp_path, ["islands, mine"], [1], 2)[0].sent["pp-backward"] == 8.0
+
+
+def test_a_table_without_a_finished_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["convergence", "--table", "--iterations", "7", "--out", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        convergence.main()
+    assert "error: --table: no finished run of 7 iterations in" in capsys.readouterr().err

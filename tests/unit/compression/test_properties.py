@@ -33,6 +33,7 @@ from megatron.compression.fixpoint import FixpointConfig
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from tests.support.combinations import in_turn, pairwise
 
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
 GATHERED = [name for name in CODECS if (BUILTIN[name].points or {Point.TP_FWD}) & {Point.TP_FWD, Point.PARAM_GATHER}]
@@ -56,9 +57,7 @@ def make_rounds(name: str) -> RoundCompressor:
     return entry.rounds(entry.config())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairwise(CODECS, SHAPES, DTYPES), ids=str)
 def test_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Round trips, strided inputs, skipped steps and state across a checkpoint."""
     assert make_codec(name).traits.exact == (name in EXACT)
@@ -100,6 +99,7 @@ def variants(cls: type[Any]) -> list[Any]:
 
 
 VARIANTS = [(name, options) for name in CODECS for options in variants(BUILTIN[name].config)]
+FED = [(name, options) for name, options in VARIANTS if not BUILTIN[name].no_feedback]
 
 
 class TestOwnership:
@@ -109,8 +109,7 @@ class TestOwnership:
     overwrite all of them.
     """
 
-    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (9, 5)], ids=str)
-    @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+    @pytest.mark.parametrize(("name", "options", "shape"), in_turn(VARIANTS, ((6, 2, 8), (40, 1, 16), (9, 5))), ids=str)
     def test_messages_survive_changes_of_inputs_and_buffers(
         self, name: str, options: Any, shape: tuple[int, ...]
     ) -> None:
@@ -118,10 +117,10 @@ class TestOwnership:
         assert entry.codec is not None
         check_memory(partial(entry.codec, options), shape)
 
-    @pytest.mark.parametrize("kind", ["lazy", "lazy-mean"])
-    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (1, 3)], ids=str)
     @pytest.mark.parametrize(
-        ("name", "options"), [variant for variant in VARIANTS if not BUILTIN[variant[0]].no_feedback], ids=str
+        ("name", "options", "shape", "kind"),
+        in_turn(FED, ((6, 2, 8), (40, 1, 16), (1, 3)), ("lazy", "lazy-mean")),
+        ids=str,
     )
     def test_feedback_of_messages_conserves_the_inputs(
         self, name: str, options: Any, shape: tuple[int, ...], kind: MessageResidual
@@ -132,9 +131,7 @@ class TestOwnership:
         check_feedback_of_messages(partial(entry.codec, options), shape, kind)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairwise(GATHERED, SHAPES, DTYPES), ids=str)
 def test_gathered_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     shape = shape or (1,)  # a scalar has no first dimension to concatenate along
     codec = make_codec(name)
@@ -145,13 +142,14 @@ def test_gathered_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype
     assert torch.equal(y, torch.cat(singly))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ROUNDS)
-def test_sums(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "sharded"),
+    pairwise(ROUNDS, SHAPES, [torch.float32, torch.float64], [False, True]),
+    ids=str,
+)
+def test_sums(name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> None:
     """All ranks get the sum of all reported contributions; skipped steps and state across a checkpoint."""
-    for sharded in (False, True):
-        check_sum(partial(make_rounds, name), shape, dtype, sharded, exact=name in EXACT)
+    check_sum(partial(make_rounds, name), shape, dtype, sharded, exact=name in EXACT)
     check_state_of_sums(partial(make_rounds, name), shape, dtype)
 
 

@@ -25,6 +25,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import rotate
+from tests.support.combinations import pairwise
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -45,10 +46,9 @@ def states_of(size: int) -> list[CompressorState]:
     return [CompressorState() for _ in range(size)]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("rotation", [0, 16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "rotation", "sharded"), pairwise([1, 2, 3, 4], [1, 2, 3, 4], [0, 16], [False, True])
+)
 def test_the_sum_is_within_the_steps_of_the_grids_of_the_plain_sum(
     nodes: int, ranks: int, rotation: int, sharded: bool
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.float8 import Float8Config, Float8Format
 from megatron.compression.two_step import Format
-from tests.support.pairwise import pairwise
+from tests.support.combinations import pairwise
 
 DRAWS = 4096
 
