@@ -79,8 +79,13 @@ class _Opaque:
         pass
 
 
-def _safe_globals(path: Path) -> list[Any]:
-    """Globals that a file may refer to: plain containers, numpy's random states, placeholders for the writer's code."""
+def _load(path: Path) -> TorchFile:
+    """Loads the file of a rank.
+
+    Raises:
+        UserError: when it cannot be read, or holds no model.
+    """
+    # A file may name plain containers, numpy's random states, and the writer's code, which placeholders stand for.
     allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
     allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
     rebuild = np.zeros(1).__reduce__()[0]
@@ -89,16 +94,8 @@ def _safe_globals(path: Path) -> list[Any]:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no archive: a file from before torch 1.6, or no torch file; the loader says which
         named = []
-    return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
-
-
-def _load(path: Path) -> TorchFile:
-    """Loads the file of a rank.
-
-    Raises:
-        UserError: when it cannot be read, or holds no model.
-    """
-    file = TorchFile(path, _safe_globals(path))
+    allowed += [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
+    file = TorchFile(path, allowed)
     if not isinstance(file.content, dict) or not ("model" in file.content or "model0" in file.content):
         raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
     return file
@@ -154,9 +151,17 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
                     f"{folder}: of the {tps[-1] + 1} x {pps[-1] + 1} ranks, mp_rank_{tp:02d}_{pp:03d} is missing"
                 )
     files = {rank: _load(path) for rank, path in paths.items()}
+    content = files[0, 0].content
     try:
-        args = _arguments(files[0, 0].content)
-        model, padded, version, iteration = _described(files[0, 0].content, args)
+        arguments = content.get("args")
+        if not isinstance(arguments, argparse.Namespace) or not hasattr(arguments, "num_layers"):  # as in version 0
+            raise UserError("the checkpoint does not hold the arguments that it was made with")
+        args, header = Values(vars(arguments)), Values(content)
+        version = header.number("checkpoint_version", 0)
+        if version not in VERSIONS:
+            raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
+        iteration = header.integer("iteration", 0, least=0, most=10**18)
+        model, padded = _model_of(args), args.integer("padded_vocab_size")
         entries_size = _vocab_size(args, vocab_size, padded, len(tps))
         if model.num_query_groups % len(tps):
             raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
@@ -239,24 +244,18 @@ def _merged(
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
         shards = [entry.read() for entry in (stored if spec.dim is not None else stored[:1])]
-        if "query_key_value" in name:
-            shards = [_by_head(shard, model, len(shards), version) for shard in shards]
+        if "query_key_value" in name and version < 2 and model.num_query_groups == model.num_attention_heads:
+            # To rows [head, query/key/value, channel], the order since version 2.
+            heads, width = model.num_attention_heads // len(shards), model.kv_channels
+            sizes, first = ((3, heads, width), 0) if version == 0 else ((heads, width, 3), 1)
+            views = [shard.view(*sizes, *shard.shape[1:]).transpose(first, first + 1) for shard in shards]
+            shards = [view.reshape(shard.shape) for view, shard in zip(views, shards, strict=True)]
         if stacks_gate_and_up(model, name):
             shards = [shard.view(2, -1, *shard.shape[1:]) for shard in shards]
         merged = torch.cat(shards, dim=spec.dim or 0) if len(shards) > 1 else shards[0]
         return merged[: spec.logical_shape[0]] if name in PADDED else merged
 
     return read
-
-
-def _by_head(projection: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
-    """Reorders a rank's fused projection to rows [head, query/key/value, channel], the order since version 2."""
-    heads, width, trailing_shape = model.num_attention_heads // tp, model.kv_channels, projection.shape[1:]
-    if version >= 2 or model.num_query_groups != model.num_attention_heads:
-        return projection
-    if version == 0:
-        return projection.view(3, heads, width, *trailing_shape).transpose(0, 1).reshape(projection.shape)
-    return projection.view(heads, width, 3, *trailing_shape).transpose(1, 2).reshape(projection.shape)
 
 
 def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> int:
@@ -285,32 +284,6 @@ def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> in
     ):
         return GPT2_ENTRIES
     return padded
-
-
-def _arguments(file: Mapping[str, Any]) -> Values:
-    """The training arguments saved in a file.
-
-    Raises:
-        UserError: when it has none, as files of version 0 may.
-    """
-    args = file.get("args")
-    if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
-        raise UserError("the checkpoint does not hold the arguments that it was made with")
-    return Values(vars(args))
-
-
-def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int]:
-    """The model, rows of the padded embedding, version and iteration of a file.
-
-    Raises:
-        UserError: when these are missing or invalid.
-    """
-    values = Values(file)
-    version = values.number("checkpoint_version", 0)
-    if version not in VERSIONS:
-        raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
-    iteration = values.integer("iteration", 0, least=0, most=10**18)
-    return _model_of(args), args.integer("padded_vocab_size"), version, iteration
 
 
 _SIZES = (
@@ -347,32 +320,25 @@ def _model_of(args: Values) -> ModelConfig:
     values |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}
     if args.has("normalization"):
         values["normalization"] = args.text("normalization")
-    values |= _positions_of(args)
+    kind = args.text("position_embedding_type", "learned_absolute")
+    if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
+        values["position_embedding_type"] = "rope"
+        factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
+        if args.flag("use_rope_scaling", False):
+            if factor != 1.0:
+                raise UserError(
+                    "use_rope_scaling and rotary_seq_len_interpolation_factor are both there; only one can be"
+                )
+            values |= {"rotary_scaling": "llama3", "rotary_scaling_factor": args.number("rope_scaling_factor", 8.0)}
+        elif factor != 1.0:
+            values |= {"rotary_scaling": "linear", "rotary_scaling_factor": factor}
+    elif kind == "none" or not args.flag("add_position_embedding", True):
+        values["position_embedding_type"] = "none"
+    elif kind != "learned_absolute":
+        raise UserError(f"position_embedding_type {kind!r} cannot be converted; learned_absolute, rope and none can")
     values["add_qkv_bias"] = args.flag("add_qkv_bias", False) and not values.get("add_bias_linear", True)
     if args.flag("group_query_attention", False) and args.has("num_query_groups"):
         values["num_query_groups"] = args.integer("num_query_groups")
     if "seq_length" not in values:
         values["seq_length"] = args.integer("max_position_embeddings")
     return model_of(**values)
-
-
-def _positions_of(args: Values) -> dict[str, object]:
-    """Model fields of the position embedding."""
-    kind = args.text("position_embedding_type", "learned_absolute")
-    if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
-        return {"position_embedding_type": "rope", **_scaling_of(args)}
-    if kind == "none" or not args.flag("add_position_embedding", True):
-        return {"position_embedding_type": "none"}
-    if kind != "learned_absolute":
-        raise UserError(f"position_embedding_type {kind!r} cannot be converted; learned_absolute, rope and none can")
-    return {}
-
-
-def _scaling_of(args: Values) -> dict[str, object]:
-    """Model fields of scaled rotary positions, from Megatron's arguments."""
-    factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
-    if args.flag("use_rope_scaling", False):
-        if factor != 1.0:
-            raise UserError("use_rope_scaling and rotary_seq_len_interpolation_factor are both there; only one can be")
-        return {"rotary_scaling": "llama3", "rotary_scaling_factor": args.number("rope_scaling_factor", 8.0)}
-    return {} if factor == 1.0 else {"rotary_scaling": "linear", "rotary_scaling_factor": factor}

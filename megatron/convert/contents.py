@@ -132,10 +132,15 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
         verify: read all tensors and documents, and compare their checksums.
     """
     folder = checkpoint_folder(root, iteration)
-    newest = _tracked(root) == iteration
+    try:
+        newest = iteration_of(tracked_text(root)) == iteration
+    except OSError:
+        newest = False
     try:
         manifest = read_manifest(folder)
-        problem = check_file_sizes(folder, manifest.files) or (_damage(folder, manifest) if verify else None)
+        problem = check_file_sizes(folder, manifest.files)
+        if problem is None and verify:
+            problem = check_items(folder, [*manifest.documents.values(), *manifest.items_of(manifest.tensors)])
         common = {} if problem else load_common(root, iteration, flag="--iteration")
         config = {} if problem else parse_yaml(load_config_yaml(root, iteration, flag="--iteration"), str(folder))
     except UserError as error:
@@ -152,21 +157,13 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
         layout=_layout(config, manifest.world_size),
         files=manifest.files,
         kinds=_kinds(manifest),
-        shapes={name: (_dtype(manifest, name), tuple(t.size)) for name, t in sorted(manifest.tensors.items())},
+        shapes={
+            name: (name_of_dtype(tensor.properties.dtype), tuple(tensor.size))
+            for name, tensor in sorted(manifest.tensors.items())
+        },
         position=_mapping(common.get("progress")),
         config=config,
     )
-
-
-def _tracked(root: Path) -> Iteration | None:
-    try:
-        return iteration_of(tracked_text(root))
-    except OSError:
-        return None
-
-
-def _damage(folder: Path, manifest: Manifest) -> str | None:
-    return check_items(folder, [*manifest.documents.values(), *manifest.items_of(manifest.tensors)])
 
 
 def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
@@ -184,10 +181,6 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _dtype(manifest: Manifest, name: str) -> str:
-    return name_of_dtype(manifest.tensors[name].properties.dtype)
-
-
 def _kinds(manifest: Manifest) -> dict[str, Tensors]:
     """Groups tensors by the first component of their names; optimizer state by its kind, too."""
     names: dict[str, list[str]] = {}
@@ -195,17 +188,16 @@ def _kinds(manifest: Manifest) -> dict[str, Tensors]:
         first, _, remaining_name = name.partition(".")
         kind = f"{first}.{remaining_name.partition('.')[0]}" if first == "optimizer" else first
         names.setdefault(kind, []).append(name)
-    return {kind: _of_kind(manifest, members) for kind, members in names.items()}
-
-
-def _of_kind(manifest: Manifest, names: list[str]) -> Tensors:
-    sizes = [(math.prod(manifest.tensors[n].size), manifest.tensors[n].properties.dtype.itemsize) for n in names]
-    return Tensors(
-        tensors=len(names),
-        numbers=sum(count for count, _ in sizes),
-        bytes=sum(count * width for count, width in sizes),
-        dtypes=tuple(sorted({_dtype(manifest, name) for name in names})),
-    )
+    kinds = {}
+    for kind, members in names.items():
+        tensors = [manifest.tensors[name] for name in members]
+        kinds[kind] = Tensors(
+            tensors=len(tensors),
+            numbers=sum(math.prod(tensor.size) for tensor in tensors),
+            bytes=sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors),
+            dtypes=tuple(sorted({name_of_dtype(tensor.properties.dtype) for tensor in tensors})),
+        )
+    return kinds
 
 
 def tracker_problem(root: Path) -> str | None:

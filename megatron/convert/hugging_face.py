@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,18 @@ def read_hf(folder: Path) -> Weights:
         used |= {stored.name_of(name) for name, _ in rule.theirs}
         dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
         entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [source.to(dtype) for source in sources]))
-    stored.check_all_used(used)
+    for name in sorted(set(stored.places) - used):
+        if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
+            raise UserError(f"{stored.places[name]}: {name} has no place in the model that {CONFIG} describes")
     if model.ties_embeddings:
-        stored.check_tied(entries[TIED_NAME])
+        embedding = entries[TIED_NAME]
+        for name in filter(stored.places.__contains__, map(stored.name_of, HEADS)):
+            head = stored.entry(name, embedding.shape).read()
+            if not torch.equal(head.to(embedding.dtype), embedding.read()):
+                raise UserError(
+                    f"{stored.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
+                    f'"tie_word_embeddings": false into {CONFIG} to keep it'
+                )
     return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
 
 
@@ -129,30 +138,6 @@ class _StoredFiles:
                 return candidate
         return name
 
-    def check_all_used(self, used: Collection[str]) -> None:
-        """Refuses unused layer weights, since the configuration is then of a smaller or another model.
-
-        Raises:
-            UserError: when there are any; the message names the first.
-        """
-        for name in sorted(set(self.places) - set(used)):
-            if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
-                raise UserError(f"{self.places[name]}: {name} has no place in the model that {CONFIG} describes")
-
-    def check_tied(self, embedding: Entry) -> None:
-        """Checks that an output head stored beside a tied embedding equals it.
-
-        Raises:
-            UserError: when a head differs.
-        """
-        for name in filter(self.places.__contains__, map(self.name_of, HEADS)):
-            head = self.entry(name, embedding.shape).read()
-            if not torch.equal(head.to(embedding.dtype), embedding.read()):
-                raise UserError(
-                    f"{self.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
-                    f'"tie_word_embeddings": false into {CONFIG} to keep it'
-                )
-
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         """Entry of a required tensor, which must have the given shape."""
         stored = self.name_of(name)
@@ -165,7 +150,12 @@ class _StoredFiles:
                 if stored not in file.keys():  # noqa: SIM118  # no mapping
                     raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
                 view = file.get_slice(stored)
-                sizes, dtype = tuple(view.get_shape()), _dtype_of(view.get_dtype(), f"{self.places[stored]}: {stored}")
+                sizes, dtype_name = tuple(view.get_shape()), view.get_dtype()
+                if dtype_name not in DTYPES.values():
+                    raise UserError(
+                        f"{self.places[stored]}: {stored} is of type {dtype_name}, which cannot be converted"
+                    )
+                dtype = next(dtype for dtype, name in DTYPES.items() if name == dtype_name)
         if sizes != shape:
             raise UserError(f"{self.places[stored]}: {stored} has shape {sizes}, {CONFIG} asks for {shape}")
         return Entry(shape, dtype, lambda: self._read(stored))
@@ -204,13 +194,6 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
-
-
-def _dtype_of(name: str, location: str) -> torch.dtype:
-    for dtype, dtype_name in DTYPES.items():
-        if dtype_name == name:
-            return dtype
-    raise UserError(f"{location} is of type {name}, which cannot be converted")
 
 
 def _load_pickled(path: Path) -> dict[str, Stored]:

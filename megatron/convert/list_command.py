@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.config.memory import in_words
@@ -50,40 +49,27 @@ def parser() -> argparse.ArgumentParser:
     return arg_parser
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _line(checkpoint: Contents) -> str:
-    """Summary line of a checkpoint."""
-    mark = " (newest)" if checkpoint.newest else ""
-    problem = f": {checkpoint.problem}" if checkpoint.problem else ""
-    return f"{checkpoint.folder.name:<16} {in_words(checkpoint.bytes):>10}  {checkpoint.state}{problem}{mark}"
-
-
-def _description(checkpoint: Contents) -> Iterator[str]:
-    """Lines that describe the contents of a checkpoint."""
+def _description(checkpoint: Contents, options: argparse.Namespace) -> Iterator[str]:
+    """Lines that describe the contents of a checkpoint, with the details that were requested."""
     layout = ", ".join(f"{name} {size}" for name, size in checkpoint.layout.items())
     if checkpoint.saved is not None:
         ranks = f"{checkpoint.ranks} rank{'s' if checkpoint.ranks > 1 else ''}"
-        yield f"  saved {_time(checkpoint.saved)} by {ranks}{': ' + layout if layout else ''}"
+        time = datetime.fromtimestamp(checkpoint.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        yield f"  saved {time} by {ranks}{': ' + layout if layout else ''}"
     model = checkpoint.config.get("model")
     if isinstance(model, Mapping):
-        shape = ((model.get(name), word) for name, word in _SHAPE)
-        yield "  model: " + ", ".join(f"{_plainly(value)} {word}" for value, word in shape if value not in (None, []))
+        texts = []
+        for name, word in _SHAPE:
+            value = model.get(name)
+            if value not in (None, []):
+                texts.append(f"{' '.join(map(str, value)) if isinstance(value, list) else value} {word}")
+        yield "  model: " + ", ".join(texts)
     if checkpoint.position:
         yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in checkpoint.position.items())
     for kind, info in checkpoint.kinds.items():
         dtypes = ", ".join(info.dtypes)
         yield f"  {kind:<24} {info.tensors:>5} tensors {info.numbers:>15,} numbers {in_words(info.bytes):>10}  {dtypes}"
     yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(checkpoint.files.items()))
-
-
-def _plainly(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _details(checkpoint: Contents, options: argparse.Namespace) -> Iterator[str]:
     if options.tensors:
         yield from (f"  {name}  {dtype} {list(shape)}" for name, (dtype, shape) in checkpoint.shapes.items())
     if options.config:
@@ -91,10 +77,6 @@ def _details(checkpoint: Contents, options: argparse.Namespace) -> Iterator[str]
             yield f"  {section}:"
             if isinstance(values, Mapping):
                 yield from (f"    {name}: {value}" for name, value in values.items())
-
-
-def _plain(checkpoint: Contents) -> dict[str, Any]:
-    return {**asdict(checkpoint), "folder": str(checkpoint.folder), "bytes": checkpoint.bytes}
 
 
 def show(options: argparse.Namespace) -> bool:
@@ -113,9 +95,11 @@ def show(options: argparse.Namespace) -> bool:
     checkpoints = [look(root, iteration, verify=options.verify) for iteration in selected]
     wrong = tracker_problem(root) if root == options.folder else None
     if options.json:
-        print(
-            json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, checkpoints))}, indent=1)
-        )
+        contents = [
+            {**asdict(checkpoint), "folder": str(checkpoint.folder), "bytes": checkpoint.bytes}
+            for checkpoint in checkpoints
+        ]
+        print(json.dumps({"folder": str(root), "problem": wrong, "checkpoints": contents}, indent=1))
     else:
         described = (
             checkpoints[0]
@@ -123,9 +107,12 @@ def show(options: argparse.Namespace) -> bool:
             else next((checkpoint for checkpoint in checkpoints if checkpoint.newest), checkpoints[-1])
         )
         for checkpoint in checkpoints:
-            print(_line(checkpoint))
+            mark = " (newest)" if checkpoint.newest else ""
+            problem = f": {checkpoint.problem}" if checkpoint.problem else ""
+            size = in_words(checkpoint.bytes)
+            print(f"{checkpoint.folder.name:<16} {size:>10}  {checkpoint.state}{problem}{mark}")
             if checkpoint is described:
-                print("\n".join([*_description(checkpoint), *_details(checkpoint, options)]))
+                print("\n".join(_description(checkpoint, options)))
         if wrong:
             print(f"warning: {wrong}")
     return all(checkpoint.state != "damaged" for checkpoint in checkpoints)

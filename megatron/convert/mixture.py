@@ -113,8 +113,13 @@ def mixtral_experts(config: Values) -> dict[str, object]:
     }
 
 
-def _qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, object]:
-    """Model fields of Qwen experts; ``k`` experts per token, ``experts`` per layer and their ``width`` are defaults."""
+def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, object]:
+    """Model fields of Qwen's experts; raises UserError if our models lack a feature.
+
+    Args:
+        config: content of config.json.
+        k, experts, width: the file's defaults: experts per token, experts per layer, and their inner width.
+    """
     k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
     _check_weights(k, normalized)
     return {
@@ -125,15 +130,10 @@ def _qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str,
     }
 
 
-def qwen3_moe_experts(config: Values) -> dict[str, object]:
-    """Model fields of Qwen3-MoE's experts; raises UserError if our models lack a feature."""
-    return _qwen_experts(config, 8, 128, 768)
-
-
 def qwen2_moe_experts(config: Values) -> dict[str, object]:
     """Model fields of Qwen2-MoE's experts; raises UserError if our models lack a feature."""
     return {
-        **_qwen_experts(config, 4, 60, 1408),
+        **qwen_experts(config, 4, 60, 1408),
         "moe_shared_expert_intermediate_size": config.integer("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
     }

@@ -25,7 +25,15 @@ def placed(folder: Path) -> Iterator[Path]:
     target = folder.resolve()
     partial = beside(target, "partial")
     try:
-        _check_free(folder)
+        if os.path.lexists(folder):
+            if not folder.is_dir():
+                raise UserError(f"--save {folder}: is not a folder; name one that is empty or not there")
+            if any(folder.iterdir()):
+                raise UserError(f"--save {folder}: is not empty; name another folder")
+            if folder.is_mount():
+                raise UserError(
+                    f"--save {folder}: is a mount point, which nothing can take the place of; name a folder in it"
+                )
         remove_leftovers(target, "partial", shutil.rmtree)
         partial.mkdir(parents=True)
         try:
@@ -41,14 +49,3 @@ def placed(folder: Path) -> Iterator[Path]:
         raise UserError(f"{location}: {error.strerror or error}") from error
     except UserError as error:
         raise UserError(str(error).replace(str(partial), str(folder))) from error
-
-
-def _check_free(folder: Path) -> None:
-    if not os.path.lexists(folder):
-        return
-    if not folder.is_dir():
-        raise UserError(f"--save {folder}: is not a folder; name one that is empty or not there")
-    if any(folder.iterdir()):
-        raise UserError(f"--save {folder}: is not empty; name another folder")
-    if folder.is_mount():
-        raise UserError(f"--save {folder}: is a mount point, which nothing can take the place of; name a folder in it")

@@ -18,7 +18,7 @@ from megatron.convert.mixture import (
     qwen2_moe_config,
     qwen2_moe_experts,
     qwen3_moe_config,
-    qwen3_moe_experts,
+    qwen_experts,
 )
 
 MINISTRAL = "ministral"
@@ -158,24 +158,22 @@ def _scaling_of(rope: Values, positions: int, length: int) -> dict[str, object]:
     original = rope.integer("original_max_position_embeddings", positions)
     scaling["rotary_scaling_original_length"] = original
     if kind == "yarn":
-        return scaling | _yarn_of(rope, rope.number("factor", length / original))
+        factor = rope.number("factor", length / original)
+        # If both scales of attention are set, only their quotient matters.
+        scales = [rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+        used_scales = scales if all(scales) else (1.0, 0.0)
+        over, under = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in used_scales)
+        return scaling | {
+            "rotary_scaling_factor": factor,
+            "rotary_scaling_low_turns": rope.number("beta_slow", 0.0) or 1.0,
+            "rotary_scaling_high_turns": rope.number("beta_fast", 0.0) or 32.0,
+            "rotary_scaling_attention_factor": rope.number("attention_factor", over / under),
+            "yarn_correction_range_round_to_int": rope.flag("truncate", True),
+        }
     return scaling | {
         "rotary_scaling_factor": rope.number("factor"),
         "rotary_scaling_low_turns": rope.number("low_freq_factor"),
         "rotary_scaling_high_turns": rope.number("high_freq_factor"),
-    }
-
-
-def _yarn_of(rope: Values, factor: float) -> dict[str, object]:
-    """Parameters of YaRN; if both scales of attention are set, only their quotient matters."""
-    scales = [rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-    over, under = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in (scales if all(scales) else (1.0, 0.0)))
-    return {
-        "rotary_scaling_factor": factor,
-        "rotary_scaling_low_turns": rope.number("beta_slow", 0.0) or 1.0,
-        "rotary_scaling_high_turns": rope.number("beta_fast", 0.0) or 32.0,
-        "rotary_scaling_attention_factor": rope.number("attention_factor", over / under),
-        "yarn_correction_range_round_to_int": rope.flag("truncate", True),
     }
 
 
@@ -258,7 +256,7 @@ def qwen3_moe_model(config: Values) -> dict[str, object]:
         **_swiglu_model(config, 4),
         **_normalized(config),
         **(_window_of(config, 4096) if slides else {}),
-        **qwen3_moe_experts(config),
+        **qwen_experts(config, 8, 128, 768),
     }
 
 

@@ -134,13 +134,12 @@ def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
     for name in _IDS:
         value = config.get(name)
         numbers = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if name in config and all(_is_id(number, entries) for number in numbers):
+        if name in config and all(
+            number is None or (isinstance(number, int) and not isinstance(number, bool) and 0 <= number < entries)
+            for number in numbers
+        ):
             ids[name] = value
     return ids
-
-
-def _is_id(value: Any, entries: int) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < entries)
 
 
 def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
@@ -155,7 +154,17 @@ def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
     else:
         named = {name: Path(path) for name, path in _named_files(tokenizer).items() if path}
     for name, source in named.items():
-        _check_form(name, source)
+        try:
+            text = source.read_text(encoding="utf-8") if name.endswith((".json", ".jinja")) else ""
+            if name.endswith(".json"):
+                json.loads(text)
+            elif name.endswith(".jinja") and "{{" not in text and "{%" not in text:
+                raise ValueError
+        except (ValueError, RecursionError) as error:
+            form = "JSON" if name.endswith(".json") else "a template"
+            raise UserError(
+                f"{source}: is not {form}; put it right, or convert without the tokenizer (--no-tokenizer)"
+            ) from error
         shutil.copyfile(source, folder / name)
     config = _WRITTEN_CONFIGS.get(tokenizer.tokenizer_type or "")
     if config is not None and not (folder / CONFIG).exists():
@@ -193,18 +202,3 @@ def _named_files(tokenizer: TokenizerConfig) -> dict[str, str | None]:
     if tokenizer.vocab_file:
         return {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
     return {}
-
-
-def _check_form(name: str, path: Path) -> None:
-    """Raises UserError unless a file's content matches its name."""
-    try:
-        text = path.read_text(encoding="utf-8") if name.endswith((".json", ".jinja")) else ""
-        if name.endswith(".json"):
-            json.loads(text)
-        elif name.endswith(".jinja") and "{{" not in text and "{%" not in text:
-            raise ValueError
-    except (ValueError, RecursionError) as error:
-        form = "JSON" if name.endswith(".json") else "a template"
-        raise UserError(
-            f"{path}: is not {form}; put it right, or convert without the tokenizer (--no-tokenizer)"
-        ) from error

@@ -47,8 +47,16 @@ class TorchFile:
                 )
         except UserError:
             raise
-        except Exception as error:  # torch raises many types for files that are not its own
-            raise _unreadable(path, error) from error
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from error
+        except Exception as error:  # torch raises many types, whose messages advise to load the file unsafely
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            reason = (
+                f"it names {named[1]}, and only tensors and plain values are read; fetch a file that holds nothing else"
+                if named
+                else "it is damaged, or holds more than tensors and plain values; fetch it again"
+            )
+            raise UserError(f"{path}: cannot be read safely: {reason}") from error
 
     def stored(self, name: str, like: Tensor) -> Stored:
         """Entry of a tensor of this file.
@@ -128,18 +136,3 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
     if not checked:
         return None
     return frozenset((info.file_size, info.CRC) for info in infos if "/data/" in info.filename)
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    """The error with our own message, since torch's message advises to load the file unsafely."""
-    if isinstance(error, OSError):
-        return UserError(f"{path}: {error.strerror or error}")
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    if named:
-        return UserError(
-            f"{path}: cannot be read safely: it names {named[1]}, and only tensors and plain values are read; "
-            "fetch a file that holds nothing else"
-        )
-    return UserError(
-        f"{path}: cannot be read safely: it is damaged, or holds more than tensors and plain values; fetch it again"
-    )
