@@ -42,7 +42,14 @@ class Decoder:
         if self._space is None or not fits:
             self._space = None
             return self._read(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
-        self._drop(numbers)
+        # Ended rows are dropped, or, as long as ``rows_to_keep`` keeps them, no longer grow.
+        active_numbers = set(numbers)
+        retained_indices = rows_to_keep(self._held, active_numbers, self.model.workspaces.record is not None)
+        if retained_indices is not None:
+            self._space.shrink(retained_indices)
+            self._held = [self._held[index] for index in retained_indices]
+        elif len(active_numbers) < len(self._held):
+            self._space.cache.grow_only([index for index, number in enumerate(self._held) if number in active_numbers])
         if len(numbers) == len(self._held):
             return self._step(self._space, [row[-1] for row in rows])
         newest = {number: row[-1] for number, row in zip(numbers, rows, strict=True)}
@@ -80,14 +87,3 @@ class Decoder:
         last_b = torch.tensor(lengths, device=x_sbh.device) - 1
         x_1bh = x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
         return self.model.stage.logits(x_1bh)[0]
-
-    def _drop(self, numbers: Sequence[int]) -> None:
-        """Drop ended rows; nothing moves in memory if ``rows_to_keep`` keeps all."""
-        assert self._space is not None
-        active_numbers = set(numbers)
-        retained_indices = rows_to_keep(self._held, active_numbers, self.model.workspaces.record is not None)
-        if retained_indices is not None:
-            self._space.shrink(retained_indices)
-            self._held = [self._held[index] for index in retained_indices]
-        elif len(active_numbers) < len(self._held):
-            self._space.cache.grow_only([index for index, number in enumerate(self._held) if number in active_numbers])

@@ -148,25 +148,20 @@ def generate(
                     results[i].details.append(token)
                     chosen[1, column] = on_token is not None and on_token(i, token)
         model.broadcast(chosen, model.sampling_rank)
-        active = _grow(results, active, chosen, ends)
+        continued_rows = []
+        for i, token_id, stops in zip(active, *chosen.tolist(), strict=True):
+            if token_id in ends:
+                results[i].finished = True
+                continue
+            results[i].tokens.append(token_id)
+            if not stops:
+                continued_rows.append(i)
+        active = continued_rows
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
             del result.tokens[0]
             result.prompt_length = 0
     return results
-
-
-def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, ends: Collection[int]) -> list[int]:
-    """Append the sampled tokens; return the indices of the rows that continue."""
-    active_rows = []
-    for i, token, stops in zip(active, *chosen.tolist(), strict=True):
-        if token in ends:
-            results[i].finished = True
-            continue
-        results[i].tokens.append(token)
-        if not stops:
-            active_rows.append(i)
-    return active_rows
 
 
 def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, vocab_size: int) -> list[Token]:

@@ -106,12 +106,6 @@ class Session:
                 bar.update(len(samples) - first)
         return samples
 
-    def text(self, sample: Generated) -> str:
-        return self.model.tokenizer.detokenize(sample.tokens)
-
-    def continuation(self, sample: Generated) -> str:
-        return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
-
     def write(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
         """Write the output file on the sampling rank; print its content if writing fails.
 
@@ -132,17 +126,18 @@ class Session:
         together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
 
     def unconditional(self, task: GenerationTaskFlags) -> None:
-        samples = self.in_batches([""] * task.num_samples)
+        detokenize = self.model.tokenizer.detokenize
         rows = [
-            {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
+            {"text": detokenize(sample.tokens), "length": len(sample.tokens), "finished": sample.finished}
+            for sample in self.in_batches([""] * task.num_samples)
         ]
         self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
     def from_file(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
-        entries = [
-            f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
-            for text, sample in zip(texts, self.in_batches(texts), strict=True)
-        ]
+        entries = []
+        for text, sample in zip(texts, self.in_batches(texts), strict=True):
+            new_text = continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
+            entries.append(f"\nContext:{text}\n\nMegatron-LM:{new_text}\n")
         self.write(task, entries)
 
     def _read_prompt(self, patience_s: float) -> str:
@@ -196,13 +191,10 @@ def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
     if task.output is not None:
         flag, name = task.output
         check_writable(name, flag)
-        if task.sample_input_file is not None and _same(name, task.sample_input_file):
+        input_file = task.sample_input_file
+        if input_file is not None and Path(name).exists() and Path(name).samefile(input_file):
             raise UserError(f"{flag} {name}: holds the prompts, which would be lost; name another file")
     return texts
-
-
-def _same(path: str, other_path: str) -> bool:
-    return Path(path).exists() and Path(path).samefile(other_path)
 
 
 def read_prompts(path: str) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.distributed.errors import CommunicationError
@@ -43,25 +41,14 @@ class InferenceJob:
     stop: list[str] = field(default_factory=list)
     stop_tokens: list[int] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
-        """Serialize the job to JSON types, for the other ranks."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_plain(values: Mapping[str, Any]) -> InferenceJob:
-        """Deserialize a job from ``plain``."""
-        return InferenceJob(**{**values, "sampling": Sampling(**values["sampling"])})
-
 
 Done = tuple[list[list[Token]], list[Generated]]
 """Scored prompt tokens after the first (empty lists without scoring), and continuations."""
 
 
 def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> Done:
-    scored: list[list[Token]] = [[] for _ in job.prompts]
     top = job.top or 0
-    if job.score:
-        scored = score(model, job.prompts, top)
+    scored = score(model, job.prompts, top) if job.score else [[] for _ in job.prompts]
     continued = generate(
         model,
         job.prompts,
@@ -114,7 +101,7 @@ class Leader:
             CommunicationError: when another rank is gone.
         """
         with self._sending:
-            self.model.broadcast_json(job.plain(), self.model.sampling_rank)
+            self.model.broadcast_json(asdict(job), self.model.sampling_rank)
             return _compute(self.model, job, on_token)
 
     def __enter__(self) -> Leader:
@@ -134,4 +121,4 @@ def follow(model: LoadedModel) -> None:
         if received == _STOP:
             return
         if received != _IDLE:
-            _compute(model, InferenceJob.from_plain(received))
+            _compute(model, InferenceJob(**{**received, "sampling": Sampling(**received["sampling"])}))

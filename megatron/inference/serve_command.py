@@ -69,17 +69,6 @@ class ServerFlags:
     max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
 
 
-def hosts_of(flags: ServerFlags) -> AllowedHosts:
-    """Host names that the server accepts.
-
-    Raises:
-        UserError: when a name is invalid.
-    """
-    from megatron.inference.server.hosts import AllowedHosts
-
-    return AllowedHosts(flags.host, flags.allowed_host)
-
-
 def listen(flags: ServerFlags) -> socket.socket:
     """Open a listening socket.
 
@@ -96,7 +85,9 @@ def listen(flags: ServerFlags) -> socket.socket:
         raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
 
 
-def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
+def serve(
+    model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket, hosts: AllowedHosts
+) -> None:
     """Serve requests until SIGINT or SIGTERM.
 
     Raises:
@@ -113,7 +104,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     limits = RequestLimits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
     template = open_chat_template(model.tokenizer_flags)
-    app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags), template).app()
+    app = Server(worker, limits, flags.max_request_bytes, name, hosts, template).app()
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     most = room_for(flags.max_connections)
@@ -145,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
-        hosts_of(flags)  # rejects invalid names before the process group is created
+        from megatron.inference.server.hosts import AllowedHosts
+
+        hosts = AllowedHosts(flags.host, flags.allowed_host)  # rejects invalid names before the process group exists
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
@@ -155,6 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signal.signal(number, signal.SIG_IGN)  # the sampling rank stops this rank
             follow(model)
         else:
-            serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening)
+            serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening, hosts)
 
     return run_program(body)

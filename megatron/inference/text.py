@@ -44,7 +44,16 @@ class TokenDecoder:
         if certain == text:
             self._advance(text)
             return text
-        return self._shorten(text, certain) if self._pending > _LONGEST_BEGINNING else ""
+        if self._pending <= _LONGEST_BEGINNING:
+            return ""
+        # A long run that ends within a character: drop its oldest tokens.
+        del self._tokens[:-_CONTEXT]
+        remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(certain) :]
+        if not remaining.endswith(uncertain):
+            self._sent, self._pending = len(remaining), 0
+            return text
+        self._sent, self._pending = len(remaining) - len(uncertain), _LONGEST_BEGINNING
+        return certain
 
     @property
     def is_within_character(self) -> bool:
@@ -72,16 +81,6 @@ class TokenDecoder:
             del self._tokens[len(self._tokens) - self._pending :]
         self._sent = len(self.tokenizer.detokenize(self._tokens))
         self._pending = 0
-
-    def _shorten(self, text: str, certain: str) -> str:
-        """Drop the oldest tokens of a long run that ends within a character; return the text that is final."""
-        del self._tokens[:-_CONTEXT]
-        remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(certain) :]
-        if not remaining.endswith(uncertain):
-            self._sent, self._pending = len(remaining), 0
-            return text
-        self._sent, self._pending = len(remaining) - len(uncertain), _LONGEST_BEGINNING
-        return certain
 
 
 def _certain_text(text: str, tokens: int) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
@@ -238,15 +238,8 @@ class Server:
         def parse() -> ChatAnswer:
             return ChatAnswer(chat_job(body, self.template, tokenizer, self.limits), self.name, tokenizer)
 
-        return await self._answer(request, await self._rendered(parse))
-
-    async def _rendered(self, parse: Callable[[], ChatAnswer]) -> ChatAnswer:
-        """Parse chat requests sequentially: each starts a process, and waiting requests must not occupy threads.
-
-        Raises:
-            UserError: when the request is invalid, or too many chat requests are waiting.
-        """
-        if self._waiting_chats >= self.worker.most_waiting:
+        # One after the other: each starts a process, and waiting requests must not occupy threads.
+        if self._waiting_chats >= self.worker.max_queue:
             raise RequestError(f"{self._waiting_chats} chats are waiting; try again later", 503)
         self._waiting_chats += 1
         try:
@@ -254,9 +247,10 @@ class Server:
         finally:
             self._waiting_chats -= 1
         try:
-            return await run_in_threadpool(parse)
+            answer = await run_in_threadpool(parse)
         finally:
             self._rendering.release()
+        return await self._answer(request, answer)
 
     async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
         running = Running(self.worker, answer.job)

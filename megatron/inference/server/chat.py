@@ -51,32 +51,21 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
         fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
     )
     variables = {**options, "add_generation_prompt": fields.flag("add_generation_prompt", True)}
-    top = _top_logprobs(fields)
-    prompt = tokenizer.tokenize(template.render(_messages(fields), variables))
+    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP)
+    with_logprobs = fields.flag("logprobs", False)
+    if top and not with_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out")
+    listed = fields.listed("messages")
+    if not 0 < len(listed) <= MAX_MESSAGES:
+        raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")
+    messages = [_message(value, f"messages[{index}]") for index, value in enumerate(listed)]
+    prompt = tokenizer.tokenize(template.render(messages, variables))
     if not prompt:
         raise RequestError("messages: the chat template makes an empty prompt of them")
     name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     share = limits.tokens // fields.integer("n", 1) - len(prompt)
     new = fields.integer(name, room(share, [prompt], limits), most=limits.window)
-    return openai_completion(fields, tokenizer, limits, [prompt], new, top=top, echo=False)
-
-
-def _top_logprobs(fields: Fields) -> int | None:
-    """Number of alternatives to report with each token; None if no log-probabilities are requested."""
-    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP)
-    if fields.flag("logprobs", False):
-        return top
-    if top:
-        raise RequestError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out")
-    return None
-
-
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Messages, each with a role, content and optionally a name."""
-    listed = fields.listed("messages")
-    if not 0 < len(listed) <= MAX_MESSAGES:
-        raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")
-    return [_message(value, f"messages[{index}]") for index, value in enumerate(listed)]
+    return openai_completion(fields, tokenizer, limits, [prompt], new, top=top if with_logprobs else None, echo=False)
 
 
 def _message(value: object, path: str) -> dict[str, Any]:
@@ -87,14 +76,11 @@ def _message(value: object, path: str) -> dict[str, Any]:
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
         raise RequestError(f"{path}: role must be a text of 1 to {MAX_ROLE} characters")
     if isinstance(content, list):
-        content = "\n".join(_part_text(item, path) for item in content)
+        are_texts = all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+        content = "\n".join(part["text"] for part in content) if are_texts else None
     if not isinstance(content, str) or not isinstance(present_fields.get("name", ""), str):
         raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")
     return {**present_fields, "content": content}
-
-
-def _part_text(value: object, path: str) -> str:
-    text = value.get("text") if isinstance(value, dict) and value.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")
-    return text

@@ -33,20 +33,6 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _plain_name(allowed_host: str) -> str:
-    """Normalized name without a port.
-
-    Raises:
-        UserError: when the value is not a host name.
-    """
-    name = allowed_host.strip().lower().rstrip(".")
-    if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
-        raise UserError(
-            f"--allowed-host {allowed_host!r} is no name of a host; give one such as models.example.org, without a port"
-        )
-    return name
-
-
 class AllowedHosts:
     """Host headers that the server accepts.
 
@@ -67,7 +53,12 @@ class AllowedHosts:
         self._any = ANY in hosts
         self._names: set[str] = set()
         for host in hosts:
-            self._names.add(_plain_name(host))
+            name = host.strip().lower().rstrip(".")
+            if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
+                raise UserError(
+                    f"--allowed-host {host!r} is no name of a host; give one such as models.example.org, without a port"
+                )
+            self._names.add(name)
         bound = bound.strip().lower()
         self._addresses = not is_loopback(bound)
         if self._addresses:

@@ -119,11 +119,6 @@ class Connection(H11Protocol):
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    @property
-    def _asks_head(self) -> bool:
-        """Whether the request is a HEAD, whose response has no body."""
-        return bool(self.scope["method"] == "HEAD")
-
     def _expect(self) -> None:
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(self.HEAD_SECONDS, self._late)
@@ -148,7 +143,8 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         answerable = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-        if not answerable or self.transport.get_write_buffer_size() or (not self._idle and self._asks_head):
+        no_body = not self._idle and self.scope["method"] == "HEAD"
+        if not answerable or self.transport.get_write_buffer_size() or no_body:
             self._drop()
             return
         self._turned_away, self._since = True, self.loop.time()

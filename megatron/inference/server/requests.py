@@ -304,16 +304,12 @@ def openai_completion(
     )
     stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
     _check_size(rows, new, limits)
-    job = InferenceJob(
-        rows,
-        new,
-        sampling,
-        _seeds(fields, "seed", len(rows)),
-        top,
-        echo and top is not None,
-        stop,
-        _stop_tokens(fields, tokenizer),
-    )
+    seeds = _seeds(fields, "seed", len(rows))
+    stop_tokens = fields.listed("stop_token_ids") if fields.has("stop_token_ids") else []
+    if len(stop_tokens) > MAX_BIASES:
+        raise RequestError(f"stop_token_ids holds {len(stop_tokens)} tokens, at most {MAX_BIASES} are allowed")
+    _check_tokens("stop_token_ids", stop_tokens, tokenizer)
+    job = InferenceJob(rows, new, sampling, seeds, top, echo and top is not None, stop, stop_tokens)
     options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
     return Completion(job, n, fields.flag("stream", False), echo, options.flag("include_usage", False))
 
@@ -330,14 +326,6 @@ def _logit_bias(fields: Fields, tokenizer: Tokenizer) -> list[tuple[int, float]]
             raise RequestError(f"logit_bias: the bias of token {name} must be a number from -100 to 100")
         pairs.append((int(name), float(biases[name])))
     return pairs
-
-
-def _stop_tokens(fields: Fields, tokenizer: Tokenizer) -> list[int]:
-    tokens = fields.listed("stop_token_ids") if fields.has("stop_token_ids") else []
-    if len(tokens) > MAX_BIASES:
-        raise RequestError(f"stop_token_ids holds {len(tokens)} tokens, at most {MAX_BIASES} are allowed")
-    _check_tokens("stop_token_ids", tokens, tokenizer)
-    return tokens
 
 
 def _check_tokens(name: str, tokens: Sequence[object], tokenizer: Tokenizer) -> None:

@@ -98,6 +98,7 @@ class Worker:
         self.model = model
         self.error: BaseException | None = None
         self.served = 0
+        self.max_queue = max_queue
         self._ended = on_end
         self._patience_s = patience_s
         self._queue: queue.Queue[Ticket] = queue.Queue(max_queue)
@@ -134,11 +135,6 @@ class Worker:
     def queued_jobs(self) -> int:
         """Number of jobs in the queue."""
         return self._queue.qsize()
-
-    @property
-    def most_waiting(self) -> int:
-        """Maximum number of queued jobs."""
-        return self._queue.maxsize
 
     def check_room(self) -> None:
         """Check that a job would be accepted now.
