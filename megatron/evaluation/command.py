@@ -103,7 +103,18 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
 def asked_task(words: Sequence[str]) -> str:
     """Name of the requested task, from the last --task in any spelling, else from the --config file; empty if there is
     none."""
-    return _flag_value("task", words) or _task_in(_flag_value("config", words))
+    task, path = _flag_value("task", words), _flag_value("config", words)
+    if task or not path:
+        return task
+    try:
+        content: Any = read_yaml(path)
+    except UserError:
+        return ""  # the flag parser reports the error
+    for _ in range(2):  # the task is in a section of its own, or at the top level
+        content = next((value for key, value in content.items() if spell(str(key)) == "task"), "")
+        if not isinstance(content, dict):
+            break
+    return content if isinstance(content, str) else ""
 
 
 def _flag_value(flag: str, words: Sequence[str]) -> str:
@@ -114,19 +125,6 @@ def _flag_value(flag: str, words: Sequence[str]) -> str:
         if name.startswith("--") and spell(name) == flag:
             last_value = value if equals else "".join(words[number + 1 : number + 2])
     return last_value
-
-
-def _task_in(path: str) -> str:
-    """Name of the task in a YAML file, within its section or at the top level; empty if there is none."""
-    try:
-        content: Any = read_yaml(path) if path else {}
-    except UserError:
-        return ""  # the flag parser reports the error
-    for _ in range(2):
-        content = next((value for key, value in content.items() if spell(str(key)) == "task"), "")
-        if not isinstance(content, dict):
-            break
-    return content if isinstance(content, str) else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

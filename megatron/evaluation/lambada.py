@@ -50,17 +50,13 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
         word = text.split()[-1]
         before = text[: text.rfind(word)].strip()
         # Tokenize the word in its context: tokenizers may split it differently at the beginning of a text.
-        tokens = tokenizer.tokenize(f"{before} {word}")
-        targets = len(tokens) - _common_length(tokens, tokenizer.tokenize(before))
+        tokens, context = tokenizer.tokenize(f"{before} {word}"), tokenizer.tokenize(before)
+        pairs = enumerate(zip(tokens, context, strict=False))
+        first_target = next((i for i, (token, other) in pairs if token != other), min(len(tokens), len(context)))
+        targets = len(tokens) - first_target
     else:
         tokens, targets = tokenizer.tokenize(text), 1
     return Window(tokens[-(length + 1) :], min(targets, length))
-
-
-def _common_length(tokens: Sequence[int], context: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = zip(tokens, context, strict=False)
-    return next((index for index, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(context)))
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:

@@ -94,9 +94,12 @@ class CheckpointLM(ContinuationRules):
             tokens = self.model_tokenizer.tokenize(text)
             self.contexts.count_context(len(tokens), room)
             prompt = tokens[-room:] or [self.prefix_token_id]
-            answers.append(
-                self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
-            )
+            sampling, temperature = GREEDY, float(options.get("temperature") or 0.0)
+            if temperature and options.get("do_sample", temperature > 0):
+                top_p = float(options.get("top_p") or 0.0)
+                sampling = Sampling(temperature, int(options.get("top_k") or 0), 0.0 if top_p >= 1 else top_p)
+            stop = [until] if isinstance(until, str) else until
+            answers.append(self._text(prompt, new, sampling, stop, number))
         return answers
 
     def _text(self, prompt: list[int], new: int, sampling: Sampling, stop: list[str], seed: int) -> str:
@@ -108,11 +111,3 @@ class CheckpointLM(ContinuationRules):
 
         self.leader.do(InferenceJob([prompt], new, sampling, [seed]), on_token)
         return "".join(pieces) + stream.finish()
-
-
-def _sampling(options: dict[str, Any]) -> Sampling:
-    temperature = float(options.get("temperature") or 0.0)
-    if not options.get("do_sample", temperature > 0) or not temperature:
-        return GREEDY
-    top_p = float(options.get("top_p") or 0.0)
-    return Sampling(temperature, int(options.get("top_k") or 0), 0.0 if top_p >= 1 else top_p)

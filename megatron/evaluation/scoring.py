@@ -60,15 +60,11 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
                 scores_b = measure(
                     model, x_sbh, tokens[:, 1:].contiguous(), _mask(batch_windows, longest, model.device)
                 )
-                if _counts(model):
+                # All tensor-parallel ranks of the last stage have the same results; one reports for its replica.
+                if model.stage.stage_part.last and topology.tp.rank == 0:
                     scores_n[indices] = scores_b.double().cpu()
             bar.update(len(batch_windows))
     return model.all_reduce(scores_n)
-
-
-def _counts(model: LoadedModel) -> bool:
-    """Whether this rank reports for its replica: all tensor-parallel ranks of the last stage have the same results."""
-    return model.stage.stage_part.last and model.topology.tp.rank == 0
 
 
 def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,52 +19,24 @@ from megatron.data.tasks.examples import ExampleFile
 
 def check_packages() -> None:
     """Check that the packages of the metrics are installed (else UserError)."""
-    missing = [name for name, module in (("scikit-learn", "sklearn"), ("scipy", "scipy")) if not _is_installed(module)]
+    modules = {"scikit-learn": "sklearn", "scipy": "scipy"}
+    missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(f"tasks are judged by {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
 
 
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _score(metric: Metric, labels_n: Any, predictions_n: Any) -> float:
+    from scipy import stats
+    from sklearn import metrics
 
-
-def _accuracy(labels_n: Any, predictions_n: Any) -> float:
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(labels_n, predictions_n))
-
-
-def _f1(labels_n: Any, predictions_n: Any) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels_n, predictions_n, zero_division=0.0))
-
-
-def _matthews(labels_n: Any, predictions_n: Any) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels_n, predictions_n))
-
-
-def _pearson(labels_n: Any, predictions_n: Any) -> float:
-    from scipy.stats import pearsonr
-
-    return float(pearsonr(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
-
-
-def _spearman(labels_n: Any, predictions_n: Any) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
-
-
-_METRICS: Mapping[Metric, Callable[[Any, Any], float]] = {
-    "accuracy": _accuracy,
-    "F1": _f1,
-    "Matthews": _matthews,
-    "Pearson": _pearson,
-    "Spearman": _spearman,
-}
+    if metric == "accuracy":
+        return float(metrics.accuracy_score(labels_n, predictions_n))
+    if metric == "F1":
+        return float(metrics.f1_score(labels_n, predictions_n, zero_division=0.0))
+    if metric == "Matthews":
+        return float(metrics.matthews_corrcoef(labels_n, predictions_n))
+    correlation = stats.pearsonr if metric == "Pearson" else stats.spearmanr
+    return float(correlation(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
 
 
 def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict[str, dict[str, float]]:
@@ -87,6 +59,6 @@ def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict
         with warnings.catch_warnings():
             # The correlation with a constant is nan; suppress SciPy's warning about it.
             warnings.simplefilter("ignore")
-            result[name] = {str(metric): _METRICS[metric](*of_file) for metric in task.metrics}
+            result[name] = {str(metric): _score(metric, *of_file) for metric in task.metrics}
         begin = end
     return result

@@ -39,7 +39,7 @@ from megatron.launcher.islands import (
     starts_islands,
     wrong_islands,
 )
-from megatron.launcher.signals import StopSignals, same_process
+from megatron.launcher.signals import STOP_SIGNALS, StopSignals, same_process
 
 NO_FILE = "<N/A>"
 """torch's name for the missing error file of a process."""
@@ -71,7 +71,9 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
         return 2 if isinstance(error, UserError) else 1
     try:
         with StopSignals() as signals:
-            signals.take_over(arguments)
+            names = [name.strip() for name in arguments.signals_to_handle.split(",")]
+            own_names = {stop_signal.name for stop_signal in STOP_SIGNALS}  # which torch's launcher must not handle
+            arguments.signals_to_handle = ",".join(name for name in names if name not in own_names)
             use_rendezvous(arguments, signals.install)
             run.run(arguments)
     except ChildFailedError as error:

@@ -144,7 +144,14 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
         }
         env |= gpus_of(number, processes, gpus)
         islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
-    _forward_signals(islands)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in islands:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for stop_signal in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP):
+        signal.signal(stop_signal, forward)
     return _wait(islands, say, partial(note_end, store))
 
 
@@ -200,16 +207,6 @@ def _without_own(words: Sequence[str]) -> list[str]:
         else:
             remaining_words.append(word)
     return remaining_words
-
-
-def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in islands:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
 
 
 def end_with_parent() -> None:

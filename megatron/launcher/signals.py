@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -41,11 +40,6 @@ class StopSignals:
     def __exit__(self, *problem: object) -> None:
         """Ends the thread; ``same_process`` restores the handlers."""
         self._ended.set()
-
-    def take_over(self, arguments: argparse.Namespace) -> None:
-        """Removes these signals from those that torch's launcher handles, in its flags."""
-        names = [name.strip() for name in arguments.signals_to_handle.split(",")]
-        arguments.signals_to_handle = ",".join(name for name in names if name not in {s.name for s in STOP_SIGNALS})
 
     def install(self) -> None:
         """Installs the handlers; called each time before ranks are started.
