@@ -214,7 +214,12 @@ def build_engines(
         config.optimizer.clip_grad,
         sync_warmup,
     )
-    channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
+    channel = None
+    if layout.pp > 1:
+        links, shapes = (topology.forward_link, topology.backward_link), _message_shapes(config, layout)
+        dtype = config.model.residual_dtype(config.precision.params_dtype)
+        split_comm = comm if parallel.splits_messages else None
+        channel = PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, split_comm)
     optimizer = Optimizer(
         buffers,
         topology,
@@ -227,6 +232,12 @@ def build_engines(
         log_num_zeros=config.logging.log_num_zeros_in_grad,
         sync_warmup=sync_warmup,
     )
+    replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
+    rounds = None
+    if outer is not None:  # a single island has rounds, too
+        named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
+        layers = config.model.num_layers
+        rounds = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
     return Engines(
         config=config,
         topology=topology,
@@ -240,14 +251,14 @@ def build_engines(
             layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.begin_last_backward
         ),
         optimizer=optimizer,
-        replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
+        replicas=replicas,
         channel=channel,
         comm=comm,
         expert_comm=expert_comm,
         plan=plan,
         experts=ExpertTally(config.model, stages, topology, ledger, sync_warmup),
         sync_warmup=sync_warmup,
-        outer=_build_outer(config, topology, stages, buffers, optimizer, plan),
+        outer=rounds,
     )
 
 
@@ -274,23 +285,6 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
         if compiles:
             stage.compile_layers(lengths_vary=config.curriculum.curriculum_learning)
     return stages
-
-
-def _build_outer(
-    config: RunConfig,
-    topology: Topology,
-    stages: Sequence[Stage],
-    buffers: list[FlatBuffer],
-    optimizer: Optimizer,
-    plan: CompressionPlan,
-) -> OuterSync | None:
-    """Build the rounds of islands on this rank, if configured; a single island has rounds, too."""
-    spec = plan.specs.get(Point.OUTER)
-    if spec is None:
-        return None
-    layers = config.model.num_layers
-    named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
-    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer_options, layers, named_buffers)
 
 
 def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:
@@ -335,16 +329,3 @@ def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None
     lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
     batch_and_width = (config.training.micro_batch_size, config.model.hidden_size)
     return [torch.Size((length // config.parallel.message_parts, *batch_and_width)) for length in lengths]
-
-
-def _build_channel(
-    config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger, comm: TensorComm
-) -> PipelineChannel:
-    """Build the channel of pipeline messages."""
-    shapes = _message_shapes(config, topology.layout)
-    dtype, links = (
-        config.model.residual_dtype(config.precision.params_dtype),
-        (topology.forward_link, topology.backward_link),
-    )
-    split_comm = comm if config.parallel.splits_messages else None
-    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, split_comm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.base.option import FieldOption, field_options
+from megatron.base.option import field_options
 from megatron.config.merge import flag_as_written
 from megatron.config.run import RunConfig, run_sections
 
@@ -33,16 +33,21 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
         consumed_samples: position of the run.
     """
     config_values, lines = config.to_dict(), []
-    for described in _compared():
+    compared, sections = (*_PATHS, *_ORDER, *_LENGTHS, *_SAME_SAMPLES), run_sections()
+    fields = [field for section in SECTIONS for field in field_options(section, sections[section])]
+    for described in (field for field in fields if field.path in compared):
         section, name = described.path.split(".")
         if name not in saved.get(section, {}):
             continue
-        ours, theirs = (_with_default(name, values[section][name]) for values in (config_values, saved))
+        ours, theirs = (values[section][name] for values in (config_values, saved))
+        if name == "dataloader_type":
+            ours, theirs = ("single" if value is None else value for value in (ours, theirs))
         if ours != theirs:
             our_flag, their_flag = flag_as_written(described, ours), flag_as_written(described, theirs)
             meaning = _meaning(described.path, consumed_samples, theirs)
             lines.append(_line(our_flag, their_flag, meaning))
-    if _shuffles_passes_anew(config_values, saved):
+    cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (config_values, saved))
+    if cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {}):
         meaning = _meaning("data.dataloader_type", consumed_samples, None)
         our_flag = "--dataloader-type cyclic, which shuffles each pass by itself"
         lines.append(_line(our_flag, "an earlier version's, which shuffled all passes together", meaning))
@@ -51,25 +56,6 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
 
 def _line(our_flag: str, their_flag: str, meaning: str) -> str:
     return f"warning: this run has {our_flag}; its checkpoint was saved with {their_flag}: {meaning}"
-
-
-def _shuffles_passes_anew(
-    config_values: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]
-) -> bool:
-    """Whether cyclic passes continue that an earlier version began in another order."""
-    cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (config_values, saved))
-    return cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {})
-
-
-def _compared() -> list[FieldOption]:
-    compared = (*_PATHS, *_ORDER, *_LENGTHS, *_SAME_SAMPLES)
-    sections = run_sections()
-    fields = [field for section in SECTIONS for field in field_options(section, sections[section])]
-    return [field for field in fields if field.path in compared]
-
-
-def _with_default(name: str, value: Any) -> Any:
-    return "single" if name == "dataloader_type" and value is None else value
 
 
 def _meaning(path: str, consumed_samples: int, theirs: Any) -> str:

@@ -38,7 +38,11 @@ def compression_notes(
         flag = f"--compress {point.value}={spec.name}"
         warmup = spec.activation.warmup_iters
         in_step = spec.point is Point.OUTER and spec.outer_options.in_step == "compressed"
-        idle = _why_never_in_step(config, warmup) if in_step else ""
+        idle = ""
+        if in_step and not config.islands.several:
+            idle = "there is one island"
+        elif in_step and not warmup:
+            idle = "islands never go in step with warmup=0"
         if idle:
             notes.append(f"{flag}: in-step=compressed: no effect, {idle}")
         if warmup >= train_iters > 0 and (idle or not in_step):
@@ -64,19 +68,12 @@ def compression_notes(
                 "meets in an epoch, so they are forgotten before they return"
             )
         stays = config.training.micro_batch_size * replicas
-        if replicas > 1 and not _returns(train, stays):
+        if replicas > 1 and (train.lanes is None or train.lanes % stays):
             notes.append(
                 f"{flag}: samples return to other replicas than before, which do not remember them; "
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
     return notes
-
-
-def _why_never_in_step(config: RunConfig, warmup: int) -> str:
-    """The reason why gradients are never summed over islands; empty if some steps do."""
-    if not config.islands.several:
-        return "there is one island"
-    return "" if warmup else "islands never go in step with warmup=0"
 
 
 def _sparse_notes(spec: Spec, flag: str, warmup: int, train_iters: int) -> list[str]:
@@ -144,7 +141,3 @@ def stage_notes(engines: Engines) -> list[str]:
         return [f"{flag}: a token goes once to each rank that has experts for it ({split.reason})"]
     nodes = f"{len(split.nodes)} {'blocks' if split.reason else 'nodes'} of {split.node.size} ranks"
     return [f"{flag}: a token goes once to each of {nodes} that has experts for it, and is handed on there"]
-
-
-def _returns(train: Dataset, stays: int) -> bool:
-    return train.lanes is not None and train.lanes % stays == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,16 +46,6 @@ class Verdict:
     @staticmethod
     def decode(data: bytes) -> Verdict:
         return Verdict(*json.loads(data))
-
-    def raise_problem(self) -> None:
-        """Raise if there is a problem.
-
-        Raises:
-            UserError: when the input is invalid.
-            CommunicationError: when a rank failed for another reason.
-        """
-        if self.problem:
-            raise UserError(self.problem) if self.bad_input else CommunicationError(self.problem)
 
 
 class RankAgreement:
@@ -95,7 +85,7 @@ class RankAgreement:
             raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
         if verdict.problem:
             self._leave()
-        verdict.raise_problem()
+            raise UserError(verdict.problem) if verdict.bad_input else CommunicationError(verdict.problem)
 
     def refuse(self, problem: str, *, bad_input: bool) -> bool:
         """Tell the other ranks why this rank will not take part, and wait a little until they know.
@@ -171,7 +161,8 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
         for rank, identity in sorted(identities.items()):
             ranks_of.setdefault(identity.get(name, "unknown"), []).append(rank)
         if len(ranks_of) > 1:
-            alike = _alike(list(ranks_of))
+            columns = enumerate(zip(*ranks_of, strict=False))
+            alike = next((at for at, column in columns if len(set(column)) > 1), min(map(len, ranks_of)))
             value_texts = [f"{_short(value, alike)} on {ranks_text(ranks)}" for value, ranks in ranks_of.items()]
             more_text = f" (and {len(value_texts) - 3} more)" if len(value_texts) > 3 else ""
             return (
@@ -179,11 +170,6 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
                 "all of them"
             )
     return None
-
-
-def _alike(texts: Sequence[str]) -> int:
-    """Return the length of the common prefix of some texts."""
-    return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _short(value: str, alike: int) -> str:

@@ -27,8 +27,16 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
             notes.append(f"training repeats its data: {', '.join(repeated)}")
     if not validation.eval_iters:
         return notes
-    if valid is None:
-        notes.append(_why_no_validation(config))
+    if valid is None and (config.data.data_path or config.data.mock_data):
+        notes.append(
+            f"--split {config.data.split} leaves no text for validation, so nothing is evaluated; raise its second "
+            "share, give --valid-data-path, or turn evaluation off with --eval-iters 0"
+        )
+    elif valid is None:
+        notes.append(
+            "there is no --valid-data-path, so nothing is evaluated; give one, or turn evaluation off with "
+            "--eval-iters 0"
+        )
     for evaluation_set in [] if validation.full_validation else validation_sets(config, valid):
         notes += _evaluation_notes(evaluation_set, f"validation set{evaluation_set.name and ' '}{evaluation_set.name}")
     for evaluation_set in test_sets(config, test):
@@ -43,10 +51,15 @@ def epochs_of_run(dataset: Dataset) -> str:
 
 
 def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
-    return [
-        *_short(evaluation_set.dataset, evaluation_set.batch, name),
-        *_read_often(evaluation_set.dataset, evaluation_set.rounds, evaluation_set.batch, name),
-    ]
+    dataset, rounds, batch = evaluation_set.dataset, evaluation_set.rounds, evaluation_set.batch
+    notes, drawn, samples = [*_short(dataset, batch, name)], rounds * batch, dataset.epoch_samples
+    if drawn > samples >= batch:
+        notes.append(
+            f"--eval-iters {rounds} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} has "
+            f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
+            f"{samples // batch}"
+        )
+    return notes
 
 
 def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:
@@ -57,16 +70,6 @@ def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:
         )
 
 
-def _read_often(dataset: Dataset, eval_iters: int, batch: int, name: str) -> Iterator[str]:
-    drawn, samples = eval_iters * batch, dataset.epoch_samples
-    if drawn > samples >= batch:
-        yield (
-            f"--eval-iters {eval_iters} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} has "
-            f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
-            f"{samples // batch}"
-        )
-
-
 def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
     """Epochs over each file that the run reads, and the file's size."""
     if isinstance(dataset, BlendedDataset):
@@ -74,15 +77,3 @@ def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
             yield draws / max(member.epoch_samples, 1), f"{member.epoch_samples:,} samples of {member.name}"
     else:
         yield len(dataset) / max(dataset.epoch_samples, 1), f"{dataset.epoch_samples:,} samples"
-
-
-def _why_no_validation(config: RunConfig) -> str:
-    data = config.data
-    if data.data_path or data.mock_data:
-        return (
-            f"--split {data.split} leaves no text for validation, so nothing is evaluated; raise its second share, "
-            "give --valid-data-path, or turn evaluation off with --eval-iters 0"
-        )
-    return (
-        "there is no --valid-data-path, so nothing is evaluated; give one, or turn evaluation off with --eval-iters 0"
-    )

@@ -30,36 +30,28 @@ class DivergenceCheck:
 
     def after_step(self, step: StepMetrics) -> str | None:
         """Count step number ``progress.iteration``; return a warning, if any."""
-        progress, limit = self._progress, self._config.max_skipped_steps
+        progress, config = self._progress, self._config
+        finite_losses = all(map(math.isfinite, step.losses.values()))
         if not step.skipped:
             progress.last_update, progress.consecutive_skips = progress.iteration, 0
         else:
             # A step without any counted token is skipped as well, although all its numbers are finite.
-            finite = step.finite_gradients and _has_finite_losses(step)
+            finite = step.finite_gradients and finite_losses
             progress.consecutive_skips += not finite and not step.searches_loss_scale
-        self.problem = self._non_finite(step) if self._config.check_for_nan_in_loss_and_grad else None
-        if self.problem is None and limit and progress.consecutive_skips >= limit:
+        self.problem = None
+        gradients_fail = not step.finite_gradients and not step.searches_loss_scale
+        if config.check_for_nan_in_loss_and_grad and (gradients_fail or not finite_losses):
+            number = "a gradient" if finite_losses else "the loss"
+            self.problem = f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
+        elif config.max_skipped_steps and progress.consecutive_skips >= config.max_skipped_steps:
             self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
-        return self._spike(step.loss) if self._config.check_for_spiky_loss else None
-
-    def _non_finite(self, step: StepMetrics) -> str | None:
-        """Report a number of a step that is not finite, in a run that ends for it."""
-        number = None
-        if not _has_finite_losses(step):
-            number = "the loss"
-        elif not step.finite_gradients and not step.searches_loss_scale:
-            number = "a gradient"
-        return number and f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
-
-    def _spike(self, loss: float) -> str | None:
-        """Compare a loss with the highest of this process's first steps."""
-        if not math.isfinite(loss):
+        if not config.check_for_spiky_loss or not math.isfinite(step.loss):
             return None
         if self._sampled < SPIKE_SAMPLES:
-            self._highest_loss, self._sampled = max(self._highest_loss, loss), self._sampled + 1
-        elif loss >= SPIKE_FACTOR * self._highest_loss:
+            self._highest_loss, self._sampled = max(self._highest_loss, step.loss), self._sampled + 1
+        elif step.loss >= SPIKE_FACTOR * self._highest_loss:
             return (
-                f"warning: the loss of iteration {self._progress.iteration} is {loss:.6E}, and the highest of the "
+                f"warning: the loss of iteration {progress.iteration} is {step.loss:.6E}, and the highest of the "
                 f"first {SPIKE_SAMPLES} iterations was {self._highest_loss:.6E} (--check-for-spiky-loss)"
             )
         return None
@@ -79,7 +71,3 @@ class DivergenceCheck:
         """A warning if steps are being skipped at the end of a run."""
         skips = self._progress.consecutive_skips
         return f"warning: the last {skips} steps were skipped: the run may have diverged" if skips > 1 else None
-
-
-def _has_finite_losses(step: StepMetrics) -> bool:
-    return all(map(math.isfinite, step.losses.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,29 +60,20 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
         return [EvaluationSet(name, member, validation.eval_iters, batch) for name, member in members.items()]
     for name, member in members.items():
         if not len(member):
+            files = member.datasets if isinstance(member, BlendedDataset) else [member]
+            file_names = ", ".join(str(getattr(file, "name", "")) for file in files)
             raise UserError(
-                f"--full-validation: the validation set {name or _files_of(member)} has no sample of --seq-length "
+                f"--full-validation: the validation set {name or file_names} has no sample of --seq-length "
                 f"{config.model.seq_length}: give it more text, leave it out, or evaluate nothing: --eval-iters 0"
             )
     whole_batches = {name: WholeBatches(member, batch) for name, member in members.items()}
     return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole_batches.items()]
 
 
-def _files_of(dataset: Dataset) -> str:
-    """The files of a data set, for messages."""
-    members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    return ", ".join(str(getattr(member, "name", "")) for member in members)
-
-
 def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
     """The test set, unless evaluation is off."""
     rounds = config.validation.eval_iters
     return [EvaluationSet("", dataset, rounds, config.training.global_batch_size)] if dataset and rounds else []
-
-
-def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each loss over several sets, with equal weights."""
-    return {name: sum(set_losses[name] for set_losses in losses) / len(losses) for name in losses[0]}
 
 
 @dataclass(frozen=True)

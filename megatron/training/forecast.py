@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -138,30 +138,25 @@ class Forecast:
             for ahead in self._sizes.ahead(iteration, consumed_samples, remaining_iterations)
             if ahead.updates
         )
-        for activity, times in self.pauses_left(iteration).items():
-            done, total = self._pauses.get(activity, (0, 0.0))
-            seconds += times * (total / done if done else self._unmeasured_s(activity, per_slot))
-        return seconds
-
-    def pauses_left(self, iteration: int) -> Mapping[str, int]:
-        """Evaluations, saves and checks from an iteration's log line, which precedes those due with it, to the end."""
+        # Pauses from the iteration's log line, which precedes those due with it, to the end. The final checkpoint comes
+        # last, even if a save was due with the last iteration.
         config, last = self._config, self._train_iters
         validates, tests = (rounds > 0 for rounds in self._evaluation_rounds)
         every, saves = config.validation.eval_interval, config.checkpoint.save_interval
-        # The final checkpoint comes last, even if a save was due with the last iteration.
-        return {
+        pauses = {
             "evaluate": (_count_due(every, iteration - 1, last) if validates else 0) + validates + tests,
             "save": (_count_due(saves, iteration - 1, last) + 1) if config.checkpoint.save else 0,
             "check": _count_due(config.training.check_replicas, iteration, last),
         }
-
-    def _unmeasured_s(self, activity: str, per_slot: float) -> float:
-        """Estimate a pause that this process has not measured yet, in seconds."""
-        if activity != "evaluate":
-            return 0.0
-        batches = self._sizes.batches
-        count = batches.global_batch_size // batches.samples_per_micro_batch
-        return max(self._evaluation_rounds) * (count + self._filling) * per_slot * _FORWARD_SHARE
+        for activity, times in pauses.items():
+            done, total = self._pauses.get(activity, (0, 0.0))
+            if done:
+                seconds += times * (total / done)
+            elif activity == "evaluate":
+                batches = self._sizes.batches
+                count = batches.global_batch_size // batches.samples_per_micro_batch
+                seconds += times * (max(self._evaluation_rounds) * (count + self._filling) * per_slot * _FORWARD_SHARE)
+        return seconds
 
 
 def _count_due(every: int | None, iteration: int, last: int) -> int:

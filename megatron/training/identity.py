@@ -28,15 +28,12 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
     Raises:
         UserError: when a blend of datasets cannot be read.
     """
-    return {**_code(), **dict(_flags(sections))}
-
-
-def _code() -> dict[str, str]:
     plugins = [f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip() for plugin in installed()]
     return {
         "the code of the package megatron (a digest of its files)": _digest(tuple(megatron.__path__)),
         "the version of torch": torch.__version__,
         "the list of installed compressors": ", ".join(sorted(plugins)) or "empty",
+        **dict(_flags(sections)),
     }
 
 
@@ -79,10 +76,7 @@ def _format_value(field: FieldOption, value: Any) -> str:
     if value is None:
         return "not given"
     if field.path == "compression.compress":
-        value = [_without_folder(spec) for spec in value]
+        # Each machine may keep a codec's scratch file elsewhere.
+        specs = [[word for word in spec.split(",") if not word.strip().lower().startswith("folder=")] for spec in value]
+        value = [",".join(words) for words in specs]
     return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
-
-
-def _without_folder(spec: str) -> str:
-    """Remove folder= from a spec, since each machine may keep a codec's scratch file elsewhere."""
-    return ",".join(word for word in spec.split(",") if not word.strip().lower().startswith("folder="))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -213,27 +213,21 @@ def reach_islands(
         topology.device,
         log,
     )
-    return _with_checkpoint(config, islands, topology, log), islands
-
-
-def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, log: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with the checkpoint that islands agree on; see ``reach_islands``."""
-    section = config.checkpoint
-    group = topology.control.pg
-    local_iterations = together(group, lambda: _held_iterations(section) if topology.rank == 0 else [])
+    checkpoint, group = config.checkpoint, topology.control.pg
+    local_iterations = together(group, lambda: _held_iterations(checkpoint) if topology.rank == 0 else [])
     iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A new run from a checkpoint's weights starts with steps in common, or from outer parameters that all islands have.
-    chosen = islands.start.choose_iteration(iterations, math.inf if section.finetune else outer.activation.warmup_iters)
+    warmup = math.inf if checkpoint.finetune else outer.activation.warmup_iters
+    chosen = islands.start.choose_iteration(iterations, warmup)
     if chosen is None or iterations[:1] == [chosen]:
-        return config
+        return config, islands
     newest = str(iterations[0]) if iterations else "none"
     too = ", too" if chosen in iterations else ", and is sent the state of another"
     log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {newest}{too}")
-    checkpoint = (
-        replace(section, ckpt_step=chosen) if chosen in iterations else replace(section, load=None, ckpt_step=None)
-    )
-    return replace(config, checkpoint=checkpoint)
+    if chosen in iterations:
+        return replace(config, checkpoint=replace(checkpoint, ckpt_step=chosen)), islands
+    return replace(config, checkpoint=replace(checkpoint, load=None, ckpt_step=None)), islands
 
 
 def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
@@ -271,11 +265,22 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     """
     if islands is None:
         return Membership()
-    config = engines.config
+    config, topology, outer = engines.config, engines.topology, engines.outer
+    assert outer is not None
+    # Settings must be the same on all islands, since each moves its own copy of the outer parameters, and kernels too,
+    # since they differ from pure torch in the last digits.
+    sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
+    kernels = "none" if native.problem_on(topology.device.type) else "compiled"
+    everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}
+    identity = {name: value for name, value in everything.items() if name not in _ITS_OWN}
+    # So must the state that islands share at the start: the outer parameters, or the weights before those exist.
+    common = outer.outer.outer_params or outer.outer.mains
+    integer_dtypes = {4: torch.int32, 8: torch.int64}
+    sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in common]
+    gathered_sums = gather_texts(topology.control.pg, json.dumps(sums))
+    fingerprint = blake2b("\n".join(gathered_sums).encode(), digest_size=8).hexdigest()
     in_step = iteration < engines.sync_warmup.steps
-    begins = islands.begin_generation(
-        iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines)
-    )
+    begins = islands.begin_generation(iteration, in_step, identity, fingerprint)
     if islands.starts_synchronously:
         engines.sync_warmup.group = islands.make_group(range(islands.count), "joint", longest_wait(config.parallel))
     return Membership(islands, begins)
@@ -299,23 +304,3 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
                 meeting_place.take_generation(meeting_place.newest_generation())
                 meeting_place.put(refusal_of(config.islands.island or 0), str(error))
         raise
-
-
-def _fingerprint(engines: Engines) -> str:
-    """Digest of the state that islands share at the start: the outer parameters, or the weights before those exist."""
-    outer = engines.outer
-    assert outer is not None
-    common = outer.outer.outer_params or outer.outer.mains
-    integer_dtypes = {4: torch.int32, 8: torch.int64}
-    sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in common]
-    everyones = gather_texts(engines.topology.control.pg, json.dumps(sums))
-    return blake2b("\n".join(everyones).encode(), digest_size=8).hexdigest()
-
-
-def _identity(config: RunConfig, env: LaunchEnvironment, device: torch.device) -> Mapping[str, str]:
-    """Settings that must be the same on all islands. Each island moves its own copy of the outer
-    parameters, and kernels differ from pure torch in the last digits."""
-    sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
-    kernels = "none" if native.problem_on(device.type) else "compiled"
-    everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}
-    return {name: value for name, value in everything.items() if name not in _ITS_OWN}

@@ -23,14 +23,29 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
         UserError: when the machine cannot run it.
     """
     check_room(config, env)
-    _check_units(config, env)
+    if config.precision.fp8 is not None:
+        device = env.local_rank % torch.cuda.device_count()
+        if (capability := torch.cuda.get_device_capability(device)) < EIGHT_BIT_UNITS:
+            raise UserError(
+                f"--fp8 {config.precision.fp8}: {torch.cuda.get_device_name(device)} has compute capability "
+                f"{capability[0]}.{capability[1]}, and 8-bit products need {EIGHT_BIT_UNITS[0]}.{EIGHT_BIT_UNITS[1]} "
+                "(Ada, Hopper); leave it out"
+            )
     switch = config.training.kill_switch_file
     if switch is not None and os.path.lexists(switch):
         raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
     for spec in config.compression.specs(RunLength(config.training.planned_iters)).values():
         folders = () if spec.registration.codec is None else spec.make_codec().traits.folders
         for folder in folders:
-            _check_folder(folder, f"--compress {spec.point.value}={spec.name}")
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as stream:
+                    stream.write(b"\0")
+            except OSError as error:
+                raise UserError(
+                    f"--compress {spec.point.value}={spec.name}: folder={folder}: cannot be written "
+                    f"({error.strerror}); name a folder on a disk"
+                ) from error
 
 
 def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None = None) -> None:
@@ -55,28 +70,3 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         there_is = memory_of_this_machine() // ranks
         location = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
     check_memory(config, env.world_size, there_is, location, vocab_size)
-
-
-def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
-    """Check that this rank's GPU computes with 8-bit numbers if the run does."""
-    if config.precision.fp8 is None:
-        return
-    device = env.local_rank % torch.cuda.device_count()
-    if (capability := torch.cuda.get_device_capability(device)) < EIGHT_BIT_UNITS:
-        raise UserError(
-            f"--fp8 {config.precision.fp8}: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability[0]}.{capability[1]}, and 8-bit products need {EIGHT_BIT_UNITS[0]}.{EIGHT_BIT_UNITS[1]} "
-            "(Ada, Hopper); leave it out"
-        )
-
-
-def _check_folder(folder: str, flag: str) -> None:
-    """Check that files can be created in a folder, which is created if missing."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as stream:
-            stream.write(b"\0")
-    except OSError as error:
-        raise UserError(
-            f"{flag}: folder={folder}: cannot be written ({error.strerror}); name a folder on a disk"
-        ) from error

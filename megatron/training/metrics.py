@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.config.model import CLASSIFICATION_LOSS, REGRESSION_LOSS
 from megatron.optimizer.step_summary import NO_VOTES, StopVotes
@@ -43,10 +43,6 @@ class PointTraffic:
     def ratio(self) -> float:
         """Raw bytes over bytes sent."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
-
-    def as_dict(self) -> dict[str, float]:
-        """The figures by name, without those that are None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 ExpertLoads = Mapping[int, Sequence[float]]

@@ -39,7 +39,9 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
     """
     if logs.profile_trace is None:
         return []
-    run = _run_id(topology)  # a collective call: before anything that may fail on a single rank
+    # Rank 0's time identifies this start of the run. A collective call: before anything that may fail on a single rank.
+    start_time = torch.tensor([time.time_ns()])
+    topology.control.broadcast(start_time).wait()
     folder, at = Path(logs.profile_trace), topology.coordinates
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +56,7 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
         clock=clock,
         kernels=DeviceKernels() if topology.device.type == "cuda" else None,
         world_size=topology.layout.world_size,
-        run=run,
+        run=f"{int(start_time):x}",
         meet=topology.control.barrier,
     )
     return [trace]
-
-
-def _run_id(topology: Topology) -> str:
-    """Return rank 0's current time as an id: the same on every rank, and different at each start of a run."""
-    start_time = torch.tensor([time.time_ns()])
-    topology.control.broadcast(start_time).wait()
-    return f"{int(start_time):x}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.state_slice import PREFIX
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.merge import differing_flags
-from megatron.config.run import RunConfig
 from megatron.distributed.agreement import raise_together, together
 from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.models.stages import stage_layers
@@ -84,11 +83,16 @@ class RunCheckpoints:
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
+            keep_last = self.config.keep_last
+            if keep_last is not None and config.islands.several:
+                # An island that is killed before it saves restarts from the checkpoint before, which others must still
+                # have.
+                keep_last = max(keep_last, 2)
             self.saver = CheckpointSaver(
                 self.config.save,
                 self.group,
                 async_=self.config.async_save,
-                keep_last=_kept_checkpoints(config),
+                keep_last=keep_last,
                 log=log,
             )
 
@@ -178,7 +182,12 @@ class RunCheckpoints:
             saved_name = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
             if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or saved_name in saved:
                 tensors[saved_name] = shard
-        unused = partial(_is_unused_by_tasks, weights=MAIN if precise else MODEL)
+        weights = MAIN if precise else MODEL
+        language_heads = ("lm_head.", "binary_head.", "output_layer.")
+
+        def unused(name: str) -> bool:
+            return not name.startswith(weights) or name.removeprefix(weights).startswith(language_heads)
+
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
         self._sync_weights(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
@@ -206,14 +215,21 @@ class RunCheckpoints:
         def unused(name: str) -> bool:
             return name.startswith(ignored_prefixes) and not name.startswith(weights)
 
-        differing = self._differing(root, iteration)
+        saved_model = together(self.group, lambda: saved_section(root, iteration, "model"))
+        differing = differing_flags(self.run_config.model, saved_model, self.config.moe_use_upcycling)
         load_tensors(
             root, iteration, tensors, self.group, allow_unexpected=unused, differing=differing.keys(), log=self.log
         )
         self._sync_weights(saved_main)
         if not weights_only:
             self._load_compressors(islands or (root,), iteration)
-        self.stateful_parts.load_state_dict(common, self._scopes())
+        scope_flags = {
+            Scope.OPTIMIZER: not weights_only,
+            Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
+            Scope.POSITION: not self.config.finetune,
+            Scope.LOGS: not self.config.finetune,
+        }
+        self.stateful_parts.load_state_dict(common, [scope for scope, enabled in scope_flags.items() if enabled])
         if differing:
             ours, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(
@@ -221,18 +237,9 @@ class RunCheckpoints:
                 "taken all the same; --use-checkpoint-args takes its flags, too"
             )
         if not self.config.finetune:
-            self._warn_of_samples(root, iteration)
-
-    def _warn_of_samples(self, root: str, iteration: Iteration) -> None:
-        """Warn if training samples differ from the checkpoint's. Every rank calls this."""
-        saved = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
-        for line in sample_warnings(self.run_config, saved, self.progress.consumed_samples):
-            self.log(line)
-
-    def _differing(self, root: str, iteration: Iteration) -> dict[str, tuple[str, str]]:
-        """Return the model flags that differ from the checkpoint's. Every rank calls this."""
-        saved = together(self.group, lambda: saved_section(root, iteration, "model"))
-        return differing_flags(self.run_config.model, saved, self.config.moe_use_upcycling)
+            sections = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
+            for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
+                self.log(line)
 
     def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
         """Restore the compressors' states. Residuals of several islands are averaged, so that their sum over the number
@@ -289,37 +296,6 @@ class RunCheckpoints:
             optimizer.reload_main()
         elif precise and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
-
-    def _scopes(self) -> list[Scope]:
-        """Scopes of the state besides weights that this run loads from a checkpoint."""
-        scope_flags = {
-            Scope.OPTIMIZER: not self.config.loads_weights_only,
-            Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
-            Scope.POSITION: not self.config.finetune,
-            Scope.LOGS: not self.config.finetune,
-        }
-        return [scope for scope, enabled in scope_flags.items() if enabled]
-
-
-def _kept_checkpoints(config: RunConfig) -> int | None:
-    """Number of checkpoints to keep; None for all.
-
-    Islands save one after another. If an island is killed before it saves, it restarts from the previous checkpoint, so
-    the other islands must still have that iteration.
-    """
-    keep = config.checkpoint.keep_last
-    return keep if keep is None or not config.islands.several else max(keep, 2)
-
-
-def _is_unused_by_tasks(name: str, weights: str) -> bool:
-    """Whether a task cannot use a tensor of a language model's checkpoint: heads, and everything except weights.
-
-    Args:
-        name: its name in the checkpoint.
-        weights: name prefix of the weights that are loaded.
-    """
-    heads = ("lm_head.", "binary_head.", "output_layer.")
-    return not name.startswith(weights) or name.removeprefix(weights).startswith(heads)
 
 
 def _stateful_parts(

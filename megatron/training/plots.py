@@ -61,8 +61,12 @@ def plot_loss_curve(
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     if len(runs) == 1 and runs[0].tokens_per_iteration:
-        _add_token_axis(axes, runs[0].tokens_per_iteration)
-
+        longest = axes.get_xlim()[1] * runs[0].tokens_per_iteration
+        units = ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "))
+        unit, name = next(((size, name) for size, name in units if longest >= size), (1.0, ""))
+        scale = runs[0].tokens_per_iteration / unit
+        top = axes.secondary_xaxis("top", functions=(lambda x: x * scale, lambda x: x / scale))
+        top.set_xlabel(f"{name}tokens")
     return save_figure(figure, Path(out_png))
 
 
@@ -183,14 +187,3 @@ def _labels(runs: Sequence[_LossCurves]) -> list[str]:
     if len(set(names)) < len(names):
         names = [run.path.parent.name for run in runs]
     return [f"{name}, " for name in names]
-
-
-def _add_token_axis(axes: Any, tokens_per_iteration: float) -> None:
-    longest = axes.get_xlim()[1] * tokens_per_iteration
-    unit, name = next(
-        ((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")) if longest >= u),
-        (1.0, ""),
-    )
-    scale = tokens_per_iteration / unit
-    top = axes.secondary_xaxis("top", functions=(lambda x: x * scale, lambda x: x / scale))
-    top.set_xlabel(f"{name}tokens")

@@ -32,7 +32,6 @@ from megatron.config.training import batch_schedule
 from megatron.data.build import Datasets, build_datasets
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.distributed.agreement import gather_texts, together
-from megatron.distributed.layout import Layout
 from megatron.distributed.process_group import LaunchEnvironment, pick_device
 from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.optimizer.schedules import LRSchedule
@@ -60,7 +59,7 @@ from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_plan import Judge, RunPlan
-from megatron.training.saved_run import SavedRun, check_saved_model_type, find_saved, with_pretrained
+from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
@@ -180,8 +179,10 @@ def run(
     """
     env = ranks.env
     device = pick_device(config.parallel.distributed_backend, env.local_rank)
-    layout = make_layout(config, env.world_size)
-    topology = _topology(config, layout, device, env)
+    if env.world_size == 1:
+        topology = single_process(device)
+    else:
+        topology = build_topology(make_layout(config, env.world_size), device, env.node, groups_by_node(config))
 
     def log(text: str) -> None:
         if topology.is_last_rank:
@@ -216,12 +217,25 @@ def run(
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
         about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
         log_engines(engines, datasets, about_compression, log)
-        schedule = _lr_schedule(config)
+        schedule = LRSchedule.from_options(
+            config.optimizer,
+            global_batch_size=training.global_batch_size,
+            seq_length=model.seq_length,
+            train_iters=training.train_iters,
+            train_samples=training.train_samples,
+            train_tokens=training.train_tokens,
+        )
         progress = Progress()
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
         reporter = Reporter(engines, plan, progress, timers)
         checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock)
-        _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.sync_warmup.steps), job, log)
+        island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
+        if saved is not None:
+            checkpoints.load(saved, island_folders)
+        elif job.pretrained is not None:
+            checkpoints.load_pretrained(*job.pretrained)
+        elif config.checkpoint.load:
+            log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     met = meet_islands(engines, env, position.iteration, islands)
     # Raises UserError on every rank when a log cannot be opened.
     together(topology.control.pg, reporter.open)
@@ -232,24 +246,6 @@ def run(
     finally:
         met.leave()
         reporter.close()
-
-
-def _begin(
-    checkpoints: RunCheckpoints, saved: SavedRun | None, islands: Sequence[str], job: Job, log: Callable[[str], None]
-) -> None:
-    """Load the starting point of the run: its own checkpoint, else a pretrained model, else nothing."""
-    if saved is not None:
-        checkpoints.load(saved, islands)
-    elif job.pretrained is not None:
-        checkpoints.load_pretrained(*job.pretrained)
-    elif checkpoints.config.load:
-        log(f"no checkpoint in {checkpoints.config.load} yet: starting from random weights")
-
-
-def _topology(config: RunConfig, layout: Layout, device: torch.device, env: LaunchEnvironment) -> Topology:
-    if env.world_size == 1:
-        return single_process(device)
-    return build_topology(layout, device, env.node, groups_by_node(config))
 
 
 def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
@@ -266,18 +262,6 @@ def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
             "same for the same step, whatever was asked before"
         )
     return lengths
-
-
-def _lr_schedule(config: RunConfig) -> LRSchedule:
-    training = config.training
-    return LRSchedule.from_options(
-        config.optimizer,
-        global_batch_size=training.global_batch_size,
-        seq_length=config.model.seq_length,
-        train_iters=training.train_iters,
-        train_samples=training.train_samples,
-        train_tokens=training.train_tokens,
-    )
 
 
 def _iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:

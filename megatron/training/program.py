@@ -147,7 +147,11 @@ class Ranks:
         if prints:
             print(text, file=sys.stderr, flush=True)
         if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
-            delivered = self._stay_away(reason or text, status)
+            try:
+                meeting = RankAgreement(self.env, LEAVE_SECONDS / 60)
+                delivered = meeting.refuse(reason or text, bad_input=status == EXIT_BAD_INPUT)
+            except (UserError, CommunicationError):
+                delivered = False
             if not delivered and not prints:
                 print(text, file=sys.stderr, flush=True)
                 printed = True
@@ -160,14 +164,6 @@ class Ranks:
             sys.stdout.flush()
             os._exit(status)  # threads of a broken process group can block an orderly exit
         return status
-
-    def _stay_away(self, reason: str, status: int) -> bool:
-        """Tell the waiting ranks that this rank will not join them; return whether they were told."""
-        try:
-            meeting = RankAgreement(self.env, LEAVE_SECONDS / 60)
-            return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
-        except (UserError, CommunicationError):
-            return False
 
 
 def run_program(body: Callable[[Ranks], None]) -> int:
@@ -211,18 +207,14 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         if is_out_of_memory(error):
             return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error)}", EXIT_BUG)
         if _NO_FIXED_ORDER in str(error):
-            return ranks.fail(f"rank {ranks.env.rank}: {no_fixed_order(error)}", EXIT_BUG)
+            operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()[:100]
+            why = (
+                f"--deterministic-mode: torch's {operation} {_NO_FIXED_ORDER} on this device; leave out what uses it, "
+                "or the flag"
+            )
+            return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_BUG)
         text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
         return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
-
-
-def no_fixed_order(error: BaseException) -> str:
-    """Explain in a single line that torch cannot do an operation under --deterministic-mode."""
-    operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()
-    return (
-        f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or "
-        "the flag"
-    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -234,21 +226,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException) -> str:
     """Explain a failed allocation in a single line."""
-    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    reason = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
+    match = _GPU_IS_FULL.search(str(error))
+    if match is not None:
+        needed, index, total, free = match.groups()
+        name = ""
+        with suppress(RuntimeError, AssertionError):  # a GPU in this state may not answer
+            name = f" ({torch.cuda.get_device_name(int(index))})"
+        reason = f"GPU {index}{name} needed {needed} more, and {free} of its {total} are free"
     return (
-        f"out of memory: {_of_gpu(str(error)) or reason[:300]}; lower --micro-batch-size or --seq-length, recompute "
+        f"out of memory: {reason}; lower --micro-batch-size or --seq-length, recompute "
         "activations (--recompute-granularity full), or split the model over more processes "
         "(--tensor-model-parallel-size, --pipeline-model-parallel-size)"
     )
-
-
-def _of_gpu(message: str) -> str | None:
-    """Extract the GPU, the memory needed and the memory available from torch's message; None for other messages."""
-    match = _GPU_IS_FULL.search(message)
-    if match is None:
-        return None
-    needed, index, total, free = match.groups()
-    name = ""
-    with suppress(RuntimeError, AssertionError):  # a GPU in this state may not answer
-        name = f" ({torch.cuda.get_device_name(int(index))})"
-    return f"GPU {index}{name} needed {needed} more, and {free} of its {total} are free"

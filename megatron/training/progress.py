@@ -40,18 +40,15 @@ class ProgressBar:
         self._output = sys.stdout if output is None else output
         self._bar: Any = None
         if mode == "on" or (mode == "auto" and self._stream.isatty()):
-            self._bar = self._make(total, done, name, required=mode == "on")
-
-    def _make(self, total: int, done: int, name: str, *, required: bool) -> Any:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            if required:
-                raise UserError(
-                    "--progress-bar on needs the tqdm package: pip install tqdm, or drop the flag"
-                ) from error
-            return None
-        return tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc=name)
+            try:
+                from tqdm import tqdm
+            except ImportError as error:
+                if mode == "on":
+                    raise UserError(
+                        "--progress-bar on needs the tqdm package: pip install tqdm, or drop the flag"
+                    ) from error
+            else:
+                self._bar = tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc=name)
 
     @property
     def is_shown(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Record(Values):
         self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
     ) -> float:
         """A figure: nan for null, which stands for a value that is not finite; the default if it is missing."""
-        if name in self and _is_lost(self[name]):
+        value = self.get(name, 0)
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return math.nan
         number = super().number(name, default, least=least, most=most)
         return self.get(name, number)  # a count stays a whole number
@@ -57,10 +58,6 @@ class Record(Values):
         return {key: Record(groups.table(key), f"{groups.location} {key}") for key in groups}
 
 
-def _is_lost(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
-
-
 def read_records(path: str | Path) -> list[Record]:
     """Read the events of a JSON-lines file, without those voided by a ``resume`` event.
 
@@ -70,20 +67,6 @@ def read_records(path: str | Path) -> list[Record]:
         UserError: when the iterations around a ``resume`` event are not numbers.
     """
     records: list[Record] = []
-    for record in _json_objects(path):
-        if record.get("kind") == "resume":
-            start = record.iteration(0)
-            records = [earlier for earlier in records if earlier.iteration(0) <= start]
-        records.append(record)
-    return records
-
-
-def finite_figures(figures: Iterable[float]) -> list[float]:
-    """The finite values among some figures; a single nan if there are none."""
-    return [figure for figure in figures if math.isfinite(figure)] or [math.nan]
-
-
-def _json_objects(path: str | Path) -> Iterator[Record]:
     # An editor may have put a byte order mark before the first line.
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -91,5 +74,16 @@ def _json_objects(path: str | Path) -> Iterator[Record]:
                 event = json.loads(line)
             except (ValueError, RecursionError):  # also numbers and nesting that Python does not read
                 continue
-            if isinstance(event, dict):
-                yield Record(event, f"{path}:{number}")
+            if not isinstance(event, dict):
+                continue
+            record = Record(event, f"{path}:{number}")
+            if record.get("kind") == "resume":
+                start = record.iteration(0)
+                records = [earlier for earlier in records if earlier.iteration(0) <= start]
+            records.append(record)
+    return records
+
+
+def finite_figures(figures: Iterable[float]) -> list[float]:
+    """The finite values among some figures; a single nan if there are none."""
+    return [figure for figure in figures if math.isfinite(figure)] or [math.nan]

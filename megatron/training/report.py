@@ -109,7 +109,12 @@ class Reporter:
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
         self.forecast = Forecast(
-            config, plan.sizes, engines.topology.layout, plan.train_iters, plan.evaluation_rounds, self._count_flops
+            config,
+            plan.sizes,
+            engines.topology.layout,
+            plan.train_iters,
+            plan.evaluation_rounds,
+            lambda length: float(model_flops_per_sample(replace(self.shape, seq_length=length))),
         )
         self._step_started = time.perf_counter()
         self._logs = engines.topology.is_last_rank
@@ -263,10 +268,6 @@ class Reporter:
             model_tflops=rate,
             mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
-
-    def _count_flops(self, length: int) -> float:
-        """Count the FLOPs for a sample of a length."""
-        return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
     def validation(
         self,

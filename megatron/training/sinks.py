@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -147,6 +148,7 @@ class JsonLinesSink(Sink):
         optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
         optional |= {name: getattr(metrics, name) for name in ("remaining_seconds", "curriculum_seqlen", "epoch")}
         optional["decoupled_learning_rate"] = metrics.decoupled_learning_rate
+        loads = {str(layer + 1): list(counts) for layer, counts in metrics.expert_loads.items()}
         timers_ms = slowest(metrics)
         values = {
             "consumed_samples": metrics.consumed_samples,
@@ -156,7 +158,7 @@ class JsonLinesSink(Sink):
             "global_batch_size": metrics.global_batch_size,
             "loss_scale": metrics.loss_scale,
             **drop_missing(optional),
-            **_loads(metrics),
+            **({"expert_loads": loads, "expert_imbalance": metrics.expert_imbalance} if loads else {}),
             "skipped_iterations": metrics.skipped_iterations,
             "nan_iterations": metrics.nan_iterations,
             "seconds_per_iteration": metrics.seconds_per_iteration,
@@ -167,7 +169,7 @@ class JsonLinesSink(Sink):
             "mfu": metrics.mfu,
             "memory_bytes": metrics.memory_bytes,
             "computed_s": metrics.computed_s,
-            "comm": {name: point.as_dict() for name, point in metrics.traffic.items()},
+            "comm": {name: drop_missing(asdict(point)) for name, point in metrics.traffic.items()},
         }
         maps = {"controllers": metrics.controllers, "timers_ms": timers_ms}
         self.event("train", metrics.iteration, {**values, **{name: table for name, table in maps.items() if table}})
@@ -218,12 +220,6 @@ def open_sinks(
     if config.mlflow_experiment is not None:
         sinks.append(MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked.get(MlflowSink.tracker)))
     return sinks
-
-
-def _loads(metrics: StepMetrics) -> dict[str, Any]:
-    """Tokens of each expert, by layer from 1, for layers with experts."""
-    loads = {str(layer + 1): list(counts) for layer, counts in metrics.expert_loads.items()}
-    return {"expert_loads": loads, "expert_imbalance": metrics.expert_imbalance} if loads else {}
 
 
 def _keys(losses: Mapping[str, float]) -> dict[str, float]:

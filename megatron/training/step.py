@@ -78,20 +78,6 @@ class ChunkProgram:
     def _dropout_keys(self, batch: Batch) -> DropoutKeys | None:
         return None if self.seed is None else DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
 
-    def _make_context(self, batch: Batch, micro_batch: int) -> ForwardContext:
-        data, experts = self.engines.config.data, None
-        if self.engines.experts.on and self.loss_grad is not None:
-            experts = self.engines.experts.context(micro_batch, self.loss_grad)
-        return ForwardContext(
-            dropout=self._dropout_keys(batch),
-            position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
-            segment_ids_bs=batch.segment_ids_bs,
-            types_bs=batch.types_bs,
-            decoder_tokens_bs=batch.decoder_tokens_bs,
-            decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
-            experts=experts,
-        )
-
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
         batch = self.batches[micro_batch]
         x = batch.tokens_bs if self.stage.stage_part.first else x_sbh
@@ -101,7 +87,17 @@ class ChunkProgram:
         if replicas is not None and torch.is_grad_enabled():
             replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
             run = replicas.wrapped
-        out_sbh: Tensor = run(x, self._make_context(batch, micro_batch))
+        experts = self.engines.experts
+        context = ForwardContext(
+            dropout=self._dropout_keys(batch),
+            position_ids_bs=batch.position_ids_bs if self.engines.config.data.reset_position_ids else None,
+            segment_ids_bs=batch.segment_ids_bs,
+            types_bs=batch.types_bs,
+            decoder_tokens_bs=batch.decoder_tokens_bs,
+            decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
+            experts=experts.context(micro_batch, self.loss_grad) if experts.on and self.loss_grad is not None else None,
+        )
+        out_sbh: Tensor = run(x, context)
         if not self.stage.stage_part.last:
             return out_sbh
         result = self.stage.loss(out_sbh, _make_targets(batch, self._dropout_keys(batch)), self.divisors)
@@ -187,7 +183,16 @@ def train_step(
     timers = timers or Timers(clock=ledger.clock)
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
     replicas = engines.topology.layout.dp * engines.sync_warmup.count
-    losses, all_finite = _reduce_gradients(engines, last_chunk, iteration, timers)
+    reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
+    with ledger.computing(), timers(reduction, level=1):
+        losses = _report_losses(engines, last_chunk)
+        all_finite = engines.sync.finish_reduction(sum(count for _, count in losses.values()))
+        sync_warmup = engines.sync_warmup
+        if all_finite and sync_warmup.active and sync_warmup.compressed:
+            assert engines.outer is not None
+            assert sync_warmup.group is not None
+            with sync_warmup.explain_errors():
+                engines.outer.sum_gradients(sync_warmup.group, iteration, engines.optimizer.loss_scale.scale)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
             losses,
@@ -223,46 +228,11 @@ def train_step(
     )
 
 
-def _reduce_gradients(
-    engines: Engines, last_chunk: ChunkProgram, iteration: int, timers: Timers
-) -> tuple[dict[str, tuple[float, float]], bool]:
-    """Reduce the gradients, in synchronous steps also over islands; return this rank's losses, and the result of
-    ``GradientSync.finish_reduction``."""
-    reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
-    with engines.ledger.computing(), timers(reduction, level=1):
-        losses = _report_losses(engines, last_chunk)
-        all_finite = engines.sync.finish_reduction(sum(count for _, count in losses.values()))
-        sync_warmup = engines.sync_warmup
-        if all_finite and sync_warmup.active and sync_warmup.compressed:
-            assert engines.outer is not None
-            assert sync_warmup.group is not None
-            with sync_warmup.explain_errors():
-                engines.outer.sum_gradients(sync_warmup.group, iteration, engines.optimizer.loss_scale.scale)
-        return losses, all_finite
-
-
 def _report_losses(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:
     """Sum and count of each loss, by name; zero on ranks that do not report."""
     names = engines.config.model.loss_names
     reports = engines.holds_loss and engines.topology.tp.rank == 0
     return dict(zip(names, last_chunk.sums() if reports else [(0.0, 0.0)] * len(names), strict=True))
-
-
-def _compute_divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
-    """Divisors that turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels.
-
-    None if no label is masked: micro-batches of equal size are averaged.
-    """
-    if not engines.config.masks_labels or not engines.holds_loss:
-        return None
-    dp = engines.topology.dp
-    counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
-    pending = dp.all_reduce(counts)
-    engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-    engines.ledger.wait_for(Point.CONTROL, pending)
-    engines.sync_warmup.all_reduce([counts])
-    # A loss without unmasked labels is zero with any divisor.
-    return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.sync_warmup.islands)
 
 
 def _forward_backward(
@@ -275,7 +245,17 @@ def _forward_backward(
             buffer.begin_grads()
     engines.begin_step(iteration, length)
     engines.experts.begin_step()
-    divisors = _compute_divisors(engines, batches)
+    dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands, None
+    if config.masks_labels and engines.holds_loss:
+        # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
+        # label is masked, micro-batches of equal size are averaged.
+        counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
+        pending = dp.all_reduce(counts)
+        engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
+        engines.ledger.wait_for(Point.CONTROL, pending)
+        engines.sync_warmup.all_reduce([counts])
+        # A loss without unmasked labels is zero with any divisor.
+        divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
     table = engines.pipeline.get_timetable(config.parallel.pipeline_schedule, count)
     signatures = [
         ("training", count, length, _batch_shapes(batches)),
@@ -286,7 +266,7 @@ def _forward_backward(
     # The objective of a micro-batch is its share of the batch mean, times the number of micro-batches. Auxiliary losses
     # of expert layers are means over the tokens of a micro-batch, and have the same gradient.
     loss_grad = torch.tensor(
-        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.sync_warmup.islands),
+        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * islands),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )

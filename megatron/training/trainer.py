@@ -16,7 +16,7 @@ from megatron.distributed.topology import Topology
 from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
-from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses
+from megatron.training.evaluation import EvaluationSet, evaluate
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
@@ -139,7 +139,8 @@ class Trainer:
                     reason = self._skip_iterations(signals)
                 else:
                     with self._make_loader(self.train_set, progress.consumed_samples) as batches:
-                        reason = self._take_steps(batches, signals)
+                        while self._may_continue(reason, self.train_iters) and not self._skips_next:
+                            reason = self._run_iteration(batches, self._make_vote(signals))
             self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason
@@ -163,13 +164,6 @@ class Trainer:
     def _may_continue(self, reason: ExitReason, last: int) -> bool:
         """Whether the next iteration follows: not beyond ``last``, without a reason to stop, and before any join."""
         return self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind
-
-    def _take_steps(self, batches: MicroBatches, signals: ExitSignals | None) -> ExitReason:
-        """Take steps until the run ends, the next iteration is skipped, or this island must join the others."""
-        reason = ExitReason.NONE
-        while self._may_continue(reason, self.train_iters) and not self._skips_next:
-            reason = self._run_iteration(batches, self._make_vote(signals))
-        return reason
 
     def _skip_iterations(self, signals: ExitSignals | None) -> ExitReason:
         """Skip iterations until the next step, the end of the run, or until this island must join the others."""
@@ -268,12 +262,14 @@ class Trainer:
         if every and progress.iteration % every == 0:
             with self.reporter.paused("check"):
                 check_replicas(self.engines, progress.iteration)
+        assert self.train_set is not None
+        epoch_samples = self.train_set.epoch_samples
         self.reporter.after_step(
             replace(
                 metrics,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.tokens(config.model.seq_length),
-                epoch=self._epoch(),
+                epoch=progress.consumed_samples / epoch_samples if epoch_samples else None,
                 curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
                 learning_rate=rates.lr,
                 weight_decay=rates.weight_decay,
@@ -293,31 +289,17 @@ class Trainer:
         config, progress, timers = self.config, self.progress, self.timers
         if progress.iteration % config.validation.eval_interval == 0:
             self._validate()
-        reason = self._find_stop_reason(votes)
-        interval = config.checkpoint.save_interval
-        if interval and progress.iteration % interval == 0:
+        if self.rounds is not None and self.rounds.takes_local_steps:
+            reason = ExitReason(self.rounds.stop_reason)  # such islands stop together at the end of a round
+        else:
+            reason = self.policy.reason(votes)
+        exit_interval, save_interval = config.training.exit_interval, config.checkpoint.save_interval
+        if reason is ExitReason.NONE and exit_interval and progress.iteration % exit_interval == 0:
+            reason = ExitReason.INTERVAL
+        if save_interval and progress.iteration % save_interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
                 self._save()
         return reason
-
-    def _epoch(self) -> float | None:
-        """Number of epochs of the training set so far; None for a set without a complete sample."""
-        assert self.train_set is not None
-        samples = self.train_set.epoch_samples
-        return self.progress.consumed_samples / samples if samples else None
-
-    def _find_stop_reason(self, votes: StopVotes) -> ExitReason:
-        """Find the reason to stop now. Islands with local steps stop together at the end of a round."""
-        rounds = self.rounds
-        reason = (
-            ExitReason(rounds.stop_reason)
-            if rounds is not None and rounds.takes_local_steps
-            else self.policy.reason(votes)
-        )
-        if reason is not ExitReason.NONE:
-            return reason
-        interval = self.config.training.exit_interval
-        return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 
     def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
         dp, islands = self.topology.dp, self.config.islands
@@ -354,8 +336,10 @@ class Trainer:
             if self.judge is not None and evaluation.outputs_nc is not None:
                 scores = self.judge(evaluation.outputs_nc)
                 self._judged_at = self.progress.iteration
+        names = next(iter(losses.values()))
+        means = {name: sum(set_losses[name] for set_losses in losses.values()) / len(losses) for name in names}
         self.reporter.validation(
-            mean_losses(list(losses.values())),
+            means,
             samples=sum(evaluation_set.samples for evaluation_set in sets) if final else None,
             split=split,
             scores=scores,
