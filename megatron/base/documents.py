@@ -118,7 +118,12 @@ def parse_yaml(text: str, location: str) -> dict[str, Any]:
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"{location}: is not valid YAML ({_one_line(error)}); correct the file") from None
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError):
+            mark = error.problem_mark
+            line = f"line {mark.line + 1}: " if mark is not None else ""
+            reason = f"{line}{error.problem or error.context or 'syntax error'}"
+        raise UserError(f"{location}: is not valid YAML ({reason}); correct the file") from None
     except RecursionError:
         raise UserError(f"{location}: is nested too deeply; give sections of names and values") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -139,11 +144,3 @@ def dump_yaml(content: dict[str, Any]) -> str:
         for name, section in content.items()
     ]
     return "\n".join(blocks)
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark
-        location = f"line {mark.line + 1}: " if mark is not None else ""
-        return f"{location}{error.problem or error.context or 'syntax error'}"
-    return " ".join(str(error).split())

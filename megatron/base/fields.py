@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -53,7 +52,7 @@ def _check_count(field: FieldOption, values: Sequence[Any], location: str) -> No
 def check_fields(section: str, values: Any) -> None:
     """Checks type, choices and bounds of each field of the dataclass instance ``values`` separately.
 
-    ``check_required`` checks for missing required fields.
+    ``missing_flags`` lists missing required fields.
 
     Raises:
         UserError: when a field is invalid; the message names the flag of the first.
@@ -71,20 +70,13 @@ def check_fields(section: str, values: Any) -> None:
                 raise UserError(f"{label} is {number:g}, which is beyond single precision; give a number that is meant")
 
 
-def check_required(section: str, values: Any) -> None:
-    """Checks that all required fields have values.
-
-    Raises:
-        UserError: when fields are missing; the message names their flags.
-    """
-    missing = [
+def missing_flags(section: str, values: Any) -> list[str]:
+    """Flags of the required fields without a value."""
+    return [
         f"--{field.flag}"
         for field in field_options(section, type(values))
         if field.option.required and getattr(values, field.name) is None
     ]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UserError(f"{', '.join(missing)} {verb} required and {verb} not given")
 
 
 def section_from_plain(section: str, cls: type, values: dict[str, Any], location: str) -> Any:
@@ -101,11 +93,6 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], location
         name: from_plain(fields[name], value, f"{location}: {section}.{name}") for name, value in values.items()
     }
     return cls(**converted)
-
-
-def section_to_plain(values: Any) -> dict[str, Any]:
-    """The fields of a section as plain types, for YAML."""
-    return dataclasses.asdict(values)
 
 
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:

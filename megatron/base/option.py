@@ -85,10 +85,6 @@ class Option:
     common: str = ""
 
 
-_UNDECLARED = Option(help="")
-"""Option of an undeclared field, which only compressor options may have."""
-
-
 def option(default: Any, help: str, **details: Any) -> Any:
     """A field with a default. ``details`` are the attributes of Option."""
     metadata = {_METADATA_KEY: Option(help=help, **details)}
@@ -174,8 +170,12 @@ def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
-        described = field.metadata.get(_METADATA_KEY, _UNDECLARED)
-        element, is_list = _element_type(hints[field.name])
+        described = field.metadata.get(_METADATA_KEY, Option(help=""))  # undeclared: of a compressor
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+        is_list = typing.get_origin(hint) is list
+        element = typing.get_args(hint)[0] if is_list else hint
         choices: tuple[str, ...] = ()
         if typing.get_origin(element) is Literal:
             element, choices = str, typing.get_args(element)
@@ -185,12 +185,3 @@ def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
             default = field.default
         fields.append(FieldOption(section, field.name, described, element, is_list, default, choices))
     return tuple(fields)
-
-
-def _element_type(hint: Any) -> tuple[type, bool]:
-    """Element type, and whether it is a list, of an annotation such as ``int | None`` or ``list[str]``."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
-    if typing.get_origin(hint) is list:
-        return typing.get_args(hint)[0], True
-    return hint, False

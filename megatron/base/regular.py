@@ -64,16 +64,13 @@ def contents(path: str | Path) -> str:
                 size = os.fstat(stream.fileno()).st_size
                 total += size
                 digest.update(b"%d\0" % size)
-                for start, length in _looked_at(size):
+                samples = [(0, size)]
+                if size > _SAMPLES * _SAMPLE_BYTES:
+                    last = size - _SAMPLE_BYTES
+                    samples = [(last * index // (_SAMPLES - 1), _SAMPLE_BYTES) for index in range(_SAMPLES)]
+                for start, length in samples:
                     stream.seek(start)
                     digest.update(stream.read(length))
     except OSError as error:
         return f"unreadable ({error.strerror})"
     return f"{total} bytes with digest {digest.hexdigest()}"
-
-
-def _looked_at(size: int) -> list[tuple[int, int]]:
-    if size <= _SAMPLES * _SAMPLE_BYTES:
-        return [(0, size)]
-    last = size - _SAMPLE_BYTES
-    return [(last * index // (_SAMPLES - 1), _SAMPLE_BYTES) for index in range(_SAMPLES)]

@@ -81,7 +81,13 @@ def end_program(status: int) -> NoReturn:
     Threads of torch's process groups outlive both, and abort the process if they release a tensor while the interpreter
     is finalized. Without torch, or under a profiler or debugger, which prints at exit, Python exits normally.
     """
-    if "torch" not in sys.modules or _observed():
+    # Since Python 3.12, cProfile and others use sys.monitoring instead of trace functions.
+    monitoring: Any = getattr(sys, "monitoring", None)
+    is_monitored = monitoring is not None and any(
+        monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS)
+    )
+    is_observed = is_monitored or sys.gettrace() is not None or sys.getprofile() is not None
+    if "torch" not in sys.modules or is_observed:
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
@@ -91,18 +97,6 @@ def end_program(status: int) -> NoReturn:
     except (OSError, ValueError):
         sys.exit(status)  # Python reports that it cannot write
     os._exit(status)
-
-
-def _observed() -> bool:
-    """Whether a profiler, debugger or coverage tool is active.
-
-    Since Python 3.12, cProfile and others use sys.monitoring instead of trace functions.
-    """
-    monitoring: Any = getattr(sys, "monitoring", None)
-    is_monitored = monitoring is not None and any(
-        monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS)
-    )
-    return is_monitored or sys.gettrace() is not None or sys.getprofile() is not None
 
 
 def launch() -> NoReturn:

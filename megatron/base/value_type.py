@@ -44,7 +44,11 @@ class ValueType:
     def bounds(self) -> str:
         """Description of the bounds, such as "at least 0 and below 1"; empty without bounds."""
         limits = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
-        return " and ".join(f"{words} {_bound(bound)}" for words, bound in limits if bound is not None)
+        return " and ".join(
+            f"{words} {bound:_}" if isinstance(bound, int) and bound >= 1000 else f"{words} {bound:g}"
+            for words, bound in limits
+            if bound is not None
+        )
 
     def from_text(self, text: str, location: str) -> Any:
         """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""
@@ -113,7 +117,8 @@ class ValueType:
             and (self.below is None or value < self.below)
         )
         if not inside:
-            raise UserError(f"{location} is {_format_number(value)}; it must be {self.bounds}")
+            text = f"{value:_}" if isinstance(value, int) or abs(value) < 1e15 else f"{value:g}"
+            raise UserError(f"{location} is {text}; it must be {self.bounds}")
 
     def _number(self, value: float, location: str) -> float:
         """Converts a number of a document to a 64-bit int or a finite float."""
@@ -142,11 +147,3 @@ def _choice(choices: Sequence[str], text: str, location: str) -> str:
         if spell(choice) == spell(text):
             return choice
     raise UserError(f"{location}: {shortened(text)!r} is not one of {', '.join(choices)}")
-
-
-def _bound(number: float) -> str:
-    return f"{number:_}" if isinstance(number, int) and number >= 1000 else f"{number:g}"
-
-
-def _format_number(number: float) -> str:
-    return f"{number:_}" if isinstance(number, int) or abs(number) < 1e15 else f"{number:g}"

@@ -60,46 +60,42 @@ class BatchSizeSchedule:
         self._begin: Callable[[int], int] = lambda stage: 0
         flag = ""
         if rampup is not None:
-            self._set_rampup(rampup)
             flag = "--rampup-batch-size"
+            if len(rampup) != 3:
+                raise UserError(f"{flag} needs three values (start, increment, samples), got {len(rampup)}")
+            start, increment, samples = rampup
+            ramp_flag = f"{flag} {start} {increment} {samples}"
+            if start < 1 or increment < 1 or samples < 0:
+                raise UserError(
+                    f"{ramp_flag}: start and increment must be at least 1, samples at least 0; correct them"
+                )
+            if start > global_batch_size:
+                raise UserError(f"{ramp_flag}: the start is above --global-batch-size {global_batch_size}; lower it")
+            increments, remainder = divmod(global_batch_size - start, increment)
+            if remainder:
+                raise UserError(
+                    f"{ramp_flag}: the increment does not divide the way from {start} to --global-batch-size "
+                    f"{global_batch_size}; choose one that does"
+                )
+            self.sizes = range(start, global_batch_size + 1, increment)
+            # Integer arithmetic: dividing by a rounded samples-per-increment would be a step late at some boundaries.
+            self._begin = lambda stage: -(-stage * samples // max(increments, 1))
         elif steps is not None:
             begins, self.sizes = zip(*steps, strict=True)
             self._begin = begins.__getitem__
             flag = "--step-batch-size-schedule"
         for size in self.deciding_sizes:
-            self._check_divides(size, flag, micro_batch_size, dp_size)
-
-    def _set_rampup(self, rampup: Sequence[int]) -> None:
-        if len(rampup) != 3:
-            raise UserError(f"--rampup-batch-size needs three values (start, increment, samples), got {len(rampup)}")
-        start, increment, samples = rampup
-        flag = f"--rampup-batch-size {start} {increment} {samples}"
-        if start < 1 or increment < 1 or samples < 0:
-            raise UserError(f"{flag}: start and increment must be at least 1, samples at least 0; correct them")
-        if start > self.global_batch_size:
-            raise UserError(f"{flag}: the start is above --global-batch-size {self.global_batch_size}; lower it")
-        increments, remainder = divmod(self.global_batch_size - start, increment)
-        if remainder:
-            raise UserError(
-                f"{flag}: the increment does not divide the way from {start} to --global-batch-size "
-                f"{self.global_batch_size}; choose one that does"
-            )
-        self.sizes = range(start, self.global_batch_size + 1, increment)
-        # Integer arithmetic: dividing by a rounded samples-per-increment would be a step late at some boundaries.
-        self._begin = lambda stage: -(-stage * samples // max(increments, 1))
+            if size < 1 or size % self.samples_per_micro_batch:
+                origin = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
+                raise UserError(
+                    f"--global-batch-size {size}{origin} does not divide by --micro-batch-size {micro_batch_size} "
+                    f"x {dp_size} data-parallel ranks: take a multiple of {self.samples_per_micro_batch}"
+                )
 
     @property
     def deciding_sizes(self) -> Sequence[int]:
         """Sizes that determine divisibility: a number that divides these divides all. Of a ramp-up, the first two."""
         return self.sizes[:2] if isinstance(self.sizes, range) else self.sizes
-
-    def _check_divides(self, size: int, flag: str, micro_batch_size: int, dp_size: int) -> None:
-        if size < 1 or size % self.samples_per_micro_batch:
-            origin = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
-            raise UserError(
-                f"--global-batch-size {size}{origin} does not divide by --micro-batch-size {micro_batch_size} "
-                f"x {dp_size} data-parallel ranks: take a multiple of {self.samples_per_micro_batch}"
-            )
 
     def _stage(self, consumed_samples: int) -> tuple[int, int | None]:
         """Size of the step at ``consumed_samples``, and the samples at which the next size begins (None: never)."""

@@ -39,7 +39,14 @@ def check_compression(
         if text.partition("=")[0].strip().lower() == EXPERTS:
             note(f"--compress {text} stands for {' '.join(expand_spec(text))}")
     if settings["check_orth_error_acti"]:
-        _check_probe(parallel, specs.get(Point.PP_BWD))
+        probed = specs.get(Point.PP_BWD)
+        if probed is None or probed.identity or parallel.pipeline_model_parallel_size == 1:
+            raise UserError(
+                "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank "
+                "and --pipeline-model-parallel-size of at least 2"
+            )
+        if probed.activation.epilogue:
+            raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
     for point, spec in specs.items():
         flag = f"--compress {point.value}={spec.name}"
         _check_stages(parallel, spec, flag, note)
@@ -47,31 +54,33 @@ def check_compression(
         reason = _nothing_to_do(model, parallel, world_size, point)
         if reason and not spec.identity:
             note(f"{flag}: no effect, {reason}")
-        if point is Point.DP_GRAD:
-            _check_experts(parallel, spec, flag)
+        expert_ranks = parallel.expert_model_parallel_size
+        if point is Point.DP_GRAD and expert_ranks > 1 and spec.make_rounds().traits.clips_first:
+            raise UserError(
+                f"{flag}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
+                f"{expert_ranks} a replica has those of other replicas' tokens; leave one of the two out"
+            )
         if point is Point.DP_GRAD and parallel.ddp_impl == "torch" and not spec.identity:
             raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
         problem = spec.make_compressor().check(point, settings)
         if problem:
             raise UserError(f"{flag}: {problem}")
-        if point is Point.EMBED_GRAD:
-            _check_embedding(parallel, spec, flag)
-        if point in (Point.TP_FWD, Point.TP_BWD):
-            _check_tensor(parallel, spec, flag)
+        compressed = spec.fused or not spec.identity
+        if point is Point.EMBED_GRAD and compressed and parallel.use_distributed_optimizer:
+            raise UserError(
+                f"{flag}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
+                "leave the spec or the distributed optimizer out"
+            )
+        if point is Point.EMBED_GRAD and spec.fused and parallel.ddp_impl == "torch":
+            raise UserError(f"{flag}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
+        tensor_parallel = point in (Point.TP_FWD, Point.TP_BWD)
+        if tensor_parallel and parallel.message_parts > 1 and spec.registration.codec is None:
+            raise UserError(
+                f"{flag}: {parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; use fixpoint"
+            )
         if point is Point.PARAM_GATHER:
             _check_gather(model, parallel, spec, flag)
     return specs
-
-
-def _check_probe(parallel: ParallelConfig, spec: Spec | None) -> None:
-    """Check that --check-orth-error-acti has the compressor of the activation gradients to look at."""
-    if spec is None or spec.identity or parallel.pipeline_model_parallel_size == 1:
-        raise UserError(
-            "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank and "
-            "--pipeline-model-parallel-size of at least 2"
-        )
-    if spec.activation.epilogue:
-        raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
 
 
 def _nothing_to_do(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
@@ -117,33 +126,6 @@ def _check_rank(model: ModelConfig, spec: Spec, flag: str) -> None:
         raise UserError(
             f"{flag}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
             f"write rank={max(hidden // 4, 1)} or less"
-        )
-
-
-def _check_experts(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
-    size = parallel.expert_model_parallel_size
-    if size > 1 and spec.make_rounds().traits.clips_first:
-        raise UserError(
-            f"{flag}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
-            f"{size} a replica has those of other replicas' tokens; leave one of the two out"
-        )
-
-
-def _check_embedding(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
-    compressed = spec.fused or not spec.identity
-    if compressed and parallel.use_distributed_optimizer:
-        raise UserError(
-            f"{flag}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
-            "leave the spec or the distributed optimizer out"
-        )
-    if spec.fused and parallel.ddp_impl == "torch":
-        raise UserError(f"{flag}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
-
-
-def _check_tensor(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
-    if parallel.message_parts > 1 and spec.registration.codec is None:
-        raise UserError(
-            f"{flag}: {parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; use fixpoint"
         )
 
 

@@ -32,9 +32,24 @@ def check_experts(model: ModelConfig) -> None:
             f"{flag}: {len(model.num_experts)} numbers for the {layers} layers with experts; give one for all, or "
             f"{layers}"
         )
-    _check_routing(model, min(expert_layers.values()))
+    fewest = min(expert_layers.values())
+    if model.moe_router_topk > fewest:
+        raise UserError(
+            f"--moe-router-topk {model.moe_router_topk} is above the {fewest} experts of a layer (--num-experts); "
+            "lower it, or add experts"
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
+        raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")
     _check_groups(model, sorted(set(expert_layers.values())))
-    _check_balance(model)
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    balancing_flag = f"--moe-router-load-balancing-type {' '.join(kinds)}"
+    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1) or not kinds:
+        raise UserError(f"{balancing_flag}: give each loss once, or none alone")
+    if len(weights) not in (1, len(kinds)):
+        raise UserError(
+            f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}: {len(weights)} weights for the "
+            f"{len(kinds)} losses of {balancing_flag}; give one for all, or {len(kinds)}"
+        )
     if model.mlp_type == "residual" and not is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(
             "--mlp-type residual and --moe-shared-expert-intermediate-size both put an MLP beside the experts; keep one"
@@ -43,16 +58,6 @@ def check_experts(model: ModelConfig) -> None:
         raise UserError(
             "--moe-shared-expert-gate: there is no shared expert; add --moe-shared-expert-intermediate-size"
         )
-
-
-def _check_routing(model: ModelConfig, fewest: int) -> None:
-    if model.moe_router_topk > fewest:
-        raise UserError(
-            f"--moe-router-topk {model.moe_router_topk} is above the {fewest} experts of a layer (--num-experts); "
-            "lower it, or add experts"
-        )
-    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
-        raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")
 
 
 def _check_groups(model: ModelConfig, counts: list[int]) -> None:
@@ -79,18 +84,6 @@ def _check_groups(model: ModelConfig, counts: list[int]) -> None:
         raise UserError(
             f"--moe-router-topk {k} is above the {chosen * (counts[0] // groups)} experts of --moe-router-group-topk "
             f"{chosen} groups; choose more groups, or fewer experts"
-        )
-
-
-def _check_balance(model: ModelConfig) -> None:
-    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    flag = f"--moe-router-load-balancing-type {' '.join(kinds)}"
-    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1) or not kinds:
-        raise UserError(f"{flag}: give each loss once, or none alone")
-    if len(weights) not in (1, len(kinds)):
-        raise UserError(
-            f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}: {len(weights)} weights for the "
-            f"{len(kinds)} losses of {flag}; give one for all, or {len(kinds)}"
         )
 
 

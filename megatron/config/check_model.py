@@ -21,7 +21,16 @@ def check_model(model: ModelConfig) -> None:
                 f"{flag} {length} is longer than --max-position-embeddings {model.max_position_embeddings}; raise the "
                 "latter to at least the former"
             )
-    _check_windows(model)
+    pattern = model.window_attn_skip_freq
+    pattern_flag = f"--window-attn-skip-freq {' '.join(map(str, pattern))}"
+    if pattern and model.sliding_window is None:
+        raise UserError(f"{pattern_flag} says which layers have a window; add --sliding-window")
+    if pattern and (len(pattern) != model.num_layers or set(pattern) - {0, 1}):
+        raise UserError(
+            f"{pattern_flag}: give one number of at least 2, or 0 or 1 for each of the {model.num_layers} layers"
+        )
+    if pattern and 1 not in pattern:
+        raise UserError(f"{pattern_flag} leaves no layer a window; leave out --sliding-window, too")
     _check_rotary(model)
     _check_kind(model)
     check_task_head(model)
@@ -44,24 +53,6 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(f"{' and '.join(activations)} exclude each other; keep one activation")
 
 
-def _check_windows(model: ModelConfig) -> None:
-    pattern, layers = model.window_attn_skip_freq, model.num_layers
-    if not pattern:
-        return
-    pattern_text = " ".join(map(str, pattern))
-    if model.sliding_window is None:
-        raise UserError(f"--window-attn-skip-freq {pattern_text} says which layers have a window; add --sliding-window")
-    if len(pattern) != layers or set(pattern) - {0, 1}:
-        raise UserError(
-            f"--window-attn-skip-freq {pattern_text}: give one number of at least 2, or 0 or 1 for each of the "
-            f"{layers} layers"
-        )
-    if 1 not in pattern:
-        raise UserError(
-            f"--window-attn-skip-freq {pattern_text} leaves no layer a window; leave out --sliding-window, too"
-        )
-
-
 def _check_kind(model: ModelConfig) -> None:
     gpt_flags = {
         "--qk-layernorm": (model.qk_layernorm, "normalizes queries and keys"),
@@ -79,8 +70,18 @@ def _check_kind(model: ModelConfig) -> None:
         raise UserError(
             f"--sliding-window is of earlier positions, and {kind} attends to later ones, too; leave it out"
         )
-    if model.model_type == "t5":
-        _check_t5(model)
+    positions = model.position_embedding_type
+    not_of_t5 = {
+        f"--position-embedding-type {positions}": positions != "learned_absolute",
+        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
+        "--parallel-residual": model.parallel_residual,
+    }
+    for flag, is_set in not_of_t5.items():
+        if is_set and model.model_type == "t5":
+            raise UserError(
+                f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose "
+                "parts follow each other; leave it out"
+            )
     if model.model_type == "deberta":
         _check_deberta(model)
     if model.model_type in ("bert", "deberta") and model.num_tokentypes == 1:
@@ -89,20 +90,6 @@ def _check_kind(model: ModelConfig) -> None:
         raise UserError(
             f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
             f"{PROGRAMS['bert']}"
-        )
-
-
-def _check_t5(model: ModelConfig) -> None:
-    positions = model.position_embedding_type
-    other_form = {
-        f"--position-embedding-type {positions}": positions != "learned_absolute",
-        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
-        "--parallel-residual": model.parallel_residual,
-    }
-    for flag in [flag for flag, is_set in other_form.items() if is_set]:
-        raise UserError(
-            f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose parts "
-            "follow each other; leave it out"
         )
 
 
@@ -144,29 +131,6 @@ def check_task_head(model: ModelConfig) -> None:
         raise UserError("--model-type t5: tasks/main.py fine-tunes encoders and GPT; give --model-type bert")
 
 
-def _check_rotary(model: ModelConfig) -> None:
-    rotary_flags = {
-        "--rotary-percent": model.rotary_percent != 1.0,
-        "--rotary-scaling": model.rotary_scaling != "none",
-        "--rope-local-base-freq": model.rope_local_base_freq is not None,
-    }
-    for flag in [flag for flag, is_set in rotary_flags.items() if is_set]:
-        if model.position_embedding_type != "rope":
-            raise UserError(f"{flag} needs rotary positions; add --position-embedding-type rope")
-    if model.rope_local_base_freq is not None and model.sliding_window is None:
-        raise UserError("--rope-local-base-freq is for layers with a window; add --sliding-window")
-    _check_rotary_scaling(model)
-    if model.position_embedding_type != "rope":
-        return
-    rotary_channels = int(model.kv_channels * model.rotary_percent)
-    if rotary_channels < 2 or rotary_channels % 2 != 0:
-        raise UserError(
-            f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
-            f"(--kv-channels) rotates {rotary_channels} channels; choose values that give an even number of at least "
-            "2"
-        )
-
-
 _SCALING: dict[str, tuple[object, str]] = {
     "rotary_scaling_factor": (8.0, "linear, llama3 or yarn"),
     "rotary_scaling_original_length": (8192, "llama3 or yarn"),
@@ -178,17 +142,35 @@ _SCALING: dict[str, tuple[object, str]] = {
 """Setting of scaled rotary positions -> default, and the scaling types that use it."""
 
 
-def _check_rotary_scaling(model: ModelConfig) -> None:
+def _check_rotary(model: ModelConfig) -> None:
+    rotary_flags = {
+        "--rotary-percent": model.rotary_percent != 1.0,
+        "--rotary-scaling": model.rotary_scaling != "none",
+        "--rope-local-base-freq": model.rope_local_base_freq is not None,
+    }
+    for flag in [flag for flag, is_set in rotary_flags.items() if is_set]:
+        if model.position_embedding_type != "rope":
+            raise UserError(f"{flag} needs rotary positions; add --position-embedding-type rope")
+    if model.rope_local_base_freq is not None and model.sliding_window is None:
+        raise UserError("--rope-local-base-freq is for layers with a window; add --sliding-window")
     for name, (default, kinds) in _SCALING.items():
         if model.rotary_scaling not in kinds and getattr(model, name) != default:
             flag = name if name != "yarn_correction_range_round_to_int" else f"no_{name}"
             raise UserError(f"--{flag.replace('_', '-')} is for --rotary-scaling {kinds}; add it, or leave this out")
-    if model.rotary_scaling in ("none", "linear"):
-        return
-    if model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
+    scales_by_turns = model.rotary_scaling not in ("none", "linear")
+    if scales_by_turns and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
         raise UserError(
             f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
             f"{model.rotary_scaling_high_turns:g}; lower the former"
         )
     if model.rotary_scaling == "yarn" and model.rotary_base <= 1:
         raise UserError(f"--rotary-base {model.rotary_base:g}: --rotary-scaling yarn needs one above 1; raise it")
+    if model.position_embedding_type != "rope":
+        return
+    rotary_channels = int(model.kv_channels * model.rotary_percent)
+    if rotary_channels < 2 or rotary_channels % 2 != 0:
+        raise UserError(
+            f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
+            f"(--kv-channels) rotates {rotary_channels} channels; choose values that give an even number of at least "
+            "2"
+        )

@@ -19,6 +19,7 @@ class FlagTable:
     """Table of accepted flag and field spellings with their targets.
 
     own_sections: section name -> dataclass of `option` fields; `sections` also holds the translator's sections.
+    fields, fields_by_name: fields of all sections by dotted name, and by their own names, normalized.
     Clashing spellings are a programming error and raise ValueError.
     """
 
@@ -27,13 +28,17 @@ class FlagTable:
         self.translator = translator
         self.sections = {**own_sections, **translator.sections()}
         self.fields: dict[str, FieldOption] = {}
+        self.fields_by_name: dict[str, FieldOption] = {}
         self._by_flag: dict[str, Target] = {}
-        self._by_field_name: dict[str, FieldOption] = {}
         for section, cls in self.sections.items():
             for described in field_options(section, cls):
-                _check_declared(cls, described)
+                field_name = f"{cls.__name__}.{described.name}"
+                if not described.option.help:
+                    raise TypeError(f"{field_name} has no option(): every field of a section needs one")
+                if described.is_switch and described.default is True and not described.option.off_switch:
+                    raise TypeError(f"{field_name} is on by default and needs a flag that turns it off")
                 self.fields[described.path] = described
-                if self._by_field_name.setdefault(spell(described.name), described) is not described:
+                if self.fields_by_name.setdefault(spell(described.name), described) is not described:
                     raise ValueError(f"two sections have a field {described.name}")
         for flag, target in self.spellings():
             if self._by_flag.setdefault(spell(flag), target) is not target:
@@ -50,10 +55,6 @@ class FlagTable:
         """Target of a flag, in any spelling."""
         return self._by_flag.get(spell(flag))
 
-    def by_field_name(self, name: str) -> FieldOption | None:
-        """Field with this name, in any spelling."""
-        return self._by_field_name.get(spell(name))
-
     def all_flags(self) -> list[str]:
         """All spellings, normalized, without dashes, sorted."""
         return sorted(self._by_flag)
@@ -62,19 +63,6 @@ class FlagTable:
         """Hint for an unknown flag: the nearest known flag, preferably with an effect."""
         effective_flags = [name for name, target in self._by_flag.items() if not _hidden(target)]
         return nearest(flag, [*effective_flags, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
-
-    def nearest_key(self, key: str) -> str:
-        """Hint for an unknown YAML key: the nearest known field."""
-        return nearest(key, [described.name for described in self.fields.values()]) or self.nearest_flag(key)
-
-
-def _check_declared(cls: type, described: FieldOption) -> None:
-    """Check that a field can be offered as a flag; raise TypeError otherwise."""
-    field_name = f"{cls.__name__}.{described.name}"
-    if not described.option.help:
-        raise TypeError(f"{field_name} has no option(): every field of a section needs one")
-    if described.is_switch and described.default is True and not described.option.off_switch:
-        raise TypeError(f"{field_name} is on by default and needs a flag that turns it off")
 
 
 def _hidden(target: Target) -> bool:
@@ -98,7 +86,14 @@ class Source:
 
     def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
         """Add a flag with its arguments. Messages name it by `spelling`."""
-        self._refuse_opposite(spelling, texts)
+        name = spell(spelling)
+        if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
+            self.switched_on.discard(name)
+        else:
+            self.switched_on.add(name)
+            opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+            if opposite in self.switched_on:
+                raise UserError(f"--{opposite} and --{name} contradict each other; give only one of them")
         if isinstance(target, FieldOption):
             self._set(target, from_text(target, texts, spelling), spelling)
             return
@@ -114,17 +109,6 @@ class Source:
         """Add a YAML value given under the name of its field. None keeps the default."""
         if value is not None:
             self._set(target, from_plain(target, value, spelling), spelling)
-
-    def _refuse_opposite(self, spelling: str, texts: Sequence[str]) -> None:
-        """Raise UserError if both --x and --no-x are given; a switch set to false does not count."""
-        name = spell(spelling)
-        if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
-            self.switched_on.discard(name)
-            return
-        self.switched_on.add(name)
-        opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
-        if opposite in self.switched_on:
-            raise UserError(f"--{opposite} and --{name} contradict each other; give only one of them")
 
     def _set(self, target: FieldOption, value: Any, spelling: str) -> None:
         path = target.path
@@ -170,13 +154,15 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: E
 
 
 def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, section: str | None) -> None:
-    described = source.table.by_field_name(name)
-    target = described or source.table.by_flag(name)
-    retired = source.table.translator.retired_fields
+    table = source.table
+    described = table.fields_by_name.get(spell(name))
+    target = described or table.by_flag(name)
+    retired = table.translator.retired_fields
     if key_path in retired and (target is None or value == retired[key_path]):
         return
     if target is None or (isinstance(target, FieldOption) and section not in (None, target.section)):
-        raise UserError(f"{path}: unknown key {key_path}{source.table.nearest_key(name)}")
+        hint = nearest(name, [field_option.name for field_option in table.fields.values()]) or table.nearest_flag(name)
+        raise UserError(f"{path}: unknown key {key_path}{hint}")
     spelling = f"{path}: {key_path}"
     if described is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
         source.plain(target, value, spelling)  # type: ignore[arg-type]

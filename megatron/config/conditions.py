@@ -38,10 +38,10 @@ def when(path: str, *values: object) -> Condition:
 def unless(path: str, *values: object) -> Condition:
     """The setting has none of these values; without ``values``: it is switched off, 0, or not given."""
 
-    def holds(run: Any, _: int) -> bool:
-        return _value(run, path) not in values if values else not _value(run, path)
-
-    return Condition(holds, f"beside {_flag(path, *values)}")
+    return Condition(
+        lambda run, _: _value(run, path) not in values if values else not _value(run, path),
+        f"beside {_flag(path, *values)}",
+    )
 
 
 EXPERTS = Condition(lambda run, _: run.model.has_experts, "no layer has experts (--num-experts)")

@@ -196,7 +196,21 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
         raise UserError(
             f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MOST_CUSTOM}; lower it"
         )
-    function = _function(Path(text), flag)
+    path = Path(text)
+    if not path.is_file():
+        raise UserError(f"{flag}: there is no such file")
+    spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{flag}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{flag} cannot be used: {type(error).__name__}: {reason}") from error
+    function = getattr(module, "seqlen", None)
+    if not callable(function):
+        raise UserError(f"{flag}: it has no function seqlen(step)")
     lengths: list[int] = []
     for step in range(1, steps + 1):
         try:
@@ -215,26 +229,6 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     return LengthSchedule.growing(lambda step: lengths[step - 1], steps, full)
 
 
-def _function(path: Path, flag: str) -> Callable[[int], object]:
-    """Load ``seqlen`` from a Python file."""
-    if not path.is_file():
-        raise UserError(f"{flag}: there is no such file")
-    spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{flag}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{flag} cannot be used: {type(error).__name__}: {reason}") from error
-    function = getattr(module, "seqlen", None)
-    if not callable(function):
-        raise UserError(f"{flag}: it has no function seqlen(step)")
-    length_function: Callable[[int], object] = function
-    return length_function
-
-
 def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the layout can split every length of the curriculum; raise UserError otherwise."""
     if curriculum.curriculum_learning and model.decoder_layers:
@@ -244,18 +238,14 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
     divisor = parallel.message_parts
     indivisible_lengths = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % divisor]
     if indivisible_lengths:
+        least, multiple = curriculum.curriculum_seqlen_min, curriculum.curriculum_seqlen_step
+        flags = f"--curriculum-seqlen-min {least} --curriculum-seqlen-step {multiple}"
+        if curriculum.curriculum_type == "fixed_discrete":
+            flags = f"--curriculum-discrete-seqlens {' '.join(map(str, curriculum.curriculum_discrete_seqlens or []))}"
+        elif curriculum.curriculum_type == "custom":
+            flags = f"--curriculum-function {curriculum.curriculum_function}"
         raise UserError(
-            f"{parallel.splitting_flag}: {_lengths_flag(curriculum)} leads to sequences of "
+            f"{parallel.splitting_flag}: {flags} leads to sequences of "
             f"{indivisible_lengths[0]} tokens, which --tensor-model-parallel-size {divisor} does not "
             f"divide; take lengths that are multiples of {divisor}"
         )
-
-
-def _lengths_flag(curriculum: CurriculumConfig) -> str:
-    """Flags that determine the lengths."""
-    if curriculum.curriculum_type == "fixed_discrete":
-        return f"--curriculum-discrete-seqlens {' '.join(map(str, curriculum.curriculum_discrete_seqlens or []))}"
-    if curriculum.curriculum_type == "custom":
-        return f"--curriculum-function {curriculum.curriculum_function}"
-    least, multiple = curriculum.curriculum_seqlen_min, curriculum.curriculum_seqlen_step
-    return f"--curriculum-seqlen-min {least} --curriculum-seqlen-step {multiple}"

@@ -177,8 +177,13 @@ def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
     invalid_weights = [word for word in words[::2] if not _is_number(word)]
     if invalid_weights:
         raise UserError(f"{flag}: {invalid_weights[0]!r} is not a weight; {advice}")
-    weights = tuple(_weight(word, path, flag) for word, path in zip(words[::2], words[1::2], strict=True))
-    return DatasetBlend(tuple(words[1::2]), weights)
+    for word, path in zip(words[::2], words[1::2], strict=True):
+        if not LEAST_WEIGHT <= float(word) <= MOST_WEIGHT:
+            raise UserError(
+                f"{flag}: the weight {word} of {path} must be a positive number from {LEAST_WEIGHT:g} to "
+                f"{MOST_WEIGHT:g}; leave a path out to drop it"
+            )
+    return DatasetBlend(tuple(words[1::2]), tuple(map(float, words[::2])))
 
 
 def _is_number(word: str) -> bool:
@@ -187,16 +192,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _weight(word: str, path: str, flag: str) -> float:
-    weight = float(word)
-    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-        raise UserError(
-            f"{flag}: the weight {word} of {path} must be a positive number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; "
-            "leave a path out to drop it"
-        )
-    return weight
 
 
 def check_data(data: DataConfig, *, skip_train: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
 from megatron.base.errors import ErrorList, UserError
-from megatron.base.fields import check_fields, check_required
+from megatron.base.fields import check_fields, missing_flags
 from megatron.base.user_text import spell
 from megatron.config.collect import FlagTable, Source, collect_yaml
 from megatron.config.help import (
@@ -21,7 +21,6 @@ from megatron.config.help import (
     add_target,
     all_groups,
     common_groups,
-    pointers,
     selected_groups,
 )
 from megatron.config.model_types import PROGRAMS, ModelType
@@ -113,7 +112,10 @@ class FlagParser:
         parsed = self._merge(sources)
         if check:
             for name, values in parsed.sections.items():
-                check_required(name, values)
+                missing = missing_flags(name, values)
+                if missing:
+                    verb = "is" if len(missing) == 1 else "are"
+                    raise UserError(f"{', '.join(missing)} {verb} required and {verb} not given")
                 check_fields(name, values)
         return parsed
 
@@ -123,7 +125,10 @@ class FlagParser:
         Raises:
             UserError: if no group has this name.
         """
-        epilog = pointers(self.table) if self._short_groups and not group else _EPILOG
+        epilog = _EPILOG
+        if self._short_groups and not group:
+            names = ", ".join(section.name for section in all_groups(self.table))
+            epilog = f"--help all shows every flag, and --help GROUP those of a group: {names}."
         groups = selected_groups(self.table, group, self._short_groups)
         return self._build_argparse(groups, epilog).format_help()
 
@@ -198,19 +203,18 @@ class FlagParser:
         explicit = Explicit()
         notes: list[str] = []
         for level, source in enumerate(sources):
-            explicit.add_values(source.values, level)
+            explicit.update(source.values)
+            explicit.levels.update(dict.fromkeys(source.values, level))
             notes += [note for note in source.notes if note not in notes]
         rules = [rule for source in sources for rule in source.rules]
         self.table.translator.translate(explicit, rules, notes.append)
         sections = {
-            section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
+            section: cls(
+                **{path.partition(".")[2]: explicit[path] for path in explicit if path.startswith(f"{section}.")}
+            )
             for section, cls in self.table.own_sections.items()
         }
         return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
-
-
-def _in(path: str, section: str) -> bool:
-    return path.partition(".")[0] == section
 
 
 def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:

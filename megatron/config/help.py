@@ -96,12 +96,6 @@ def selected_groups(table: FlagTable, name: str, short_groups: Sequence[HelpGrou
     return selected
 
 
-def pointers(table: FlagTable) -> str:
-    """Last lines of the short --help, which name the longer ones."""
-    names = ", ".join(group.name for group in all_groups(table))
-    return f"--help all shows every flag, and --help GROUP those of a group: {names}."
-
-
 class HelpFormatter(argparse.HelpFormatter):
     """Help formatter that shows only the canonical spelling of a flag, and no value for switches."""
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
-
-if TYPE_CHECKING:
-    from megatron.compression.points import Point
-    from megatron.compression.spec import Spec
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -113,11 +107,10 @@ def _of_experts(config: RunConfig, layers: range) -> int:
 
 
 def _format_flags(section: object, *names: str) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')} {_format_value(getattr(section, name))}" for name in names)
-
-
-def _format_value(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    values = ((name.replace("_", "-"), getattr(section, name)) for name in names)
+    return tuple(
+        f"--{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}" for flag, value in values
+    )
 
 
 def _width(config: RunConfig) -> int:
@@ -154,40 +147,25 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = 
     return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
 
 
-def _gathers_compressed(config: RunConfig) -> bool:
-    """Whether parameter gathers are compressed."""
-    from megatron.compression.points import Point  # imports torch; parsing flags must not
-
-    spec = _specs(config).get(Point.PARAM_GATHER)
-    return spec is not None and not spec.identity
-
-
-def _specs(config: RunConfig) -> Mapping[Point, Spec]:
-    from megatron.compression.schedule import RunLength
-
-    return config.compression.specs(RunLength(config.training.planned_iters))
-
-
 def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
     """Bytes per parameter on a rank; sharded optimizer state is divided by the number of replicas."""
-    sharded = config.parallel.use_distributed_optimizer
-    size = parameter_bytes(config, sharded and _gathers_compressed(config), matrix)
+    from megatron.compression.points import Point  # imports torch; parsing flags must not
+    from megatron.compression.schedule import RunLength
+
+    sharded, iterations = config.parallel.use_distributed_optimizer, config.training.planned_iters
+    specs = config.compression.specs(RunLength(iterations))
+    gather, outer = specs.get(Point.PARAM_GATHER), specs.get(Point.OUTER)
+    size = parameter_bytes(config, sharded and gather is not None and not gather.identity, matrix)
     if config.validation.skip_train:
         return size.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1
-    return size.weight + size.gradient + size.optimizer // replicas + _bytes_of_rounds(config, replicas)
-
-
-def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
-    """Bytes per parameter for the anchor, momentum and pseudo-gradient of islands, without residuals."""
-    from megatron.compression.points import Point
-
-    spec, iterations = _specs(config).get(Point.OUTER), config.training.planned_iters
-    if spec is None or iterations is None or spec.activation.warmup_iters >= iterations:
-        return 0
-    number, options = max(_width(config), 4), spec.outer_options
+    nbytes = size.weight + size.gradient + size.optimizer // replicas
+    if outer is None or iterations is None or outer.activation.warmup_iters >= iterations:
+        return nbytes
+    # Anchor, momentum and pseudo-gradient of islands, without residuals.
+    number, options = max(_width(config), 4), outer.outer_options
     offloaded = options.offload and config.parallel.distributed_backend == "nccl"
-    return (0 if offloaded else number * options.copies) // replicas + number // options.fragments
+    return nbytes + (0 if offloaded else number * options.copies) // replicas + number // options.fragments
 
 
 def check_memory(

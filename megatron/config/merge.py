@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.fields import section_to_plain
 from megatron.base.option import FieldOption, field_options
 from megatron.config.experts import ExpertsConfig
 from megatron.config.model import ModelConfig
@@ -58,7 +57,7 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
         saved: ``model`` section of the checkpoint configuration; fields missing in older checkpoints are not compared.
         upcycled: the experts are initialized from the MLPs of the checkpoint, so expert fields are not compared.
     """
-    model_values, differences = section_to_plain(model), {}
+    model_values, differences = dataclasses.asdict(model), {}
     experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
     theirs = ExpertsConfig(**{name: saved[name] for name in experts if name in saved})
     left_out: Collection[str] = ()

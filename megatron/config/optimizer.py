@@ -217,8 +217,9 @@ class OptimizerConfig:
         return any(lengths)
 
 
-def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
-    """Check that all lengths are in the unit of the run, iterations or samples; raise UserError otherwise."""
+def check_lengths(training: TrainingConfig, optimizer: OptimizerConfig, curriculum: bool) -> None:
+    """Check that all lengths are in the unit of the run, iterations or samples, and with a curriculum, which varies the
+    sequence length, that warm-up and decay are in one unit; raise UserError otherwise."""
     if training.train_iters is not None and training.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
     if training.train_iters is not None:
@@ -231,42 +232,34 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
         )
         for is_set, flag in sample_flags:
             if is_set:
+                instead = flag.replace("samples", "iters") if "samples" in flag else "leave it out"
                 raise UserError(
-                    f"{flag} needs a run counted in samples, but --train-iters is given; use "
-                    f"--train-samples, or {_in_iterations(flag)}"
+                    f"{flag} needs a run counted in samples, but --train-iters is given; use --train-samples, or "
+                    f"{instead}"
                 )
-        return
-    for is_set, flag in (
-        (optimizer.lr_decay_iters is not None, "--lr-decay-iters"),
-        (optimizer.lr_warmup_iters != 0, "--lr-warmup-iters"),
-        (optimizer.lr_wsd_decay_iters is not None, "--lr-wsd-decay-iters"),
-    ):
-        if is_set:
-            raise UserError(
-                f"{flag} needs a run counted in iterations, but --train-samples is given; use "
-                f"{flag.replace('iters', 'samples')}"
-            )
-
-
-def check_clock(optimizer: OptimizerConfig, curriculum: bool) -> None:
-    """Check that warm-up and decay use the same unit if the sequence length varies; raise UserError otherwise."""
-    by_tokens = optimizer.lr_warmup_tokens is not None, optimizer.lr_decay_tokens is not None
-    if not curriculum or not any(by_tokens):
-        return
-    if not by_tokens[1]:
+    else:
+        for is_set, flag in (
+            (optimizer.lr_decay_iters is not None, "--lr-decay-iters"),
+            (optimizer.lr_warmup_iters != 0, "--lr-warmup-iters"),
+            (optimizer.lr_wsd_decay_iters is not None, "--lr-wsd-decay-iters"),
+        ):
+            if is_set:
+                raise UserError(
+                    f"{flag} needs a run counted in iterations, but --train-samples is given; use "
+                    f"{flag.replace('iters', 'samples')}"
+                )
+    # The two units run apart where the sequence length varies.
+    warmup_tokens, decay_tokens = optimizer.lr_warmup_tokens, optimizer.lr_decay_tokens
+    if curriculum and warmup_tokens is not None and decay_tokens is None:
         raise UserError(
             "--lr-warmup-tokens with --curriculum-learning, whose samples differ in their tokens, needs a decay in "
             "tokens; add --lr-decay-tokens"
         )
-    if optimizer.lr_warmup_samples and not by_tokens[0]:
+    if curriculum and decay_tokens is not None and warmup_tokens is None and optimizer.lr_warmup_samples:
         raise UserError(
             "--lr-decay-tokens with --curriculum-learning, whose samples differ in their tokens, needs a warm-up in "
             "tokens; use --lr-warmup-tokens in place of --lr-warmup-samples"
         )
-
-
-def _in_iterations(flag: str) -> str:
-    return flag.replace("samples", "iters") if "samples" in flag else "leave it out"
 
 
 def resolve_optimizer(
@@ -282,7 +275,8 @@ def resolve_optimizer(
             continue
         flag, other = f"--{tokens_name.replace('_', '-')}", f"--{samples_name.replace('_', '-')}"
         if training.train_samples is None:
-            raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {_iters(other)}")
+            instead = other.replace("samples", "iters")
+            raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {instead}")
         # Older checkpoints also contain the samples, rounded down to whole sequences.
         if getattr(optimizer, samples_name) not in (unset, tokens // seq_length):
             raise UserError(f"{flag} and {other} exclude each other; leave one of them out")
@@ -306,12 +300,8 @@ def resolve_optimizer(
     return optimizer
 
 
-def _iters(samples_flag: str) -> str:
-    return samples_flag.replace("samples", "iters")
-
-
-def _check_rates(optimizer: OptimizerConfig) -> None:
-    """Check that initial and final learning rates do not exceed the maximum; raise UserError otherwise."""
+def check_schedules(optimizer: OptimizerConfig) -> None:
+    """Check the learning-rate and weight-decay schedules; raise UserError for contradictions."""
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         raise UserError("--decoupled-min-lr needs --decoupled-lr; add it or leave the flag out")
     for high, low, remedy in (
@@ -327,11 +317,6 @@ def _check_rates(optimizer: OptimizerConfig) -> None:
         if highest is not None and lowest is not None and lowest > highest:
             flags = [f"--{name.replace('_', '-')}" for name in (low, high)]
             raise UserError(f"{flags[0]} {lowest:g} is above {flags[1]} {highest:g}; {remedy}")
-
-
-def check_schedules(optimizer: OptimizerConfig) -> None:
-    """Check the learning-rate and weight-decay schedules; raise UserError for contradictions."""
-    _check_rates(optimizer)
     if optimizer.lr_warmup_fraction is not None:
         for value, flag in (
             (optimizer.lr_warmup_iters, "--lr-warmup-iters"),

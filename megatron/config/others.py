@@ -7,7 +7,7 @@ by the parser of training runs or of tasks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -114,7 +114,7 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
         if not target.sets:
             return Fate("works", target.help)
         _expect(set(target.sets) <= parsed.explicit, words)
-        ours = (f"{_flag(parser, path)} {word}" for path, word in target.sets.items())
+        ours = (f"--{parser.table.fields[path].flag} {word}" for path, word in target.sets.items())
         return Fate("works under another name", f"`{' '.join(ours).replace('{value}', 'VALUE')}`")
     if not isinstance(target, FieldOption):
         raise TypeError(f"--{theirs.name}: a {type(target).__name__} has no place in this table")
@@ -169,10 +169,6 @@ def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:
     return [example] * ((target.option.count or 1) if target.is_list else 1)
 
 
-def _flag(parser: FlagParser, path: str) -> str:
-    return f"--{parser.table.fields[path].flag}"
-
-
 def parser_of(system: str) -> FlagParser:
     """Parser for the flags of a list."""
     return task_parser() if system == OF_TASKS else build_run_parser()
@@ -209,26 +205,20 @@ def flags_of_others_markdown() -> str:
         )
         for name, (fate, systems) in statuses.items()
     ]
+    counts = Counter((system, fate.status) for fate, systems in statuses.values() for system in systems)
+    count_rows: list[tuple[object, ...]] = []
+    for system, (letter, system_name) in SYSTEMS.items():
+        numbers = [counts[system, status] for status in _MEANINGS]
+        count_rows.append((letter, system_name, sum(numbers), *numbers))
+    reasons = {flag.feature: flag.reason for flag in NOT_OFFERED if flag.feature}
     tables = (
         _INTRODUCTION,
         markdown_table(("", "means"), _MEANINGS.items()),
-        markdown_table(("", "system", "flags", *_MEANINGS), _counts(statuses.values())),
+        markdown_table(("", "system", "flags", *_MEANINGS), count_rows),
         markdown_table(("Flag", "of", "here", "how"), rows),
         "## Not offered",
-        markdown_table(("feature", "what to do"), _missing_features()),
+        markdown_table(
+            ("feature", "what to do"), ((feature, reason.partition("; ")[2]) for feature, reason in reasons.items())
+        ),
     )
     return "\n\n".join(table.rstrip("\n") for table in tables) + "\n"
-
-
-def _missing_features() -> Iterable[tuple[str, str]]:
-    """Features of Megatron-LM that are not offered, with the alternatives."""
-    reasons = {flag.feature: flag.reason for flag in NOT_OFFERED if flag.feature}
-    return [(feature, reason.partition("; ")[2]) for feature, reason in reasons.items()]
-
-
-def _counts(statuses: Iterable[tuple[Fate, list[str]]]) -> Iterable[tuple[object, ...]]:
-    """Table rows: letter and name of a system, its number of flags, and the number of flags per status."""
-    counts = Counter((system, fate.status) for fate, systems in statuses for system in systems)
-    for system, (letter, name) in SYSTEMS.items():
-        numbers = [counts[system, status] for status in _MEANINGS]
-        yield letter, name, sum(numbers), *numbers

@@ -306,14 +306,24 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
     if model.has_experts and parallel.ddp_impl == "torch":
         raise UserError("--DDP-impl torch: a layer with experts is not for it; use --DDP-impl local")
     flag, holder_kind = f"--expert-model-parallel-size {ranks}", "data-parallel processes"
-    if model.has_experts:
-        _check_folding(parallel)
+    tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    # Experts are split like the other layers, or distributed whole over the tensor-parallel ranks.
+    if model.has_experts and expert_tensor not in (None, 1, tensor):
+        raise UserError(
+            f"--expert-tensor-parallel-size {expert_tensor}: write 1, or leave it out for --tensor-model-parallel-size "
+            f"{tensor}"
+        )
+    if model.has_experts and parallel.folds_experts and ranks % tensor != 0:
+        raise UserError(
+            f"--expert-tensor-parallel-size 1: {flag} is not a multiple of --tensor-model-parallel-size {tensor}, "
+            "whose processes share the experts out; change one of them"
+        )
     if ranks == 1:
         return
     if not model.has_experts:
         raise UserError(f"{flag}: no layer has experts; add --num-experts, or leave it out")
     if parallel.folds_experts:
-        holders, holder_kind = holders * parallel.tensor_model_parallel_size, "tensor- and data-parallel processes"
+        holders, holder_kind = holders * tensor, "tensor- and data-parallel processes"
     if holders % ranks != 0:
         raise UserError(
             f"{flag} does not divide the {holders} {holder_kind}, which share the experts; choose a divisor"
@@ -325,29 +335,10 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
             )
 
 
-def _check_folding(parallel: ParallelConfig) -> None:
-    """Check that experts are split like the other layers, or distributed whole over the tensor-parallel ranks."""
-    tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if expert_tensor is None or expert_tensor == tensor:
-        return
-    flag = f"--expert-tensor-parallel-size {expert_tensor}"
-    if expert_tensor != 1:
-        raise UserError(f"{flag}: write 1, or leave it out for --tensor-model-parallel-size {tensor}")
-    if parallel.expert_model_parallel_size % tensor != 0:
-        raise UserError(
-            f"{flag}: --expert-model-parallel-size {parallel.expert_model_parallel_size} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor}, whose processes share the experts out; change one of them"
-        )
-
-
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     """Check the backend and the schedule; raise UserError for contradictions. Derived values must be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
-    _check_interleaving(parallel)
-
-
-def _check_interleaving(parallel: ParallelConfig) -> None:
     chunks, stages = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
     if chunks is None:
         return

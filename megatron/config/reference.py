@@ -37,25 +37,24 @@ def flags_markdown() -> str:
     blocks = [_INTRODUCTION]
     for section, cls in table.sections.items():
         described = [entry for entry in table.fields.values() if entry.section == section]
-        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{_section_table(described)}")
-    blocks.append(f"## Shorthand and old names\n\n{_shortcut_table()}")
+        rows = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, described))
+        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{rows}")
+    shortcuts = [
+        (f"`--{shortcut.name}{' VALUE' if shortcut.takes_value else ''}`", shortcut.help) for shortcut in SHORTCUTS
+    ]
+    blocks.append(f"## Shorthand and old names\n\n{_table(('Flag', 'Meaning'), shortcuts)}")
     blocks.append(
         "## Known flags without effect\n\n"
         "Flags of Megatron-LM, Megatron-DeepSpeed, Optimus-CC, Radius, EDGC and AQ-SGD that are accepted, and "
         "reported once, because ignoring them changes nothing that is trained.\n\n"
-        f"{_known_table(KNOWN_FLAGS, refused=False)}"
+        f"{_known_table(refused=False)}"
     )
     blocks.append(
         "## Refused flags\n\n"
         "Flags whose silent ignoring would change what is trained. They are refused by name, unless given "
-        f"the value that asks for nothing (in brackets).\n\n{_known_table(KNOWN_FLAGS, refused=True)}"
+        f"the value that asks for nothing (in brackets).\n\n{_known_table(refused=True)}"
     )
     return "\n".join(blocks)
-
-
-def _section_table(described: Iterable[FieldOption]) -> str:
-    rows = [_field_row(entry) for entry in described]
-    return _table(("Flag", "Aliases", "Default", "Meaning"), rows)
 
 
 def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
@@ -75,16 +74,8 @@ def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
     return f"`{flag}`", aliases, default, meaning
 
 
-def _shortcut_table() -> str:
-    rows = []
-    for shortcut in SHORTCUTS:
-        flag = f"--{shortcut.name} VALUE" if shortcut.takes_value else f"--{shortcut.name}"
-        rows.append((f"`{flag}`", shortcut.help))
-    return _table(("Flag", "Meaning"), rows)
-
-
-def _known_table(known_flags: Sequence[KnownFlag], *, refused: bool) -> str:
-    selected_flags = [flag for flag in known_flags if flag.refused == refused]
+def _known_table(*, refused: bool) -> str:
+    selected_flags = [flag for flag in KNOWN_FLAGS if flag.refused == refused]
     rows = []
     for reason, flags in groupby(selected_flags, key=lambda flag: flag.reason):
         rows.append((", ".join(map(_known_flag, flags)), reason))

@@ -27,7 +27,13 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
                 f"--{model.activation}: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size"
             )
         model = replace(model, ffn_hidden_size=width)
-    model = fill_rotary_scaling(_fill_windows(model))
+    # --window-attn-skip-freq becomes a value per layer, or none if all layers are alike.
+    pattern = model.window_attn_skip_freq
+    if len(pattern) == 1 and pattern[0] > 1:
+        pattern = [int((layer + 1) % pattern[0] != 0) for layer in range(model.num_layers)]
+    all_windowed = model.sliding_window is not None and set(pattern) == {1}
+    model = replace(model, window_attn_skip_freq=[] if all_windowed else pattern)
+    model = fill_rotary_scaling(model)
     if is_unset(model.moe_ffn_hidden_size) and model.has_experts:
         model = replace(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if is_unset(model.moe_eval_capacity_factor):
@@ -43,15 +49,6 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model
-
-
-def _fill_windows(model: ModelConfig) -> ModelConfig:
-    """Expand --window-attn-skip-freq to a value per layer; empty if all layers are alike."""
-    pattern = model.window_attn_skip_freq
-    if len(pattern) == 1 and pattern[0] > 1:
-        pattern = [int((layer + 1) % pattern[0] != 0) for layer in range(model.num_layers)]
-    all_windowed = model.sliding_window is not None and set(pattern) == {1}
-    return replace(model, window_attn_skip_freq=[] if all_windowed else pattern)
 
 
 def fill_rotary_scaling(model: ModelConfig) -> ModelConfig:

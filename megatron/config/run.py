@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
 from megatron.base.errors import UserError
-from megatron.base.fields import check_fields, section_from_plain, section_to_plain
+from megatron.base.fields import check_fields, missing_flags, section_from_plain
 from megatron.base.option import field_options
 from megatron.base.parse_numbers import MOST
 from megatron.base.user_text import Note, nearest
@@ -23,12 +23,12 @@ from megatron.config.data import DataConfig, check_data
 from megatron.config.islands import IslandsConfig, check_islands
 from megatron.config.logs import LoggingConfig, check_logs
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
+from megatron.config.optimizer import OptimizerConfig, check_lengths, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
 from megatron.config.resolve_model import resolve_model
-from megatron.config.tokenizer import TokenizerConfig, check_sentinels, check_tokenizer
+from megatron.config.tokenizer import TokenizerConfig, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.translate.known import RETIRED_FIELDS
 from megatron.config.validation import ValidationConfig
@@ -64,11 +64,28 @@ class RunConfig:
         size changes nothing. Raises a UserError of a single line, with the flags and the fix, for values that are
         impossible or contradict each other.
         """
-        note = _make_note(notes)
+        lines = [] if notes is None else notes
+
+        def note(line: str) -> None:
+            if line not in lines:
+                lines.append(line)
+
         if world_size < 1:
             raise UserError(f"the world size is {world_size}; start at least one process")
-        config = replace(self, tokenizer=_resolve_tokenizer_type(self.tokenizer, note))
-        _check_required(config)
+        config = replace(self, tokenizer=self.tokenizer.with_type())
+        if config.tokenizer != self.tokenizer:
+            note(f"--vocab-file with --merge-file means --tokenizer-type {config.tokenizer.tokenizer_type}")
+        missing = [flag for name in run_sections() for flag in missing_flags(name, getattr(config, name))]
+        training = config.training
+        if training.train_iters is None and training.train_samples is None and training.train_tokens is None:
+            missing.append("one of --train-iters, --train-samples and --train-tokens")
+        if config.model.model_type == "t5" and config.model.decoder_seq_length is None:
+            missing.append("--decoder-seq-length")
+        if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
+            missing.append("--tokenizer-type (or --vocab-size)")
+        if missing:
+            advice = f"add {'it' if len(missing) == 1 else 'them'}"
+            raise UserError(f"not given but required: {', '.join(missing)}; {advice}")
         for section in run_sections():
             check_fields(section, getattr(config, section))
         run = _resolve_sections(config, world_size, cuda_available, note)
@@ -90,7 +107,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections as dictionaries of plain types (str, int, float, bool, list, None)."""
-        return {name: section_to_plain(getattr(self, name)) for name in run_sections()}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: object, location: str = "configuration") -> RunConfig:
@@ -133,7 +150,7 @@ class RunConfig:
 
 def describe_section(name: str, section: Any, *, defaults: bool) -> str:
     """Log lines with the values of a section; without `defaults`, only non-default values, possibly none."""
-    values, default = section_to_plain(section), section_to_plain(type(section)())
+    values, default = dataclasses.asdict(section), dataclasses.asdict(type(section)())
     keys = sorted(values, key=lambda key: key not in type(section).__annotations__)  # inherited fields last
     lines = [
         f"  {key} {'.' * (46 - len(key))} {_format_value(values[key])}"
@@ -141,43 +158,6 @@ def describe_section(name: str, section: Any, *, defaults: bool) -> str:
         if defaults or values[key] != default[key]
     ]
     return "\n".join([f"{name}:", *lines]) if lines else ""
-
-
-def _make_note(notes: list[str] | None) -> Note:
-    lines = [] if notes is None else notes
-
-    def note(line: str) -> None:
-        if line not in lines:
-            lines.append(line)
-
-    return note
-
-
-def _resolve_tokenizer_type(tokenizer: TokenizerConfig, note: Note) -> TokenizerConfig:
-    typed_tokenizer = tokenizer.with_type()
-    if typed_tokenizer != tokenizer:
-        note(f"--vocab-file with --merge-file means --tokenizer-type {typed_tokenizer.tokenizer_type}")
-    return typed_tokenizer
-
-
-def _check_required(config: RunConfig) -> None:
-    missing = []
-    for section, cls in run_sections().items():
-        values = getattr(config, section)
-        missing += [
-            f"--{described.flag}"
-            for described in field_options(section, cls)
-            if described.option.required and getattr(values, described.name) is None
-        ]
-    training = config.training
-    if training.train_iters is None and training.train_samples is None and training.train_tokens is None:
-        missing.append("one of --train-iters, --train-samples and --train-tokens")
-    if config.model.model_type == "t5" and config.model.decoder_seq_length is None:
-        missing.append("--decoder-seq-length")
-    if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
-        missing.append("--tokenizer-type (or --vocab-size)")
-    if missing:
-        raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
 
 
 def _resolve_sections(config: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
@@ -195,8 +175,7 @@ def _resolve_sections(config: RunConfig, world_size: int, cuda_available: bool, 
     parallel = resolve_parallel(config.parallel, model, precision, cuda_available, note)
     lengths = lengths_of(config.curriculum, model.seq_length)
     training = resolve_training(config.training, model, parallel, lengths, world_size * config.islands.islands, note)
-    check_length(training, config.optimizer)
-    check_clock(config.optimizer, config.curriculum.curriculum_learning)
+    check_lengths(training, config.optimizer, config.curriculum.curriculum_learning)
     return replace(
         config,
         model=model,
@@ -222,9 +201,7 @@ def _check_sections(run: RunConfig, world_size: int, cuda_available: bool, note:
     check_curriculum(run.curriculum, run.model, run.parallel)
     check_schedules(run.optimizer)
     check_data(run.data, skip_train=run.validation.skip_train)
-    check_tokenizer(run.tokenizer)
-    if run.model.model_type == "t5":
-        check_sentinels(run.tokenizer)
+    check_tokenizer(run.tokenizer, run.model.model_type)
     check_logs(run.logging, run.parallel)
     check_checkpoint(run.checkpoint)
     if run.checkpoint.moe_use_upcycling:

@@ -24,9 +24,10 @@ def split_rank(configured: int | None, pipeline: int, model: ModelConfig) -> int
 def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
     """Check that encoder and decoder divide evenly into their stages; raise UserError otherwise."""
     if not 0 < split < pipeline:
+        possible = "1" if pipeline == 2 else f"1 to {pipeline - 1}"
         raise UserError(
             f"{_FLAG} {split} leaves the {'encoder' if split <= 0 else 'decoder'} none of the {pipeline} stages "
-            f"(--pipeline-model-parallel-size); give {_range(pipeline)}"
+            f"(--pipeline-model-parallel-size); give {possible}"
         )
     stacks = (
         ("--num-layers", model.num_layers, split, "before"),
@@ -38,10 +39,6 @@ def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
                 f"{flag} {layers} is not a multiple of the {stages} pipeline stages {side} {_FLAG} {split}; "
                 "change one of them"
             )
-
-
-def _range(pipeline: int) -> str:
-    return "1" if pipeline == 2 else f"1 to {pipeline - 1}"
 
 
 def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: ModelConfig) -> None:

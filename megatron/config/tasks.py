@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -152,23 +152,20 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
         raise UserError(f"--task {task_config.task}: choose from {', '.join(TASKS)}")
     check_fields("task", task_config)
     task, explicit = TASKS[name], run.explicit
-    for path, instead in (("model.task_head", "--task says it"), ("model.task_classes", "--task says it")):
-        if path in explicit:
-            raise UserError(f"--{_flag(path)}: {instead}; leave it out")
-    for path in _COUNTED:
-        if path in explicit:
-            raise UserError(f"--{_flag(path)}: a task is trained for --epochs over --train-data; leave it out")
-    for path in _EVALUATED:
-        if path in explicit:
-            raise UserError(f"--{_flag(path)}: a task reads all of --valid-data in each evaluation; leave it out")
-    for path in _PATHS:
-        if path in explicit:
-            raise UserError(f"--{_flag(path)}: a task reads labelled files; give --train-data and --valid-data")
+    for paths, instead in (
+        (("model.task_head", "model.task_classes"), "--task says it; leave it out"),
+        (_COUNTED, "a task is trained for --epochs over --train-data; leave it out"),
+        (_EVALUATED, "a task reads all of --valid-data in each evaluation; leave it out"),
+        (_PATHS, "a task reads labelled files; give --train-data and --valid-data"),
+    ):
+        for path in paths:
+            if path in explicit:
+                raise UserError(f"{_flag(path)}: {instead}")
     for counted in _COUNTED_IN_SAMPLES:
         if getattr(run.config.optimizer, counted):
             flag = f"--{counted.replace('_', '-')}"
             raise UserError(f"{flag}: a task is counted in iterations; give {flag.replace('samples', 'iters')}")
-    idle = [f"--{_flag(path)}" for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
+    idle = [_flag(path) for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
     if idle:
         run.notes.append(f"{', '.join(idle)}: no effect, the whole of --valid-data is evaluated after each epoch")
     model = run.config.model
@@ -176,9 +173,17 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
         model = replace(model, model_type="bert")
     run.config = replace(run.config, model=task.on(model))
     check_task_head(run.config.model)
-    task_config = replace(task_config, task=name)
-    _check_given(task_config, run, explicit)
-    return run, task_config, task
+    missing = ["--epochs"] if task_config.epochs is None else []
+    missing += ["--valid-data"] if not task_config.valid_data else []
+    missing += ["--train-data"] if task_config.epochs and not task_config.train_data else []
+    if missing:
+        raise UserError(f"not given but required for --task {name}: {', '.join(missing)}; add it")
+    checkpoint = run.config.checkpoint
+    if task_config.epochs == 0 and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        raise UserError("--epochs 0 evaluates a checkpoint: give --load FOLDER")
+    if run.config.data.sample_order == "megatron":
+        raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")
+    return run, replace(task_config, task=name), task
 
 
 def task_name(word: str) -> str:
@@ -192,20 +197,7 @@ def _alike(word: str) -> str:
 
 
 def _flag(path: str) -> str:
-    return path.partition(".")[2].replace("_", "-")
-
-
-def _check_given(task: TaskConfig, run: ParsedRun, explicit: Collection[str]) -> None:
-    missing = [f"--{name.replace('_', '-')}" for name in ("epochs",) if getattr(task, name) is None]
-    missing += ["--valid-data"] if not task.valid_data else []
-    missing += ["--train-data"] if task.epochs and not task.train_data else []
-    if missing:
-        raise UserError(f"not given but required for --task {task.task}: {', '.join(missing)}; add it")
-    checkpoint = run.config.checkpoint
-    if task.epochs == 0 and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        raise UserError("--epochs 0 evaluates a checkpoint: give --load FOLDER")
-    if run.config.data.sample_order == "megatron":
-        raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")
+    return f"--{path.partition('.')[2].replace('_', '-')}"
 
 
 def sized(parsed: ParsedRun, task: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:

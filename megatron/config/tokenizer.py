@@ -119,19 +119,14 @@ class TokenizerConfig:
         return self
 
 
-def check_tokenizer(tokenizer: TokenizerConfig) -> None:
-    """Check that the tokenizer has the files it needs; raise UserError otherwise."""
+def check_tokenizer(tokenizer: TokenizerConfig, model_type: str) -> None:
+    """Check that the tokenizer has the files and the extra ids that are needed; raise UserError otherwise."""
     kind = tokenizer.tokenizer_type
-    if kind is None:
-        return
-    missing = [f"--{name.replace('_', '-')}" for name in _NEEDS[kind] if getattr(tokenizer, name) is None]
+    needed = () if kind is None else _NEEDS[kind]
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(tokenizer, name) is None]
     if missing:
         raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")
-
-
-def check_sentinels(tokenizer: TokenizerConfig) -> None:
-    """Check that the vocabulary has the extra ids that T5 needs; raise UserError otherwise."""
-    if tokenizer.tokenizer_type not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+    if model_type == "t5" and kind not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         raise UserError("T5 cuts out words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
-    if not tokenizer.vocab_extra_ids:
+    if model_type == "t5" and not tokenizer.vocab_extra_ids:
         raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")

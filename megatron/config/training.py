@@ -184,11 +184,14 @@ def resolve_training(
     if training.train_tokens is not None:
         if training.train_iters is not None:
             raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
-        samples = _samples_of(training, lengths)
+        if lengths.grows:
+            unit = "global batch of the shortest sequences"
+            samples = StepSizes(batch_schedule(training, lengths.full), lengths).within(training.train_tokens)[1]
+        else:
+            unit = f"sequence of --seq-length {lengths.full}"
+            samples = training.train_tokens // lengths.full
         if samples == 0:
-            raise UserError(
-                f"--train-tokens {training.train_tokens} is less than one {_unit(lengths)}; give more tokens"
-            )
+            raise UserError(f"--train-tokens {training.train_tokens} is less than one {unit}; give more tokens")
         if training.train_samples is None or samples < training.train_samples:
             tokens = "growing lengths" if lengths.grows else f"{model.seq_length} tokens"
             note(f"--train-tokens {training.train_tokens} ends the run after {samples} samples of {tokens}")
@@ -231,19 +234,6 @@ def batch_schedule(
         rampup=training.rampup_batch_size,
         steps=None if text is None else read_steps(text, seq_length),
     )
-
-
-def _samples_of(training: TrainingConfig, lengths: LengthSchedule) -> int:
-    """Number of samples within ``--train-tokens``; in full steps if sequences grow."""
-    tokens = training.train_tokens
-    assert tokens is not None
-    if not lengths.grows:
-        return tokens // lengths.full
-    return StepSizes(batch_schedule(training, lengths.full), lengths).within(tokens)[1]
-
-
-def _unit(lengths: LengthSchedule) -> str:
-    return "global batch of the shortest sequences" if lengths.grows else f"sequence of --seq-length {lengths.full}"
 
 
 def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int, seq_length: int) -> None:

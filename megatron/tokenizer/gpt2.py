@@ -114,22 +114,11 @@ class GPT2BPETokenizer:
         for match in _NON_ASCII.finditer(text):
             if match.start() < position:
                 continue
-            start, end = _last_cut(text, match.start(), position), _next_cut(text, match.end())
+            start, cut = match.start(), _CUT.search(text, match.end())
+            while start > position and not (text[start] in _SPACES and "!" <= text[start - 1] <= "~"):
+                start -= 1
+            end = len(text) if cut is None else cut.start()
             ids += self._ascii(text[position:start])
             ids += self._word_ids[text[start:end]]
             position = end
         return ids + self._ascii(text[position:])
-
-
-def _last_cut(text: str, position: int, low: int) -> int:
-    """Last position in [low, position] where the text may be split; ``low`` if there is none."""
-    while position > low:
-        if text[position] in _SPACES and "!" <= text[position - 1] <= "~":
-            return position
-        position -= 1
-    return low
-
-
-def _next_cut(text: str, position: int) -> int:
-    match = _CUT.search(text, position)
-    return len(text) if match is None else match.start()

@@ -81,6 +81,13 @@ _COUNT = ValueType(element=int, minimum=1)
 _NUMBER, _SWITCH = ValueType(element=float), ValueType(element=bool)
 _POWER = ValueType(element=float, minimum=0, maximum=127)
 
+_VALUES = {
+    "train_batch_size": ("training.global_batch_size", _COUNT),
+    "train_micro_batch_size_per_gpu": ("training.micro_batch_size", _COUNT),
+    "gradient_clipping": ("optimizer.clip_grad", _NUMBER),
+}
+"""Keys that hold the value of one of our fields, which has this type."""
+
 _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
 _BY = "deepspeed_config"
@@ -112,7 +119,17 @@ class _File:
             if value == _AUTO or value is None:
                 continue
             self._key(str(key), value)
-        self._accumulation()
+        steps = self.content.get("gradient_accumulation_steps")
+        if steps not in (None, _AUTO):
+            batch_sizes = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
+            global_batch, micro_batch = batch_sizes
+            location = f"{self.path}: gradient_accumulation_steps {steps}"
+            if global_batch is None or micro_batch is None:
+                raise UserError(f"{location} needs both batch sizes; add --global-batch-size and --micro-batch-size")
+            if global_batch % (micro_batch * steps) != 0:
+                raise UserError(
+                    f"{location} x a micro batch of {micro_batch} does not divide the global batch of {global_batch}"
+                )
         if self.taken:
             self.note(f"{self.path}: taken: {', '.join(self.taken)}")
         if self.idle:
@@ -120,10 +137,6 @@ class _File:
 
     def _key(self, key: str, value: Any) -> None:
         takers: dict[str, Callable[[str, Any], None]] = {
-            "train_batch_size": self._global_batch,
-            "train_micro_batch_size_per_gpu": self._micro_batch,
-            "gradient_accumulation_steps": self._steps,
-            "gradient_clipping": self._clipping,
             "fp16": self._fp16,
             "bf16": self._bf16,
             "bfloat16": self._bf16,
@@ -133,6 +146,12 @@ class _File:
         }
         if key in takers:
             takers[key](key, value)
+        elif key in _VALUES:
+            path, kind = _VALUES[key]
+            self._set(key, path, self._read(kind, key, value))
+        elif key == "gradient_accumulation_steps":
+            self._read(_COUNT, key, value)
+            self.taken.append(key)
         elif key in _IDLE.split() or (isinstance(value, dict) and value.get("enabled") is False):
             self.idle.append(key)
         else:
@@ -152,33 +171,6 @@ class _File:
             if name not in known_names:
                 raise UserError(f"{self.path}: {key}.{name} is not available; take it out of the file")
         return value
-
-    def _global_batch(self, key: str, value: Any) -> None:
-        self._set(key, "training.global_batch_size", self._read(_COUNT, key, value))
-
-    def _micro_batch(self, key: str, value: Any) -> None:
-        self._set(key, "training.micro_batch_size", self._read(_COUNT, key, value))
-
-    def _steps(self, key: str, value: Any) -> None:
-        self._read(_COUNT, key, value)
-        self.taken.append(key)
-
-    def _clipping(self, key: str, value: Any) -> None:
-        self._set(key, "optimizer.clip_grad", self._read(_NUMBER, key, value))
-
-    def _accumulation(self) -> None:
-        """Check the number of accumulation steps against the batch sizes."""
-        steps = self.content.get("gradient_accumulation_steps")
-        if steps in (None, _AUTO):
-            return
-        global_batch, micro_batch = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
-        location = f"{self.path}: gradient_accumulation_steps {steps}"
-        if global_batch is None or micro_batch is None:
-            raise UserError(f"{location} needs both batch sizes; add --global-batch-size and --micro-batch-size")
-        if global_batch % (micro_batch * steps) != 0:
-            raise UserError(
-                f"{location} x a micro batch of {micro_batch} does not divide the global batch of {global_batch}"
-            )
 
     def _fp16(self, key: str, value: Any) -> None:
         names = ("enabled", "loss_scale", "initial_scale_power", "auto_cast", *_PRECISION)

@@ -173,15 +173,27 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
 
     Raises UserError for a compressor of the old systems that does not exist here.
     """
-    specs = [
-        *_optimus_gradients(old, explicit.get("parallel.pipeline_model_parallel_size") or 1),
-        *_optimus_pipeline(old),
-        *_optimus_embedding(old),
-        *_optimus_tensor(old, note),
-        *_fixpoint("pp-forward", "forward", old),
-        *_fixpoint("pp-backward", "backward", old),
-        *_parameter_server(old),
-    ]
+    specs = _optimus_gradients(old, explicit.get("parallel.pipeline_model_parallel_size") or 1)
+    if old.inter_grad_comp:
+        spec = "pp-backward=lowrank," + _low_rank(old, "inter_grad_comp", "lazy" if old.use_error_feedback else "off")
+        specs.append(("--inter-grad-comp", spec + (",when=epilogue" if old.inter_grad_comp_epilogue_only else "")))
+    if old.inter_acti_comp:
+        specs.append(("--inter-acti-comp", "pp-forward=lowrank," + _low_rank(old, "inter_acti_comp", "")))
+    specs += _optimus_embedding(old)
+    for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
+        if getattr(old, switch):
+            specs.append((flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
+            note(
+                f"{flag(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no state, "
+                "since recomputation and evaluation run it again"
+            )
+    specs += [*_fixpoint("pp-forward", "forward", old), *_fixpoint("pp-backward", "backward", old)]
+    if old.dp_mode == "sharded_ps_compressed":
+        spec = f"quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
+        specs.append((f"--dp-mode {old.dp_mode}", f"dp-grad={spec}"))
+    elif old.dp_mode != "allreduce":
+        spec = f"parameter-server,server={old.dp_mode.removesuffix('_ps')}"
+        specs.append((f"--dp-mode {old.dp_mode}", f"dp-grad={spec}"))
     for flags, spec in specs:
         note(f"{flags} means --compress {spec}")
     if specs:
@@ -190,11 +202,6 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
     if old.forward_compress_method.startswith("delta") and "data.sample_order" not in explicit:
         explicit["data.sample_order"] = "fixed"
         note("--forward-compress-method delta means --sample-order fixed: what is remembered must come again")
-    _json_files(old, explicit, note)
-
-
-def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
-    """Translate ``--save-json-log`` and ``--log-gradients-output-dir`` to the file that the run appends to."""
     path, why = "", ""
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
         path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
@@ -239,16 +246,6 @@ _EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.st
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
-def _radius(old: Theirs) -> str:
-    """Spec of a Radius reducer. Error feedback needs no flag."""
-    if old.grad_comp_type.lower() in _CLASSIC:
-        warmup_steps = old.density and old.stable_topk_density_warmup_steps
-        density = f"1~{old.density!r}@{warmup_steps}" if warmup_steps else f"{old.density!r}"
-        return f"dp-grad=topk,density={density}{_dense_until(old)}"
-    bucket_range = old.stable_topk_range if _STABLE[old.grad_comp_type.lower()] else 0
-    return f"dp-grad={_stable(old, bucket_range)}"
-
-
 def _stable(old: Theirs, reach: int) -> str:
     return f"stable-topk,density={old.density!r},interval={old.stable_topk_interval},range={reach}{_dense_until(old)}"
 
@@ -261,38 +258,28 @@ def _dense_until(old: Theirs) -> str:
 def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
-    flags = "--grad-comp"
-    if old.grad_comp_type.lower() in (*_STABLE, *_CLASSIC):
-        spec = _radius(old)
+    flags, kind = "--grad-comp", old.grad_comp_type.lower()
+    if kind in (*_STABLE, *_CLASSIC):  # the error feedback of Radius's reducers needs no flag
         flags += f" --grad-comp-type {old.grad_comp_type}"
+    if kind in _CLASSIC:
+        warmup_steps = old.density and old.stable_topk_density_warmup_steps
+        density = f"1~{old.density!r}@{warmup_steps}" if warmup_steps else f"{old.density!r}"
+        spec = f"dp-grad=topk,density={density}{_dense_until(old)}"
+    elif kind in _STABLE:
+        spec = f"dp-grad={_stable(old, old.stable_topk_range if _STABLE[kind] else 0)}"
     else:
         # The published reducer keeps input - average, not input - local contribution.
-        feedback = "aggregate" if old.use_error_feedback else "off"
-        spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", feedback)
+        options = _low_rank(old, "grad_comp", "aggregate" if old.use_error_feedback else "off")
+        spec = f"dp-grad=powersgd,{options}"
         if old.collect_log_path is not None:
-            spec, flags = _edgc(old, feedback), f"{flags} --collect-log-path"
+            # EDGC adapts the rank and never read --grad_comp_rank; if given, that is the maximum rank.
+            options = options if "grad_comp_rank" in old.names else options.partition(",")[2]
+            spec, flags = f"dp-grad=edgc,{options},warmup-ends=error", f"{flags} --collect-log-path"
     if old.selective_grad_comp:
         first_stages = old.selective_grad_comp_way
         spec += f",stages=first:{min(first_stages, stages) if stages > 1 else first_stages}"  # at most all stages
         flags += " --selective-grad-comp"
     return [(flags, spec)]
-
-
-def _edgc(old: Theirs, feedback: str) -> str:
-    """Spec of EDGC, which adapts the rank and never read --grad_comp_rank; if given, that is the maximum rank."""
-    shared = _low_rank(old, "grad_comp", feedback)
-    options = shared if "grad_comp_rank" in old.names else shared.partition(",")[2]
-    return f"dp-grad=edgc,{options},warmup-ends=error"
-
-
-def _optimus_pipeline(old: Theirs) -> list[tuple[str, str]]:
-    specs = []
-    if old.inter_grad_comp:
-        spec = "pp-backward=lowrank," + _low_rank(old, "inter_grad_comp", "lazy" if old.use_error_feedback else "off")
-        specs.append(("--inter-grad-comp", spec + (",when=epilogue" if old.inter_grad_comp_epilogue_only else "")))
-    if old.inter_acti_comp:
-        specs.append(("--inter-acti-comp", "pp-forward=lowrank," + _low_rank(old, "inter_acti_comp", "")))
-    return specs
 
 
 def _optimus_embedding(old: Theirs) -> list[tuple[str, str]]:
@@ -305,18 +292,6 @@ def _optimus_embedding(old: Theirs) -> list[tuple[str, str]]:
         spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
         return [(flags, f"embedding=powersgd,{spec}{fused}")]
     return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
-
-
-def _optimus_tensor(old: Theirs, note: Note) -> list[tuple[str, str]]:
-    specs = []
-    for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
-        if getattr(old, switch):
-            specs.append((flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
-            note(
-                f"{flag(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no state, "
-                "since recomputation and evaluation run it again"
-            )
-    return specs
 
 
 _SCALES = {"01": "channel", "012": "tensor"}
@@ -344,15 +319,6 @@ def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
     if warmup > 0:
         spec += f",warmup={warmup}epochs"
     return [(f"--{way}-compress-method", spec)]
-
-
-def _parameter_server(old: Theirs) -> list[tuple[str, str]]:
-    if old.dp_mode == "allreduce":
-        return []
-    spec = f"parameter-server,server={old.dp_mode.removesuffix('_ps')}"
-    if old.dp_mode == "sharded_ps_compressed":
-        spec = f"quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
-    return [(f"--dp-mode {old.dp_mode}", f"dp-grad={spec}")]
 
 
 LEGACY = Dialect(section="legacy", config=LegacyConfig, translate=_translate, needs=NEEDS)

@@ -28,11 +28,8 @@ def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
         explicit["compression.compress"] = [*explicit.get("compression.compress", []), "dp-grad=cast"]
         note("--grad-reduce-in-bf16 means --compress dp-grad=cast")
     chunks = theirs.num_virtual_stages_per_pipeline_rank
-    if chunks is not None and chunks > 1:
-        _set_virtual_stages(theirs, chunks, explicit, note)
-
-
-def _set_virtual_stages(theirs: Theirs, chunks: int, explicit: Explicit, note: Note) -> None:
+    if chunks is None or chunks == 1:
+        return
     flag = f"--num-virtual-stages-per-pipeline-rank {chunks}"
     layers, stages = explicit.get("model.num_layers"), explicit.get("parallel.pipeline_model_parallel_size") or 1
     if stages == 1:

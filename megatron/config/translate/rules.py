@@ -33,11 +33,6 @@ class Explicit(dict[str, Any]):
         super().__init__()
         self.levels: dict[str, int] = {}
 
-    def add_values(self, values: Mapping[str, Any], level: int) -> None:
-        """Add the values of a source, in ascending order of precedence."""
-        self.update(values)
-        self.levels.update(dict.fromkeys(values, level))
-
 
 Rule = Callable[[Explicit, Note], None]
 """Translates interdependent values, and notes the result. Raises UserError for impossible combinations."""
@@ -134,14 +129,14 @@ class KnownFlag(OldFlag):
         """Meaning with a note only; empty for the neutral value of a refused flag."""
         if not self.refused:
             return Meaning(note=f"--{self.name} is known but has no effect here: {self.reason}")
-        if not self._asks_for_nothing(words):
+        if self.arity == SWITCH:
+            is_neutral = _is_false(words)
+        else:
+            is_neutral = all(any(_same(word, spelling) for spelling in self.neutral) for word in words)
+            is_neutral = is_neutral and bool(self.neutral)
+        if not is_neutral:
             raise UserError(f"{' '.join((f'--{self.name}', *words))}: {self.reason}")
         return Meaning()
-
-    def _asks_for_nothing(self, words: Sequence[str]) -> bool:
-        if self.arity == SWITCH:
-            return _is_false(words)
-        return bool(self.neutral) and all(any(_same(word, spelling) for spelling in self.neutral) for word in words)
 
 
 def known_flags(
