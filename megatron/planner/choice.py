@@ -85,10 +85,6 @@ class Choice:
         """Number of sequence parts in a pipeline message, each sent by a tensor-parallel rank."""
         return self.configure(config).parallel.message_parts
 
-    def gathers_messages(self, config: RunConfig) -> bool:
-        """Whether the receiving stage all-gathers the parts of pipeline messages."""
-        return self.configure(config).parallel.splits_messages
-
     def configure(self, config: RunConfig) -> RunConfig:
         """Return the configuration with this choice applied, unresolved."""
         seconds = config.islands.islands_timeout_seconds

@@ -118,16 +118,6 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
     return choice.configure(measured_config).resolve(world_size, cuda_available=torch.cuda.is_available())
 
 
-def _this_machine() -> Cluster:
-    """Cluster of this machine before measuring: only the number of ranks and their memory are known."""
-    env = LaunchEnvironment.read()
-    ranks_per_node = env.ranks_here
-    if not torch.cuda.is_available():
-        return Cluster(gpus=env.world_size, gpus_per_node=ranks_per_node, device=Device(memory_gib=4.0))
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return Cluster(gpus=env.world_size, gpus_per_node=ranks_per_node, device=Device(memory_gib=memory))
-
-
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
     """Measure this machine; the first rank writes and returns the cluster, the other ranks return None."""
     env = LaunchEnvironment.read()
@@ -337,7 +327,12 @@ def run(options: argparse.Namespace) -> None:
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
-    cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
+    if path.exists() or not options.measure:
+        cluster = read_cluster(path)
+    else:  # before measuring, only the number of ranks and their memory are known
+        env = LaunchEnvironment.read()
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 4.0
+        cluster = Cluster(gpus=env.world_size, gpus_per_node=env.ranks_here, device=Device(memory_gib=memory))
     gpus = options.gpus or cluster.gpus
     if gpus % config.islands.islands:
         raise UserError(f"--islands {config.islands.islands} does not divide the {gpus} devices; take a multiple")

@@ -281,7 +281,7 @@ class CostBook:
 
     def message_gather(self, choice: Choice, point: Point) -> MessageCost | None:
         """Cost of a rank's part of a pipeline message in the all-gather of the parts; None without an all-gather."""
-        if not choice.gathers_messages(self.config):
+        if not choice.configure(self.config).parallel.splits_messages:
             return None
         tp_point = Point.TP_FWD if point is Point.PP_FWD else Point.TP_BWD
         spec = self.specs(choice).get(tp_point)

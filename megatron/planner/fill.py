@@ -64,6 +64,13 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
         contents = stages.contents(choice, rank)
+        working_bytes = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
+        if choice.recompute.recompute_granularity == "full":  # a group of layers is held during recomputation
+            plain = replace(choice, recompute=RecomputeConfig())
+            layers = [name for name, n in contents.items() if n and name not in (EMBEDDING, HEAD)]
+            in_groups = choice.recompute.recompute_method == "uniform"
+            held = choice.recompute.recompute_num_layers if in_groups else 1
+            working_bytes = max(working_bytes, max(book.piece(plain, name).saved_bytes for name in layers) * held)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [
             (n, book.reduction(choice, name, rank, of_experts))
@@ -76,24 +83,12 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             "gradients": float(elements * each.gradient),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
             "activations": activations * max(saved_bytes),
-            "work space": _working_bytes(stages, choice, contents),
+            "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
         if sum(filled.values()) > sum(fullest.values()):
             fullest = filled
     return fullest
-
-
-def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
-    """Bytes of temporary memory, such as a group of layers during recomputation."""
-    book = stages.book
-    peak = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
-    if choice.recompute.recompute_granularity == "full":
-        layers = [name for name, n in contents.items() if n and name not in (EMBEDDING, HEAD)]
-        plain = max(book.piece(replace(choice, recompute=RecomputeConfig()), name).saved_bytes for name in layers)
-        groups = choice.recompute.recompute_method == "uniform"
-        peak = max(peak, plain * (choice.recompute.recompute_num_layers if groups else 1))
-    return peak
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:

@@ -10,7 +10,7 @@ from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.diloco.fragments import fragment_index
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import Cluster, Wire
+from megatron.planner.cluster import Cluster, Wire, inside_wire
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.dry_run import Collective
 from megatron.planner.piece_costs import EMBEDDING, HEAD, piece_of
@@ -132,8 +132,14 @@ class OuterCosts:
         assert iterations is not None
         spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
         schedule = RoundSchedule(spec.outer_options, min(spec.activation.warmup_iters, iterations), iterations)
-        compressed = spec.outer_options.in_step == "compressed"
-        in_step_s, in_step_bytes = self._compressed_in_step(choice) if compressed else self.in_step(choice)
+        if spec.outer_options.in_step == "compressed":
+            wires = wires_of(self.stages.cluster, choice)
+            in_step_s = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
+            in_step_s += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
+            in_step_s += self._totals_s(choice)
+            in_step_bytes = sum(transfer.nbytes for transfer in transfers)
+        else:
+            in_step_s, in_step_bytes = self.in_step(choice)
         local_steps, count = schedule.end - schedule.start, len(transfers)
         # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
         turns = max(local_steps - 1, 0) // spec.outer_options.turn
@@ -174,13 +180,6 @@ class OuterCosts:
                 shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
                 duplicates = 0
         return self._seconds(choice, shares) + self._totals_s(choice), self._sent(choice, shares)
-
-    def _compressed_in_step(self, choice: Choice) -> tuple[float, float]:
-        """``in_step`` where the compressor of ``outer`` sums the gradients."""
-        wires, transfers = wires_of(self.stages.cluster, choice), self.transfers(choice)
-        seconds = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
-        seconds += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
-        return seconds + self._totals_s(choice), sum(transfer.nbytes for transfer in transfers)
 
     def _totals_s(self, choice: Choice) -> float:
         return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _TOTALS_BYTES))])
@@ -298,22 +297,18 @@ class OuterCosts:
         """The links between islands, and the number of speakers behind each link by kind and stage."""
         key = choice.mesh, choice.islands
         if key not in self._crowds:
-            speakers = _speakers(choice)
+            # Rank, kind and stage of each replica that takes part.
+            speakers = [
+                ((stage * choice.dp + replica) * choice.tp + tensor_rank, kind, stage)
+                for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
+                for stage in range(choice.pp)
+                for replica in range(replicas)
+                for tensor_rank in range(choice.tp)
+            ]
             self._crowds[key] = [
                 (wire, _blocks(speakers, size)) for size, wire in _links(self.stages.cluster, choice.world_size)
             ]
         return self._crowds[key]
-
-
-def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
-    """Rank, kind and stage of each speaker of an island."""
-    return [
-        ((stage * choice.dp + replica) * choice.tp + tensor_rank, kind, stage)
-        for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
-        for stage in range(choice.pp)
-        for replica in range(replicas)
-        for tensor_rank in range(choice.tp)
-    ]
 
 
 def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
@@ -328,7 +323,7 @@ def _links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
     """The links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
     islands = cluster.gpus // world
     if cluster.gpus <= cluster.gpus_per_node:
-        return [(1, Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, islands))]
+        return [(1, inside_wire(cluster, islands))]
     levels = [(cluster.gpus_per_node, cluster.across)]
     if cluster.sites > 1:
         levels.append((cluster.site_gpus, cluster.between_sites))

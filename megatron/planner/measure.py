@@ -138,7 +138,7 @@ def measure_device(dtype: torch.dtype, backend: LiveBackend) -> Device:
 
     Args:
         dtype: dtype of the training.
-        stand: stand of the device.
+        backend: backend of the device.
     """
     device, synchronize = backend.torch_device, backend.recorder().synchronize
     cuda = device.type == "cuda"
@@ -173,7 +173,7 @@ class Corrections:
         vocab_size: entries of the vocabulary.
         choice: the layout; its compressors are ignored.
         cluster: measured rates of the backend's devices and links.
-        stand: stand that measures real times.
+        backend: backend that measures real times.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.compression.api import Codec, SampleKey
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.group import num_bytes
@@ -33,13 +32,6 @@ from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad, SavedTen
 from megatron.planner.piece_costs import EMBEDDING, HEAD, MessageCost, PieceCost, ReductionCost, piece_of
 
 
-def _stage_part(model: ModelConfig, name: str) -> StagePart:
-    """The part of the model for a piece; for a layer, the first of its kind."""
-    layers = [layer for layer in range(model.num_layers) if piece_of(model, layer) == name][:1]
-    of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
-    return StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
-
-
 @dataclass
 class _Built:
     """A built piece with its recorder."""
@@ -47,8 +39,6 @@ class _Built:
     stage: Stage
     buffer: FlatBuffer
     recorder: Any
-    backend: DryBackend
-    config: RunConfig
 
 
 class Pieces:
@@ -57,10 +47,10 @@ class Pieces:
     Args:
         config: resolved configuration.
         vocab_size: entries of the vocabulary.
-        stand: stand on which the pieces run.
+        backend: backend on which the pieces run.
         plan: the compressors of a pipeline stage.
         iteration: the iteration to run, past all warm-ups.
-        spread: distribution of tokens over experts in a dry run.
+        expert_load: distribution of tokens over experts in a dry run.
     """
 
     def __init__(
@@ -110,7 +100,10 @@ class Pieces:
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        stage_part = _stage_part(config.model, name)
+        # A kind of layer is represented by the first of them.
+        layers = [layer for layer in range(config.model.num_layers) if piece_of(config.model, layer) == name][:1]
+        of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
+        stage_part = StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
         rank = RankContext(config.model, comm, self.backend.torch_device, dtype, recompute, expert_comm)
         stage = make_stage(rank, stage_part, shard)
         params = named_params(collect_specs(stage), stage)
@@ -127,29 +120,59 @@ class Pieces:
             tensor_parallel=tp > 1,
         )
         self.backend.fill(buffer.params_flat)
-        return _Built(stage, buffer, recorder, self.backend, config)
+        return _Built(stage, buffer, recorder)
 
     def piece(self, name: str) -> PieceCost:
         """Run forward and backward of a piece."""
         built = self._build(name, self.config.recompute)
         assert built is not None
-        saved, forward, backward = _passes(built)
+        config, stage, recorder, device = self.config, built.stage, built.recorder, self.backend.torch_device
+        batch, length = config.training.micro_batch_size, config.model.seq_length
+        tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
+        weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
+        targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
+        step = ExpertContext(0, torch.ones((), device=device), {}, {}) if config.model.has_experts else None
+        context = ForwardContext(
+            segment_ids_bs=None if config.model.causal else tokens_bs,
+            types_bs=tokens_bs,
+            attention=self.backend.attention,
+            experts=step,
+        )
+        rows = length // (stage.comm.size if stage.comm.sequence_parallel else 1)
+        dtype = config.model.residual_dtype(stage.dtype)
+        activation = torch.empty((rows, batch, config.model.hidden_size), dtype=dtype, device=device)
+        x: Tensor = tokens_bs if stage.stage_part.first else self.backend.fill(activation).requires_grad_()
+        forwards: list[CostTally] = []
+        backwards: list[CostTally] = []
+        saved = SavedTensors()
+        for _ in range(self.backend.repeats):
+            saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
+            hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
+            with recorder:
+                with hooks:
+                    out = stage.loss(x, targets).objective if stage.stage_part.last else stage(x, context)
+                if stage.stage_part.layers:
+                    saved.add(x)
+                forwards.append(recorder.take())
+                torch.autograd.backward(out, torch.ones_like(out))
+                backwards.append(recorder.take())
         working = 0.0
         if name == "head":
-            tokens = self.config.training.micro_batch_size * self.config.model.seq_length
-            dtype = self.config.precision.params_dtype
-            working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
+            itemsize = config.precision.params_dtype.itemsize
+            working = min(batch * length * stage.shard.valid_rows, 1 << 28) * (itemsize + 4.0)
+        params = named_params(collect_specs(stage), stage)
+        ep = config.parallel.expert_model_parallel_size
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
         return PieceCost(
-            forward,
-            backward,
-            saved,
+            CostTally.median(forwards),
+            CostTally.median(backwards),
+            float(saved.nbytes),
             working,
-            sum(parameter.numel() for parameter in built.stage.parameters()),
-            _own_parameters(built),
+            sum(parameter.numel() for parameter in stage.parameters()),
+            sum(param.numel() for _, _, spec, param in params if ep > 1 and spec.of_expert),
             sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
-            named_params(collect_specs(built.stage), built.stage),
+            params,
         )
 
     def reduction(
@@ -243,14 +266,6 @@ class Pieces:
         return ReductionCost((tuple(tally.collectives),), coding, state_bytes=state_bytes(sync.state))
 
 
-def _own_parameters(built: _Built) -> int:
-    """Number of a piece's expert parameters that not all replicas hold."""
-    if built.config.parallel.expert_model_parallel_size == 1:
-        return 0
-    params = named_params(collect_specs(built.stage), built.stage)
-    return sum(param.numel() for _, _, spec, param in params if spec.of_expert)
-
-
 def message(
     codec: Codec, shape: torch.Size, dtype: torch.dtype, backend: DryBackend, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
@@ -259,7 +274,7 @@ def message(
     Args:
         codec: codec of the message.
         shape, dtype: shape and dtype of the tensor.
-        stand: stand that encodes and decodes.
+        backend: backend that encodes and decodes.
         keys: number of samples in the message.
         vocab_size: entries of the vocabulary of the samples' tokens.
     """
@@ -296,39 +311,3 @@ def message(
 def state_bytes(state: CompressorState) -> float:
     """Bytes of a compressor's state tensors, without sample caches."""
     return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
-
-
-def _passes(built: _Built) -> tuple[float, CostTally, CostTally]:
-    """Run a piece; return the saved bytes, and the costs of a micro-batch's forward and backward."""
-    config, stage, recorder, device = built.config, built.stage, built.recorder, built.backend.torch_device
-    batch, length = config.training.micro_batch_size, config.model.seq_length
-    sequence_parts = stage.comm.size if stage.comm.sequence_parallel else 1
-    tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
-    weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
-    targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
-    segments_bs = None if config.model.causal else tokens_bs
-    step = ExpertContext(0, torch.ones((), device=device), {}, {}) if config.model.has_experts else None
-    context = ForwardContext(
-        segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.backend.attention, experts=step
-    )
-    dtype = config.model.residual_dtype(stage.dtype)
-    activation = torch.empty((length // sequence_parts, batch, config.model.hidden_size), dtype=dtype, device=device)
-    x: Tensor = tokens_bs if stage.stage_part.first else built.backend.fill(activation).requires_grad_()
-    forwards: list[CostTally] = []
-    backwards: list[CostTally] = []
-    saved = SavedTensors()
-    for _ in range(built.backend.repeats):
-        saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
-        with recorder:
-            with hooks:
-                if stage.stage_part.last:
-                    out = stage.loss(x, targets).objective
-                else:
-                    out = stage(x, context)
-            if stage.stage_part.layers:
-                saved.add(x)
-            forwards.append(recorder.take())
-            torch.autograd.backward(out, torch.ones_like(out))
-            backwards.append(recorder.take())
-    return float(saved.nbytes), CostTally.median(forwards), CostTally.median(backwards)

@@ -125,13 +125,20 @@ class Predictor(Stages):
             "compute": time.busy - exposed - tp_coding - experts,
             "tensor parallel": exposed,
             "expert parallel": experts,
-            "pipeline": time.waiting_s,
+            "pipeline": time.end - time.busy - time.coding,
             "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
             "gradients": synced[slowest] - time.end - stage.coding_s - embedding_s,
             "optimizer": seconds - synced[slowest] - gather,
             "parameters": gather,
         }
         sent = traffic(self, choice, wires)
+        multiple = self.config.model.make_vocab_size_divisible_by
+        tflops = model_tflops(
+            model_shape(self.config, padded_vocab_size(self.vocab_size, multiple, choice.tp)),
+            global_batch_size=choice.dp * choice.micro_batches * choice.micro_batch,
+            seconds=seconds,
+            world_size=choice.world_size,
+        )
         tokens = choice.islands * choice.dp * choice.micro_batches * choice.micro_batch * self.config.model.seq_length
         return Prediction(
             choice,
@@ -141,7 +148,7 @@ class Predictor(Stages):
             sent,
             leaving(self, choice, wires, sent),
             tokens / seconds,
-            self._mfu(choice, seconds),
+            tflops / self.cluster.device.peak_tflops,
         )
 
     def _with_outer(self, inner: Prediction, choice: Choice) -> Prediction:
@@ -177,9 +184,11 @@ class Predictor(Stages):
             point in specs and specs[point].make_rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD)
         )
         barrier_s = max(time.end for time in times) + self._world_s(wires, choice)
+        limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
-            buckets = self._buckets(choice, stage)
+            elements = sum(count for count, _ in stage.parts)
+            buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
             end = time.end + stage.first_coding_s
             end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
@@ -202,12 +211,6 @@ class Predictor(Stages):
         )
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + embedding_s
         return ready, coding
-
-    def _buckets(self, choice: Choice, stage: StageCost) -> int:
-        """Number of buckets of a stage's gradients."""
-        limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
-        elements = sum(count for count, _ in stage.parts)
-        return 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
 
     def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
@@ -249,17 +252,6 @@ class Predictor(Stages):
             coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
             seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
         return seconds
-
-    def _mfu(self, choice: Choice, seconds: float) -> float:
-        multiple = self.config.model.make_vocab_size_divisible_by
-        shape = model_shape(self.config, padded_vocab_size(self.vocab_size, multiple, choice.tp))
-        rate = model_tflops(
-            shape,
-            global_batch_size=choice.dp * choice.micro_batches * choice.micro_batch,
-            seconds=seconds,
-            world_size=choice.world_size,
-        )
-        return rate / self.cluster.device.peak_tflops
 
 
 def _forth_and_back(choice: Choice) -> Choice:

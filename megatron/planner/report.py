@@ -88,21 +88,6 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
 
 
-def island_lines(prediction: Prediction, cluster: Cluster) -> list[str]:
-    """Additional lines for a prediction with islands, and the command that starts the first island."""
-    plan, choice = prediction.outer, prediction.choice
-    assert plan is not None
-    inner = prediction.seconds - plan.mean_in_step_s - plan.mean_rounds_s
-    hidden = f", of {plan.transfer_s:.3f} s of transfers" if plan.transfer_s else ""
-    return [
-        f"  islands {plan.in_step:,} iterations in step of {inner + plan.in_step_s:.3f} s, then {plan.local:,} of "
-        f"{inner:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
-        f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
-        f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
-        f"  start   {start(choice, cluster)} FLAGS (of the first island; others: --islands-address)",
-    ]
-
-
 def start(choice: Choice, cluster: Cluster) -> str:
     """The command that starts the first island, without the training flags."""
     ranks_per_node = min(choice.world_size, cluster.gpus_per_node)
@@ -142,8 +127,17 @@ def breakdown(prediction: Prediction, cluster: Cluster, config: RunConfig | None
         across_bytes = prediction.across.get(point, 0.0)
         location = f"{across_bytes / 1e6:,.1f} MB of it across nodes" if across_bytes else "inside nodes"
         lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {location}")
-    if prediction.outer is not None:
-        lines += island_lines(prediction, cluster)
+    plan = prediction.outer
+    if plan is not None:
+        inner_s = prediction.seconds - plan.mean_in_step_s - plan.mean_rounds_s
+        hidden = f", of {plan.transfer_s:.3f} s of transfers" if plan.transfer_s else ""
+        lines += [
+            f"  islands {plan.in_step:,} iterations in step of {inner_s + plan.in_step_s:.3f} s, then {plan.local:,} "
+            f"of {inner_s:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
+            f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
+            f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
+            f"  start   {start(prediction.choice, cluster)} FLAGS (of the first island; others: --islands-address)",
+        ]
     if any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
     lines.append(f"  flags   {flags(prediction.choice)}")

@@ -36,7 +36,7 @@ Hops = Callable[[bool, int, bool], Hop]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of a pipeline rank's step.
+    """Times of a pipeline rank's step, which consists of computing, coding and waiting for messages.
 
     Args:
         end: time at which the last operation has completed.
@@ -47,11 +47,6 @@ class RankTimes:
     end: float
     busy: float
     coding: float
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds of waiting for messages."""
-        return self.end - self.busy - self.coding
 
 
 @dataclass(frozen=True)
@@ -126,12 +121,9 @@ class Pipeline:
             for a, b in pairs
         ]
 
-    def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
-        """Operations of every rank."""
-        return [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)]
-
     def _play(self, micro_batches: int) -> list[RankTimes]:
-        schedules = self.schedules(micro_batches)
+        stages = range(self.stages)
+        schedules = [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in stages]
         play = _Play(self, schedules)
         play.run()
         return [RankTimes(rank.clock, rank.busy, rank.coding) for rank in play.ranks]
@@ -183,11 +175,6 @@ class _Flow:
     version: int = 0
 
 
-def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
-    """Number of operations up to the last forward, after which nothing overlaps backward messages."""
-    return max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
-
-
 class _Play:
     """A discrete-event simulation.
 
@@ -197,7 +184,11 @@ class _Play:
 
     def __init__(self, pipeline: Pipeline, schedules: Sequence[Sequence[PipelineOp]]) -> None:
         self.pipeline = pipeline
-        self.ranks = [_Rank(ops, _epilogue_begins(ops)) for ops in schedules]
+        self.ranks: list[_Rank] = []
+        for ops in schedules:
+            # Nothing overlaps backward messages after the last forward.
+            late = max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
+            self.ranks.append(_Rank(ops, late))
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, tuple[float, float]] = {}
         """Arrived messages: arrival time and seconds of decoding."""
@@ -231,18 +222,15 @@ class _Play:
         rank = self.ranks[number]
         if rank.next == len(rank.ops):
             return
-        needs = self._needs(number, rank.ops[rank.next])
+        op = rank.ops[rank.next]
+        virtual = op.chunk * self.pipeline.stages + number
+        boundary = virtual - 1 if op.is_forward else virtual
+        needs = (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
         if needs is None or needs in self.arrived:
             start = rank.clock if needs is None else max(rank.clock, self.arrived[needs][0])
             self._at(start, self._do, number, needs)
         else:
             self.missed[needs] = number
-
-    def _needs(self, number: int, op: PipelineOp) -> Message | None:
-        """The message that an operation waits for; None where it needs none."""
-        virtual = op.chunk * self.pipeline.stages + number
-        boundary = virtual - 1 if op.is_forward else virtual
-        return (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
 
     def _do(self, _: float, number: int, needs: Message | None) -> None:
         pipeline, rank = self.pipeline, self.ranks[number]

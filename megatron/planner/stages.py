@@ -34,7 +34,6 @@ class StageCost:
         across: bytes sent between nodes by two-level sums; None for single-level sums.
         coding_s: seconds of encoding and decoding in the reduction.
         first_coding_s: the part of ``coding_s`` before the first round.
-        kept: bytes of the compressors' state.
     """
 
     pieces: Mapping[str, int]
@@ -43,7 +42,6 @@ class StageCost:
     sent: float
     coding_s: float
     first_coding_s: float
-    kept: float
     across: float | None = None
 
 
@@ -140,7 +138,11 @@ class Stages:
             point = Point.PP_FWD if forward else Point.PP_BWD
             sent = self.book.message(choice, point, compressed)
             factor = self.book.coding(choice, point) if compressed else 1.0
-            arrived_s = sent.decode_s * factor + self.gather_seconds(choice, point, wires)
+            arrived_s = sent.decode_s * factor
+            part = self.book.message_gather(choice, point)
+            if part is not None:
+                gather = Collective("all-gather", part.nbytes * choice.tp)
+                arrived_s += part.encode_s + part.decode_s + collective_seconds([gather], wires.tp, choice.tp)
             return Hop(sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, arrived_s)
 
         @cache
@@ -156,14 +158,6 @@ class Stages:
             choice.pp,
             hop,
         )
-
-    def gather_seconds(self, choice: Choice, point: Point, wires: Wires) -> float:
-        """Seconds of all-gathering the parts of a pipeline message."""
-        message = self.book.message_gather(choice, point)
-        if message is None:
-            return 0.0
-        collective = Collective("all-gather", message.nbytes * choice.tp)
-        return message.encode_s + message.decode_s + collective_seconds([collective], wires.tp, choice.tp)
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Number of each piece on a pipeline rank, by name."""
@@ -239,7 +233,7 @@ class Stages:
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
         counts = self.contents(choice, rank)
-        total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
+        total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0)
         for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
             total = self._with_reduction(choice, rank, total, of_experts, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)
@@ -278,7 +272,6 @@ class Stages:
             across=across,
             coding_s=before.coding_s + correction * sum(n * cost.coding_s for n, cost in costs),
             first_coding_s=before.first_coding_s + correction * sum(n * cost.first_coding_s for n, cost in costs),
-            kept=before.kept + sum(n * cost.state_bytes for n, cost in costs),
         )
 
 
