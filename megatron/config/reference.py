@@ -10,7 +10,7 @@ from megatron.base.option import FieldOption
 from megatron.config.flags import run_table
 from megatron.config.help import default_text, metavar_of
 from megatron.config.translate.known import KNOWN_FLAGS
-from megatron.config.translate.rules import SWITCH, KnownFlag
+from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag
 from megatron.config.translate.shortcuts import SHORTCUTS
 
 _INTRODUCTION = """\
@@ -40,7 +40,7 @@ def flags_markdown() -> str:
         rows = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, described))
         blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{rows}")
     shortcuts = [
-        (f"`--{shortcut.name}{' VALUE' if shortcut.takes_value else ''}`", shortcut.help) for shortcut in SHORTCUTS
+        (f"`--{shortcut.name}{' VALUE' if shortcut.arity == VALUE else ''}`", shortcut.help) for shortcut in SHORTCUTS
     ]
     blocks.append(f"## Shorthand and old names\n\n{_table(('Flag', 'Meaning'), shortcuts)}")
     blocks.append(

@@ -83,14 +83,9 @@ class Shortcut(OldFlag):
     rule: Rule | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def takes_value(self) -> bool:
-        """Whether the flag takes an argument."""
-        return self.arity == VALUE
-
     def meaning(self, words: Sequence[str]) -> Meaning:
         """Meaning of the flags that it stands for; empty for a switch set to false."""
-        if not self.takes_value and _is_false(words):
+        if self.arity != VALUE and _is_false(words):
             return Meaning()
         if self.choices and words[0].lower() not in self.choices:
             raise UserError(f"--{self.name} {words[0]}: choose from {', '.join(self.choices)}")

@@ -12,7 +12,7 @@ from megatron.config import UserError, build_run_parser, parse_args
 from megatron.config.others import LISTS
 from megatron.config.run import RunConfig
 from megatron.config.translate.known import KNOWN_FLAGS
-from megatron.config.translate.rules import SWITCH, KnownFlag, Shortcut
+from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Shortcut
 
 FOLDER = Path(__file__).parent
 PARSER = build_run_parser()
@@ -335,7 +335,7 @@ def test_every_flag_of_megatron_deepspeed_is_recognized() -> None:
                 _assert_same_default(target, default)
         else:
             assert isinstance(target, Shortcut)
-            is_switch = not target.takes_value
+            is_switch = target.arity != VALUE
         assert is_switch == (arity == "switch"), name
 
 
@@ -358,7 +358,7 @@ def test_the_flag_surface_is_frozen() -> None:
             values = "switch" if target.is_switch else "list" if target.is_list else target.element.__name__
             lines.append(f"--{flag} {values} {target.path}")
         elif isinstance(target, Shortcut):
-            lines.append(f"--{flag} {'value' if target.takes_value else 'switch'} shorthand")
+            lines.append(f"--{flag} {'value' if target.arity == VALUE else 'switch'} shorthand")
         else:
             assert isinstance(target, KnownFlag)
             lines.append(f"--{flag} {target.arity} {'refused' if target.refused else 'no effect'}")
