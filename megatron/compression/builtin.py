@@ -38,12 +38,9 @@ MODULES = (
 """Files with a function ``register(registry)``."""
 
 
-def _builtin() -> Mapping[str, Registration]:
-    registry = Registry()
-    for module in MODULES:
-        module.register(registry)
-    return MappingProxyType({name: registry[name] for name in registry.names})
+_registry = Registry()
+for _module in MODULES:
+    _module.register(_registry)
 
-
-BUILTIN = _builtin()
+BUILTIN: Mapping[str, Registration] = MappingProxyType({name: _registry[name] for name in _registry.names})
 """Name -> compressor."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
+from megatron.compression.message import Format
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
-from megatron.compression.two_step import Format, TwoStepSum
+from megatron.compression.two_step import TwoStepSum
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

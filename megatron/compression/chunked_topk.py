@@ -123,32 +123,34 @@ class _Chunks:
         columns = [row.reshape(self.k, row.numel() // max(self.k, 1)) for row in rows]
         return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
-    def choose(self, x_kn: Tensor) -> Tensor:
-        """Positions of the largest magnitudes in their chunks, (k, chosen), int64."""
+    def choose(self, x_kn: Tensor) -> list[Tensor]:
+        """Positions of the largest magnitudes in their chunks, int64, split like the result of ``_rows``."""
         full = self.chunks * self.config.chunk
         rows = [abs_topk(x_kn[:, :full].reshape(-1, self.config.chunk), self.config.k)]
         if self.tail:
             rows.append(abs_topk(x_kn[:, full:].contiguous(), self.of_tail))
-        return self._joined(rows)
+        return rows
 
-    def flattened(self, places_kc: Tensor) -> Tensor:
-        """Convert positions in chunks to indices into the flattened parameters."""
-        return self._flattened(self._rows(places_kc))
-
-    def _flattened(self, rows: Sequence[Tensor]) -> Tensor:
-        """``flattened`` for positions split by ``_rows``."""
+    def flattened(self, rows: Sequence[Tensor]) -> Tensor:
+        """Convert positions in chunks, split by ``_rows``, to indices into the flattened parameters."""
         starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
         starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
         starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
         return self._joined([places + start for places, start in zip(rows, starts, strict=False)]).view(-1)
 
-    def encode(self, places_kc: Tensor, values_kc: Tensor) -> Tensor:
-        """The message, uint8."""
-        wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=places_kc.device)
+    def encode(self, places: Sequence[Tensor], values_kc: Tensor) -> Tensor:
+        """The message, uint8, of values at the positions from ``choose``."""
+        wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=values_kc.device)
         (table,), (*place_sections, codes) = self.message.to_write(wire)
-        places, values_kc = self._without_zeros(places_kc, values_kc)
-        for number, (code, places_rc) in enumerate(zip(self.places, places, strict=False)):
-            code.encode(places_rc, place_sections[3 * number : 3 * number + 3])
+        values = []
+        rows = zip(self.places, places, self._rows(values_kc), strict=False)
+        for number, (code, places_rc, values_rc) in enumerate(rows):
+            # Nonzero values first, by ascending position, then the chunk's length for each zero: zeros get no bin.
+            narrow_rc = places_rc.to(torch.int32)  # sorts in half the time
+            ordered_rc, order_rc = torch.where(values_rc == 0, narrow_rc + code.most, narrow_rc).sort(dim=1)
+            code.encode(ordered_rc.clamp_(max=code.most), place_sections[3 * number : 3 * number + 3])
+            values.append(values_rc.gather(1, order_rc))
+        values_kc = self._joined(values)
         if self.bins:
             bins_kc, means_kb = _binned(values_kc.float(), self.bins)
             table.copy_(means_kb.view(-1))
@@ -156,17 +158,6 @@ class _Chunks:
         else:
             table.copy_(_within(values_kc, table.dtype).view(-1))
         return wire
-
-    def _without_zeros(self, places_kc: Tensor, values_kc: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Positions to send, by rows, and the values in the same order: nonzero values first, by ascending position,
-        then the chunk's length for each zero. Zeros get no bin."""
-        places, values = [], []
-        for code, places_rc, values_rc in zip(self.places, self._rows(places_kc), self._rows(values_kc), strict=False):
-            narrow_rc = places_rc.to(torch.int32)  # sorts in half the time
-            ordered_rc, order_rc = torch.where(values_rc == 0, narrow_rc + code.most, narrow_rc).sort(dim=1)
-            places.append(ordered_rc.clamp_(max=code.most))
-            values.append(values_rc.gather(1, order_rc))
-        return places, self._joined(values)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Decode to indices into the flattened parameters, values (0 if not sent), and whether each was sent."""
@@ -183,7 +174,7 @@ class _Chunks:
             values_kc = table.view(self.k, self.chosen)
         zero_kc = self._joined(zeros)
         values = values_kc.masked_fill(zero_kc, 0.0).view(-1).to(dtype)
-        return self._flattened(places), values, zero_kc.logical_not().view(-1)
+        return self.flattened(places), values, zero_kc.logical_not().view(-1)
 
 
 @dataclass(frozen=True)
@@ -193,14 +184,11 @@ class _Chosen(Approximation):
     pieces: Sequence[tuple[Tensor, Tensor]]
 
     def write_to(self, out: Tensor) -> None:
-        self._add(out.zero_(), 1.0)
+        self.subtract_from(out.zero_(), -1.0)
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        self._add(x, -share)
-
-    def _add(self, x: Tensor, factor: float) -> None:
         for indices, values in self.pieces:
-            x.view(-1).index_add_(0, indices, values, alpha=factor)
+            x.view(-1).index_add_(0, indices, values, alpha=-share)
 
 
 def _binned(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
@@ -251,22 +239,20 @@ class ChunkedTopK(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         layout = _Chunks(self.config, x.shape[0], x[0].numel() if x.shape[0] else 0)
-        places_kc = layout.choose(x.view(layout.k, layout.n))
-        values = gather_packed(x.view(-1), layout.flattened(places_kc))
-        wire = layout.encode(places_kc, values.view(places_kc.shape))
+        places = layout.choose(x.view(layout.k, layout.n))
+        values = gather_packed(x.view(-1), layout.flattened(places))
+        wire = layout.encode(places, values.view(layout.k, layout.chosen))
         wires = yield Request(wire, Op.GATHER)
         pieces = [layout.decode(other, x.dtype) for other in wires]
-        total = [piece[:2] for piece in pieces] if self.config.merge == "ranks" else _over_senders(pieces, x)
+        total = [piece[:2] for piece in pieces]
+        if self.config.merge == "senders":
+            # The sum at an index becomes the senders' mean times the number of ranks.
+            senders_n = x.new_zeros(x.numel())
+            for indices, values, sent in pieces:
+                senders_n.index_add_(0, indices, sent.to(values.dtype))
+            factors_n = len(pieces) / senders_n.clamp_(min=1.0)
+            total = [(indices, values * factors_n[indices]) for indices, values in total]
         return Aggregate(_Chosen(total), _Chosen([pieces[peers.rank][:2]]))
-
-
-def _over_senders(pieces: Sequence[tuple[Tensor, Tensor, Tensor]], like: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Scale the pieces so that their sum at each index equals the senders' mean times the number of ranks."""
-    senders_n = like.new_zeros(like.numel())
-    for indices, values, sent in pieces:
-        senders_n.index_add_(0, indices, sent.to(values.dtype))
-    factors_n = len(pieces) / senders_n.clamp_(min=1.0)
-    return [(indices, values * factors_n[indices]) for indices, values, _ in pieces]
 
 
 def register(registry: Registry) -> None:

@@ -129,12 +129,6 @@ class TokenDeltaCodec(FormatCodec):
             learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
 
 
-def _memory(config: DeltaConfig) -> FixpointConfig:
-    """Format of remembered rows. The default grid must stay the grid of rows in existing checkpoints."""
-    grid = "symmetric" if config.grid == "auto" else config.grid
-    return replace(config, bits=config.cache_bits or 8, rounding="nearest", grid=grid)
-
-
 class DeltaCodec(Codec):
     """Quantized differences from the sample's last visit; each end keeps a row per sample (``SampleCache``)."""
 
@@ -152,7 +146,9 @@ class DeltaCodec(Codec):
         )
         self.difference = Quantizer(self.config)
         self.first = Quantizer(replace(self.config, bits=min(self.config.first_bits, 8)))
-        self.memory = Quantizer(_memory(self.config))
+        # The default grid must stay the grid of rows in existing checkpoints.
+        grid = "symmetric" if self.config.grid == "auto" else self.config.grid
+        self.memory = Quantizer(replace(self.config, bits=self.config.cache_bits or 8, rounding="nearest", grid=grid))
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         if flags["sample_order"] != "fixed":
@@ -299,10 +295,6 @@ def _sample(key: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _codec(config: DeltaConfig) -> Codec:
-    return TokenDeltaCodec(config) if config.predict == "token" else DeltaCodec(config)
-
-
 def register(registry: Registry) -> None:
     """Register ``delta`` and ``delta-lowbits``."""
     for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
@@ -310,7 +302,7 @@ def register(registry: Registry) -> None:
             name,
             Registration(
                 config,
-                codec=_codec,
+                codec=lambda options: (TokenDeltaCodec if options.predict == "token" else DeltaCodec)(options),
                 points=frozenset({Point.PP_FWD}),
                 no_feedback="makes up for what it left out when the sample comes again",
                 advice="samples are met again in activations only",

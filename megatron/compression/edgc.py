@@ -143,7 +143,8 @@ class RankByEntropy:
             target = self._linear() if self.config.rule == "linear" else self._formula()
             low, high = self.config.limits
             step = min(max(target - self.rank, -self.config.max_step), self.config.max_step)
-            self.rank = int(min(max(_even(self.rank + step), low), high))
+            even = 2 * round((self.rank + step) / 2)
+            self.rank = int(min(max(even, low), high))
         return self.rank
 
     def _linear(self) -> float:
@@ -180,10 +181,6 @@ class RankByEntropy:
 def _probes_at(iteration: int) -> bool:
     """Whether to measure in an iteration (0-based); never in the first few iterations."""
     return (iteration + 1) % _PROBE_EVERY == 0
-
-
-def _even(rank: float) -> int:
-    return 2 * round(rank / 2)
 
 
 class RankController(Controller):
@@ -230,7 +227,12 @@ class RankController(Controller):
 
     def after_reduction(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
         if not self._knows_shape:
-            yield from self._learn_shape(reduced)
+            # All ranks get the shape as the mean over the first stage's ranks, where it is equal.
+            matrices = [matrix_shape(shape) for shape in reduced.shapes]
+            n, m = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
+            total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
+            self.rule.shape = (total_n // ranks, total_m // ranks)
+            self._knows_shape = True
         if self.meets(reduced.iteration):
             self._waited_s = [*self._waited_s, reduced.ahead_s][-_MEETINGS:]
         probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
@@ -246,15 +248,11 @@ class RankController(Controller):
                 self.measured["entropy"] = entropy
         if (reduced.iteration + 1) % self.config.window == 0:
             self.rule.close_window(moves=reduced.compressed and self.warm)
-            if reduced.compressed and not self.warm and "first_error" in self.measured:
-                yield from self._end_warm_up(reduced)
-
-    def _end_warm_up(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
-        """End the warm-up if the error of the lowest rank is now below the first error of the highest rank."""
-        if (yield from self._all_finite(reduced)):
-            error = yield from self._error(self.config.limits[0], reduced)
-            self.measured["last_error"] = error
-            self.warm = error < self.measured["first_error"]
+            may_end = reduced.compressed and not self.warm and "first_error" in self.measured
+            if may_end and (yield from self._all_finite(reduced)):
+                error = yield from self._error(self.config.limits[0], reduced)
+                self.measured["last_error"] = error
+                self.warm = error < self.measured["first_error"]
 
     def _error(self, rank: int, reduced: Reduced) -> Generator[Request | Trial, Tensor, float]:
         """Relative error of the first stage's gradients at a rank."""
@@ -277,14 +275,6 @@ class RankController(Controller):
             row.append(seconds)
         rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
         self.times = StageTimes.of(ranks, rows.tolist())
-
-    def _learn_shape(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
-        """Broadcast the shape of the first stage's matrices, as a mean: it is equal on all of that stage's ranks."""
-        matrices = [matrix_shape(shape) for shape in reduced.shapes]
-        n, m = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
-        total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
-        self.rule.shape = (total_n // ranks, total_m // ranks)
-        self._knows_shape = True
 
     def _measure(self, reduced: Reduced) -> Generator[Request, Tensor, float]:
         """Mean entropy of the first stage's tensors on all its ranks, weighted by size; NaN if none is finite."""

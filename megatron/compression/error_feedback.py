@@ -153,8 +153,12 @@ class ErrorFeedbackCodec(Codec):
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         gradient_1 = given_1 = squared_norms(x, False)
         residual = self._residual(x.shape, state)
-        corrected = self._with_residual(x, residual, state)
-        if residual is not None:
+        if residual is None:
+            corrected = x.clone(memory_format=torch.contiguous_format)
+        else:
+            # A rollback needs the committed residual.
+            in_place = not self.mean and residual is not state.tensors.get(RESIDUAL)
+            corrected = residual.add_(x) if in_place else (x + residual).contiguous()
             given_1 = squared_norms(corrected, False)
         payload = self.inner.encode(corrected, state, key)
         subtract(self.inner.reconstruct(payload, corrected, state, key), corrected)
@@ -174,14 +178,6 @@ class ErrorFeedbackCodec(Codec):
         for segment in residual.split(shape[0]):
             resized[: segment.shape[0]].add_(segment)
         return resized
-
-    def _with_residual(self, x: Tensor, residual: Tensor | None, state: CompressorState) -> Tensor:
-        """x + residual in writable memory, which is the residual's own from the step's second message on."""
-        if residual is None:
-            return x.clone(memory_format=torch.contiguous_format)
-        if self.mean or residual is state.tensors.get(RESIDUAL):
-            return (x + residual).contiguous()
-        return residual.add_(x)
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.message import FormatCodec, ScaledCodes, noise_seed
+from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.state import CompressorState
 from megatron.compression.tiles import map_bytes, mixture
-from megatron.compression.two_step import Format, TwoStepSum
+from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import dequantize_tiles, quantize_pack, quantize_tiles, unpack_dequantize
 from megatron.kernels.tiles import Outliers, TiledMessage, Tiles
@@ -226,12 +225,8 @@ class Quantizer(Format):
         )
 
     def _layout(self, shape: torch.Size) -> _Layout:
-        layout = self._layouts.get(shape)
-        if layout is None:
-            layout = self._layouts[shape] = self._new_layout(shape)
-        return layout
-
-    def _new_layout(self, shape: torch.Size) -> _Layout:
+        if shape in self._layouts:
+            return self._layouts[shape]
         count, bits = shape.numel(), int(self.config.bits)
         grid, mixed, outliers = self._grid(shape, bits), None, None
         if bits != self.config.bits:
@@ -240,7 +235,8 @@ class Quantizer(Format):
         if self.config.rotate_when == "outlier":
             outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
         tiles = Tiles(grid, count, outliers, mixed) if mixed or outliers else None
-        return _Layout(grid, count, tiles, self.scale_dtype)
+        layout = self._layouts[shape] = _Layout(grid, count, tiles, self.scale_dtype)
+        return layout
 
     def nbytes(self, shape: torch.Size) -> int:
         """Size of a tensor's message in bytes."""
@@ -348,9 +344,6 @@ class FixpointRounds(TwoStepSum):
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         return _levels_problem(self.config) if point in (Point.TP_FWD, Point.TP_BWD) else ""
-
-    def seed(self, state: CompressorState, message: int) -> int | None:
-        return noise_seed(self.config, state, message)
 
 
 def register(registry: Registry) -> None:

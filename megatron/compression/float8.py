@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.message import FormatCodec, ScaledCodes, noise_seed
+from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.state import CompressorState
-from megatron.compression.two_step import Format, TwoStepSum
+from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.float8 import Float8
 from megatron.kernels.ops import float8_decode, float8_encode
 
@@ -108,9 +107,6 @@ class Float8Rounds(TwoStepSum):
     def __init__(self, config: Float8Config | None = None) -> None:
         super().__init__(config or Float8Config())
         self.format = Float8Format(self.config)
-
-    def seed(self, state: CompressorState, message: int) -> int | None:
-        return noise_seed(self.config, state, message)
 
 
 def register(registry: Registry) -> None:

@@ -27,7 +27,8 @@ _CONDITIONS: Mapping[Point, str] = {
 def list_names(registry: Registry) -> str:
     """Text with a line for each compressor and for each point."""
     lines = ["--compress POINT=NAME[,key=value...], once for each point; --list-compressors NAME shows its options", ""]
-    lines += ["compressors:", *(f"  {name:<20} {summary_of(registry, name)}" for name in registry.names)]
+    lines += ["compressors:"]
+    lines += [f"  {name:<20} {summary_of_class(registry[name].config)}" for name in registry.names]
     lines += ["", "points:"]
     lines += [f"  {point.value:<20} {', '.join(names_at(registry, point))}" for point in Point if point.compressible]
     lines += [f"  {name:<20} both of {', '.join(leg.value for leg in legs)}" for name, legs in EXPERT_LEGS.items()]
@@ -48,38 +49,30 @@ def describe_name(registry: Registry, name: str) -> str:
         raise UserError(f"--list-compressors {name}: no such compressor or point{near}; --list-compressors names all")
     name = known_names[spell(name)]
     if name in points:
-        return "\n".join(_describe_point(registry, points[name]))
-    registration = registry[name]
-    lines = [f"{name}: {summary_of(registry, name)}", "", "points:"]
-    for point, feedback in points_of(registration, name).items():
-        defaults = [f"error-feedback={feedback}"] if feedback else []
-        lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
-    details = (("needs", registration.needs), ("source", registration.source), ("example", registration.example))
-    lines += ["", *(f"{title}: {text}" for title, text in details if text)]
-    lines += ["", "options:", *options_lines(name, registration.config)]
-    return "\n".join([*lines, *_common_lines()])
-
-
-def _describe_point(registry: Registry, point: Point) -> list[str]:
-    names = ", ".join(names_at(registry, point))
-    lines = [f"{point.value}: {names}", *_conditions(point)]
-    if point in POINT_OPTIONS:
-        lines += ["", summary_of_class(POINT_OPTIONS[point]), ""]
-        lines += [
-            "options of the point, beside those of its compressor:",
-            *options_lines(point.value, POINT_OPTIONS[point]),
-        ]
-        lines.append(f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for")
-        lines += [f"    {name:<14} {','.join(f'{k}={v}' for k, v in words.items())}" for name, words in PRESETS.items()]
-    return [*lines, *_common_lines()]
+        point = points[name]
+        lines = [f"{name}: {', '.join(names_at(registry, point))}", *_conditions(point)]
+        if point in POINT_OPTIONS:
+            lines += ["", summary_of_class(POINT_OPTIONS[point]), ""]
+            lines += ["options of the point, beside those of its compressor:"]
+            lines += options_lines(name, POINT_OPTIONS[point])
+            lines += [f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for"]
+            for preset, words in PRESETS.items():
+                lines.append(f"    {preset:<14} {','.join(f'{key}={value}' for key, value in words.items())}")
+    else:
+        registration = registry[name]
+        lines = [f"{name}: {summary_of_class(registration.config)}", "", "points:"]
+        for point, feedback in points_of(registration, name).items():
+            defaults = [f"error-feedback={feedback}"] if feedback else []
+            lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
+        details = (("needs", registration.needs), ("source", registration.source), ("example", registration.example))
+        lines += ["", *(f"{title}: {text}" for title, text in details if text)]
+        lines += ["", "options:", *options_lines(name, registration.config)]
+    lines += ["", "options of every compressor:", *(f"  {key:<16} {text}" for key, text in COMMON.items())]
+    return "\n".join(lines)
 
 
 def _conditions(point: Point) -> list[str]:
     return [_CONDITIONS[point]] if point in _CONDITIONS else []
-
-
-def _common_lines() -> list[str]:
-    return ["", "options of every compressor:", *(f"  {key:<16} {text}" for key, text in COMMON.items())]
 
 
 def points_of(registration: Registration, name: str) -> dict[Point, str]:
@@ -95,11 +88,6 @@ def names_at(registry: Registry, point: Point) -> list[str]:
     """Names that ``--compress POINT=NAME`` takes at a point."""
     names = [name for name in registry.names if can_serve(registry[name], point, name)]
     return [FUSED, *names] if point is Point.EMBED_GRAD else names
-
-
-def summary_of(registry: Registry, name: str) -> str:
-    """The first line of the docstring of a compressor's options."""
-    return summary_of_class(registry[name].config)
 
 
 def options_lines(name: str, cls: type[Any]) -> list[str]:

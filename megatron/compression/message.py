@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, CodecTraits, Payload
 from megatron.compression.state import CompressorState
-from megatron.compression.two_step import Format
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class ScaledCodes:
     def _split_wire(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         filled = wire if wire.numel() == self._filled else wire[: self._filled]
         sections = filled.split(self._sizes)
-        scales = [self._scales_in(section) for section in sections[: len(self.scales)]]
+        scales = [
+            # An empty section may be unaligned.
+            section.view(self.scale_dtype) if section.numel() else section.new_empty(0, dtype=self.scale_dtype)
+            for section in sections[: len(self.scales)]
+        ]
         return scales, list(sections[len(self.scales) :])
-
-    def _scales_in(self, section: Tensor) -> Tensor:
-        # An empty section may be unaligned.
-        return section.view(self.scale_dtype) if section.numel() else section.new_empty(0, dtype=self.scale_dtype)
 
 
 class Rounding(Protocol):
@@ -86,6 +85,34 @@ def message_seed(seed: int, *names: object) -> int:
 def noise_seed(config: Rounding, state: CompressorState, name: Hashable) -> int | None:
     """Seed of a step's message; None for rounding to nearest."""
     return None if config.rounding == "nearest" else message_seed(config.seed, state.count("messages"), name)
+
+
+class Format(Protocol):
+    """Stateless message format that converts tensors to bytes and back."""
+
+    def nbytes(self, shape: torch.Size) -> int:
+        """Size of a tensor's message in bytes, a multiple of 4."""
+
+    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
+        """Write the message, uint8, to ``wire``; ``seed`` is for the noise of stochastic rounding."""
+
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
+        """Decode a message to fp32, to a new tensor or to ``out``."""
+
+    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        """Add a decoded message to ``out``, or subtract it, in place."""
+
+    @property
+    def plain(self) -> Format:
+        """The same messages as a format of transformed numbers, if the format applies a linear transform (a rotation).
+
+        Sums are computed on the transformed numbers, and only the last sum is transformed back.
+        """
+        return self
+
+    def coded(self, count: int) -> int:
+        """Number of transformed values in a message of ``count`` values."""
+        return count
 
 
 class FormatCodec(Codec):

@@ -38,30 +38,22 @@ class ParameterServer(RoundCompressor):
         self.traits = replace(self.traits, gathers=config.server == "central")
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        central = self.config.server == "central"
-        total = yield from (_central(x) if central else _sharded(x, peers))
-        return Aggregate(total=total, local=None)
-
-
-def _central(x: Tensor) -> Generator[Request, Tensor, Tensor]:
-    received = yield Request(x, Op.COLLECT)
-    if received.shape[0]:
-        x.copy_(_added(received))
-    return (yield Request(x, Op.DISTRIBUTE))
-
-
-def _sharded(x: Tensor, peers: Peers) -> Generator[Request, Tensor, Tensor]:
-    flat = x.view(-1)
-    shard_size = -(-flat.numel() // peers.size)
-    padded = flat.new_zeros(shard_size * peers.size)
-    padded[: flat.numel()] = flat
-    received = yield Request(padded.view(peers.size, shard_size), Op.EXCHANGE)
-    shard_sum = _added(received)
-    if peers.sharded and padded.numel() == flat.numel():
-        flat[peers.rank * shard_size : (peers.rank + 1) * shard_size] = shard_sum
-        return x
-    gathered = yield Request(shard_sum, Op.GATHER)
-    return gathered.view(-1)[: flat.numel()].view(x.shape)
+        if self.config.server == "central":
+            received = yield Request(x, Op.COLLECT)
+            if received.shape[0]:
+                x.copy_(_added(received))
+            return Aggregate((yield Request(x, Op.DISTRIBUTE)), None)
+        flat = x.view(-1)
+        shard_size = -(-flat.numel() // peers.size)
+        padded = flat.new_zeros(shard_size * peers.size)
+        padded[: flat.numel()] = flat
+        received = yield Request(padded.view(peers.size, shard_size), Op.EXCHANGE)
+        shard_sum = _added(received)
+        if peers.sharded and padded.numel() == flat.numel():
+            flat[peers.rank * shard_size : (peers.rank + 1) * shard_size] = shard_sum
+            return Aggregate(x, None)
+        gathered = yield Request(shard_sum, Op.GATHER)
+        return Aggregate(gathered.view(-1)[: flat.numel()].view(x.shape), None)
 
 
 def _added(rows: Tensor) -> Tensor:

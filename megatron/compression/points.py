@@ -53,11 +53,6 @@ class Point(enum.Enum):
         return self in EXPERT_POINTS
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether a compressor may keep state at the point; recomputation would run some points twice."""
-        return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER, *EXPERT_POINTS)
-
-    @property
     def compressible(self) -> bool:
         """Whether traffic of the point may be compressed."""
         return self not in (Point.OPTIMIZER, Point.CONTROL)

@@ -66,23 +66,19 @@ class PowerSGD(RoundCompressor):
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
-        q_kmr = self._initial_q(x, min(n, m, self.config.rank), state)
+        rank = min(n, m, self.config.rank)
+        q_kmr = state.get("q") if self.config.warm_start else None
+        if q_kmr is None or q_kmr.shape[2] < rank:
+            drawn_kmr = random_bases(x.shape[0], m, rank, self.config.seed, f"{n}x{m}/{state.count('draws')}", x)
+            state.stage("draws", state.count("draws") + 1)
+            q_kmr = drawn_kmr if q_kmr is None else torch.cat([q_kmr, drawn_kmr[:, :, q_kmr.shape[2] :]], dim=2)
+        q_kmr = q_kmr[:, :, :rank]  # the rank may have fallen since the last step
         p_knr, _ = yield from self.basis.all_reduce(matrices_knm @ orthonormalize(q_kmr), state, peers)
         p_knr = orthonormalize(p_knr)
         q_kmr, local_q_kmr = yield from self.factors.all_reduce(matrices_knm.transpose(1, 2) @ p_knr, state, peers)
         if self.config.warm_start:
             state.stage("q", q_kmr)
         return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, local_q_kmr))
-
-    def _initial_q(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
-        """Initial Q (k x m x rank): Q of the last step, truncated or extended if the rank has changed."""
-        n, m = matrix_shape(x.shape[1:])
-        q_kmr = state.get("q") if self.config.warm_start else None
-        if q_kmr is not None and q_kmr.shape[2] >= rank:
-            return q_kmr[:, :, :rank]
-        drawn_kmr = random_bases(x.shape[0], m, rank, self.config.seed, f"{n}x{m}/{state.count('draws')}", x)
-        state.stage("draws", state.count("draws") + 1)
-        return drawn_kmr if q_kmr is None else torch.cat([q_kmr, drawn_kmr[:, :, q_kmr.shape[2] :]], dim=2)
 
 
 def register(registry: Registry) -> None:

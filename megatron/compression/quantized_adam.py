@@ -73,7 +73,7 @@ class QuantizedAdam(RoundCompressor):
         self.traits = replace(self.traits, levels=self.exchange.traits.levels)
 
     def problem(self, activation: Activation) -> str:
-        if not activation.covers_all_stages:
+        if activation.first_stages is not None or activation.last_stages is not None:
             return "stages: quantized-adam changes the update rule, which all stages must share; leave it out"
         if not activation.warms_up:
             return "quantized-adam divides by what a warm-up measures; add warmup=N iterations, some hundreds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.base.markdown import markdown_table
-from megatron.base.option import FieldOption, field_options
+from megatron.base.option import field_options
 from megatron.compression.listing import option_default, option_values, points_of
 from megatron.compression.options import SEED
 from megatron.compression.registry import Registry
@@ -36,17 +36,16 @@ def compressor_tables(registry: Registry, name: str) -> str:
     details = (("needs", registration.needs), ("source", registration.source))
     rows = [("points", ", ".join(points)), *(row for row in details if row[1])]
     rows.append(("example", f"`--compress {registration.example}`"))
-    options = [_option_row(option) for option in field_options(name, registration.config)]
     tables = [markdown_table(("", ""), rows)]
-    if options:
-        tables.append(markdown_table(("option", "values", "default", "meaning"), options))
+    option_rows = []
+    for option in field_options(name, registration.config):
+        choices = ("on", "off") if option.is_switch else option.choices
+        values = ", ".join(f"`{choice}`" for choice in choices) or option_values(option)
+        kind = replace(option.value_type, maximum=None) if option.value_type.maximum == SEED else option.value_type
+        bounds = f", {kind.bounds}" if kind.bounds else ""
+        scheduled = "; may change over the run" if option.option.scheduled else ""
+        meaning = option.option.help + scheduled
+        option_rows.append((f"`{option.flag}`", values + bounds, option_default(option), meaning))
+    if option_rows:
+        tables.append(markdown_table(("option", "values", "default", "meaning"), option_rows))
     return "\n\n".join(tables)
-
-
-def _option_row(option: FieldOption) -> tuple[str, str, str, str]:
-    choices = ("on", "off") if option.is_switch else option.choices
-    values = ", ".join(f"`{choice}`" for choice in choices) or option_values(option)
-    kind = replace(option.value_type, maximum=None) if option.value_type.maximum == SEED else option.value_type
-    bounds = f", {kind.bounds}" if kind.bounds else ""
-    scheduled = "; may change over the run" if option.option.scheduled else ""
-    return f"`{option.flag}`", values + bounds, option_default(option), option.option.help + scheduled

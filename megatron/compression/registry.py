@@ -55,8 +55,16 @@ class Registration:
             UserError: with the reason, when the compressor cannot serve the point.
         """
         advice = f"; {self.advice}" if self.advice else ""
-        if point is Point.OUTER:
-            self._check_outer(name)
+        if point is Point.OUTER and self.rounds is not None:
+            # Pseudo-gradients come from no gradient and no optimizer update.
+            traits = self.rounds.traits
+            for depends, reason in (
+                (traits.observes, "needs the optimizer's update"),
+                (traits.freezes_variance or traits.clips_first, "is part of the inner optimizer"),
+                (self.rounds.controller is not RoundCompressor.controller, "is tuned by gradients"),
+            ):
+                if depends:
+                    raise UserError(f"outer carries pseudo-gradients, but {name} {reason}; use it at dp-grad")
         # Compressors of gradients also serve pseudo-gradients.
         listed_point = Point.DP_GRAD if point is Point.OUTER else point
         if self.points is not None and listed_point not in self.points:
@@ -69,23 +77,6 @@ class Registration:
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
             raise UserError(f"{point.value}: {name} is tuned by reduced gradients; use it at dp-grad or embedding")
-
-    def _check_outer(self, name: str) -> None:
-        """Check that the compressor needs no gradient and no optimizer update: pseudo-gradients have neither.
-
-        Raises:
-            UserError: when it needs them.
-        """
-        if self.rounds is None:
-            return
-        traits = self.rounds.traits
-        for depends, reason in (
-            (traits.observes, "needs the optimizer's update"),
-            (traits.freezes_variance or traits.clips_first, "is part of the inner optimizer"),
-            (self.rounds.controller is not RoundCompressor.controller, "is tuned by gradients"),
-        ):
-            if depends:
-                raise UserError(f"outer carries pseudo-gradients, but {name} {reason}; use it at dp-grad")
 
 
 class Registry:

@@ -58,10 +58,6 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._near) + len(self._far)
 
-    def emptied(self) -> RowStore:
-        """A new, empty store with the same settings, for rows of another shape or dtype."""
-        return RowStore(self.memory, self.folder)
-
     def names(self) -> list[int]:
         """All names."""
         return [*self._near, *self._far]

@@ -85,7 +85,7 @@ class SampleCache:
     def commit(self) -> None:
         """Keep this step's rows. Drop rows of evicted samples, which this step's messages may still have needed."""
         if self._order_before is not None and self._size != self._size_before:
-            self._rows = self._rows.emptied()
+            self._rows = RowStore(self._rows.memory, self._rows.folder)
         for sample, row in self._staged.items():
             self._rows.put(sample, row)
         self._staged.clear()

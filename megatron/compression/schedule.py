@@ -35,11 +35,6 @@ class Activation:
     evaluation: bool = False
     warms_up: bool = False
 
-    @property
-    def covers_all_stages(self) -> bool:
-        """Whether all pipeline stages compress."""
-        return self.first_stages is None and self.last_stages is None
-
     def covers_stage(self, stage: int, stages: int) -> bool:
         """Whether the traffic of a pipeline stage is ever compressed."""
         if self.first_stages is not None:

@@ -192,7 +192,11 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     point_name, equals, name = (head_word.strip().lower() for head_word in head.partition("="))
     if not equals or not name:
         raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
-    point = _parse_point(point_name)
+    points = {point.value: point for point in Point if point.compressible}
+    if point_name not in points:
+        near = nearest(point_name, list(points))
+        raise UserError(f"{point_name}: no such communication point{near}; the points are {', '.join(points)}")
+    point = points[point_name]
     values = _parse_key_values(words)
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
@@ -300,15 +304,6 @@ def _parse_schedules(
     return schedules
 
 
-def _parse_point(name: str) -> Point:
-    choices = {point.value: point for point in Point if point.compressible}
-    if name not in choices:
-        raise UserError(
-            f"{name}: no such communication point{nearest(name, list(choices))}; the points are {', '.join(choices)}"
-        )
-    return choices[name]
-
-
 def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
     when = common.get("when", "all")
     if when not in ("all", "epilogue"):
@@ -324,18 +319,16 @@ def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
     text = common.get("warmup", "")
-    warmup = read_iterations(text, length, f"warmup={text}") if text else _default_warmup(point, length)
+    if text:
+        warmup = read_iterations(text, length, f"warmup={text}")
+    elif point is not Point.OUTER:
+        warmup = 0
+    elif length.train_iters is None:
+        raise UserError("warmup: the default is a third of the run, which needs --train-iters; write warmup=ITERATIONS")
+    else:
+        warmup = length.train_iters // 3  # earlier rounds increase the loss
     warms_up = any(digit in text for digit in "123456789")
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=warms_up)
-
-
-def _default_warmup(point: Point, length: RunLength) -> int:
-    """Default warm-up. Islands synchronize every step for a third of the run: earlier rounds increase the loss."""
-    if point is not Point.OUTER:
-        return 0
-    if length.train_iters is None:
-        raise UserError("warmup: the default is a third of the run, which needs --train-iters; write warmup=ITERATIONS")
-    return length.train_iters // 3
 
 
 def _parse_fused(point: Point, text: str) -> bool:
@@ -355,7 +348,7 @@ def _parse_feedback(point: Point, registration: Registration, name: str, kind: s
     kinds = _RESIDUAL_KINDS[point.is_reduction]
     if kind not in kinds:
         raise UserError(f"error-feedback={kind}: the choices at {point.value} are on, {', '.join(kinds)}")
-    if kind != "off" and not point.keeps_state:
+    if kind != "off" and point in _STATELESS_REASONS:
         raise UserError(
             f"error-feedback={kind}: {point.value} has no state ({_STATELESS_REASONS[point]}); leave it out"
         )

@@ -90,56 +90,43 @@ class StableTopK(RoundCompressor):
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        steps_since_dense = self._steps_since_dense(state)
+        steps_since_dense = state.count("steps") % self.config.interval
         state.stage("steps", state.count("steps") + 1)
         indices = state.get("indices")
         if indices is None or steps_since_dense == 0:
             state.stage("awaiting", 1)
-            return (yield from self._reduce_dense(x, state))
+            residual = state.get(RESIDUAL)
+            if self.config.flush == "mean" and residual is not None:
+                # x already contains the residual; the discarded part counts as sent.
+                x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
+            return Aggregate((yield Request(x)), None)
         if state.count("unchecked"):
-            yield from self._check_agreement(indices)
+            digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()
+            local_digest = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
+            all_digests = yield Request(local_digest, Op.GATHER)
+            if not bool((all_digests == local_digest).all()):
+                raise DisagreementError(
+                    "stable-topk: ranks of a data-parallel group chose different coordinates, so their replicas "
+                    "differ; resume from an earlier checkpoint with --check-replicas"
+                )
             state.stage("unchecked", 0)
         flat = x.view(-1)
-        if self.config.flush == "rotate":
-            indices = self._add_slice(indices, flat.numel(), steps_since_dense)
+        if self.config.flush == "rotate":  # also send this step's slice of all coordinates
+            width = -(-flat.numel() // max(self.config.interval - 1, 1))
+            begin = min((steps_since_dense - 1) * width, flat.numel())
+            end = min(steps_since_dense * width, flat.numel())
+            edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
+            low, high = torch.searchsorted(indices, edges).tolist()
+            turn = torch.arange(begin, end, dtype=indices.dtype, device=indices.device)
+            indices = torch.cat([indices[:low], turn, indices[high:]])
         values = gather_packed(flat, indices)
         summed = yield Request(values.clone())
         return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
 
-    def _steps_since_dense(self, state: CompressorState) -> int:
-        """Steps since the last dense step was due."""
-        return state.count("steps") % self.config.interval
-
     def launch_signature(self, state: CompressorState) -> Hashable:
         # The length of the rotating slice depends on the step.
-        steps = self._steps_since_dense(state)
+        steps = state.count("steps") % self.config.interval
         return combine_keys(state.layout(self.traits.steady), steps if self.config.flush == "rotate" else steps == 0)
-
-    def _reduce_dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
-        residual = state.get(RESIDUAL)
-        if self.config.flush == "mean" and residual is not None:
-            # x already contains the residual; the discarded part counts as sent.
-            x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
-        return Aggregate((yield Request(x)), None)
-
-    def _check_agreement(self, indices: Tensor) -> Generator[Request, Tensor, None]:
-        digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()
-        local_digest = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
-        all_digests = yield Request(local_digest, Op.GATHER)
-        if not bool((all_digests == local_digest).all()):
-            raise DisagreementError(
-                "stable-topk: ranks of a data-parallel group chose different coordinates, so their replicas differ; "
-                "resume from an earlier checkpoint with --check-replicas"
-            )
-
-    def _add_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
-        """Add this step's slice of all coordinates to the chosen coordinates."""
-        width = -(-count // max(self.config.interval - 1, 1))
-        begin, end = min((since - 1) * width, count), min(since * width, count)
-        edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
-        low, high = torch.searchsorted(indices, edges).tolist()
-        turn = torch.arange(begin, end, dtype=indices.dtype, device=indices.device)
-        return torch.cat([indices[:low], turn, indices[high:]])
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         """Choose the coordinates of the following steps from the update of a dense step.

@@ -7,46 +7,17 @@ per node, regardless of the number of ranks on it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation
+from megatron.compression.message import Format, noise_seed
 from megatron.compression.state import CompressorState
-
-
-class Format(Protocol):
-    """Stateless message format that converts tensors to bytes and back."""
-
-    def nbytes(self, shape: torch.Size) -> int:
-        """Size of a tensor's message in bytes, a multiple of 4."""
-
-    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
-        """Write the message, uint8, to ``wire``; ``seed`` is for the noise of stochastic rounding."""
-
-    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """Decode a message to fp32, to a new tensor or to ``out``."""
-
-    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Add a decoded message to ``out``, or subtract it, in place."""
-
-    @property
-    def plain(self) -> Format:
-        """The same messages as a format of transformed numbers, if the format applies a linear transform (a rotation).
-
-        Sums are computed on the transformed numbers, and only the last sum is transformed back.
-        """
-        return self
-
-    def coded(self, count: int) -> int:
-        """Number of transformed values in a message of ``count`` values."""
-        return count
 
 
 @dataclass(frozen=True)
@@ -58,19 +29,17 @@ class Messages(Approximation):
     spans: Sequence[slice]
 
     def write_to(self, out: Tensor) -> None:
-        for wire, chunk in self._wires_and_values(out):
+        for wire, span in zip(self.wires, self.spans, strict=True):
+            chunk = out.view(-1)[span]
             self.format.decode(wire, chunk.shape, chunk)
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        for wire, chunk in self._wires_and_values(x):
+        for wire, span in zip(self.wires, self.spans, strict=True):
+            chunk = x.view(-1)[span]
             if abs(share) == 1.0:
                 self.format.add_to(chunk, wire, negative=share > 0)
             else:
                 chunk.sub_(self.format.decode(wire, chunk.shape), alpha=share)
-
-    def _wires_and_values(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        flat = x.view(-1)
-        yield from ((wire, flat[span]) for wire, span in zip(self.wires, self.spans, strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,10 +87,6 @@ class _Hop:
                 if filled < size:
                     wire[filled:] = 0
         return wires
-
-    def in_order(self, chunks: Mapping[int, Tensor]) -> list[Tensor]:
-        """Chunks in the order of their messages."""
-        return [chunks[number] for row in self.rows for number in row]
 
     def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
         """Wrap wires, row by row, as messages of the rows' chunks."""
@@ -218,9 +183,9 @@ class TwoStepSum(RoundCompressor):
     """Format within a node; None for single-level sums."""
     traits = SumTraits(steady=("messages",))
 
-    @abstractmethod
     def seed(self, state: CompressorState, message: int) -> int | None:
         """Seed of the noise of this step's message with number ``message``; None without stochastic rounding."""
+        return noise_seed(self.config, state, message)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         flat, hops = x.view(-1), self._hops(peers)
@@ -236,7 +201,8 @@ class TwoStepSum(RoundCompressor):
             wires = hop.encode(chunks, chunk_size, seeds, transformed=number > 0)
             messages.append(hop.messages(wires, spans, hop.rows))
             if number:
-                shortened.append(_Shortened(messages[-1], hop.in_order(chunks), inputs[-1]))
+                sums_n = [chunks[i] for row in hop.rows for i in row]
+                shortened.append(_Shortened(messages[-1], sums_n, inputs[-1]))
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
             inputs.append(hop.messages(received, spans, [hop.rows[hop.index]] * len(hop.rows)))
             chunks = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
@@ -246,7 +212,7 @@ class TwoStepSum(RoundCompressor):
             final = replace(hops[-1], rows=[(peers.rank,)])
             seeds = {peers.rank: self._seed(state, peers, len(hops), peers.rank)}
             wire = final.encode(chunks, chunk_size, seeds, transformed=True)
-            shortened.append(_Shortened(final.messages(wire, spans, final.rows), final.in_order(chunks), inputs[-1]))
+            shortened.append(_Shortened(final.messages(wire, spans, final.rows), [chunks[peers.rank]], inputs[-1]))
             wire = wire.view(-1)
             for hop in reversed(hops):
                 wire = yield Request(wire, Op.GATHER, level=hop.level)

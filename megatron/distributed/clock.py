@@ -35,7 +35,10 @@ class Event(Protocol):
 
 
 class Clock(Protocol):
-    """A clock that marks moments and reports the time between them, now or later."""
+    """A clock that marks moments and reports the time between them, now or later.
+
+    By default, there is no device to wait for.
+    """
 
     def mark(self) -> Mark:
         """Marks this moment: of the host, or of the device's work launched so far."""
@@ -45,18 +48,21 @@ class Clock(Protocol):
 
     def report_known(self) -> None:
         """Reports the intervals known by now, without waiting."""
+        return
 
     def synchronize(self) -> None:
         """Waits for the device, and reports all intervals."""
+        return
 
     def anchor(self) -> None:
         """Waits for the device, and aligns its time with the host's."""
+        return
 
     def host_time(self, mark: Mark) -> float:
         """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
 
 
-class HostClock:
+class HostClock(Clock):
     """A clock of the host: the duration of a call is known when it returns.
 
     Args:
@@ -71,15 +77,6 @@ class HostClock:
 
     def between(self, start: float, stop: float, tell: Tell) -> None:
         tell(stop - start)
-
-    def report_known(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def anchor(self) -> None:
-        pass
 
     def host_time(self, mark: float) -> float:
         return mark

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.distributed.errors import CommunicationError, reason
-from megatron.distributed.work import Steps, Together, Work
+from megatron.distributed.work import Caller, CallWork, Together, Work
 
 # torch 2.13 renamed these two functions, and warns about the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -165,7 +165,7 @@ class Group:
         self.backend = backend
         self.split = split
         self._spare: list[Tensor] = []
-        self._steps: Steps | None = None
+        self._exchanges: Caller | None = None
 
     @property
     def size(self) -> int:
@@ -231,7 +231,10 @@ class Group:
         """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for every other rank i.
 
         With a single partner, send and receive are posted immediately: a receive posted before its message arrives
-        saves a round trip, and a round trip must wait for all data that is queued at the link.
+        saves a round trip, and a round trip must wait for all data that is queued at the link. With several, a thread
+        exchanges with one at a time. gloo's own all-to-all sends to all partners at once, and before the receives are
+        posted: flows then compete for every link, which costs a third of a slow link's rate, and two ranks send after
+        each other instead of at once.
         """
 
         def start_exchange(step: int) -> Together:
@@ -249,9 +252,9 @@ class Group:
             for step in range(1, self.size):
                 start_exchange(step).wait()
 
-        if self._steps is None:
-            self._steps = Steps()
-        return self._steps.start(steps)
+        if self._exchanges is None:
+            self._exchanges = Caller("exchange")
+        return CallWork(self._exchanges.start(steps))
 
     def _exchange(self, out: Tensor, x: Tensor, operation: str, sent: int) -> Pending:
         """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
@@ -278,11 +281,18 @@ class Group:
                 sent,
                 lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
             )
-        received_rows = self._take_spare(x)
+        # Memory of an earlier call if possible: new memory costs a page fault per page.
+        fitting = (i for i, spare in enumerate(self._spare) if spare.shape == x.shape and spare.dtype == x.dtype)
+        index = next(fitting, None)
+        received_rows = torch.empty_like(x) if index is None else self._spare.pop(index)
         pending = self._exchange(received_rows, x, "reduce-scatter", sent)
 
         def finish() -> None:
-            _sum_into(out, received_rows.view(self.size, *out.shape))
+            rows = received_rows.view(self.size, *out.shape)
+            if out.dtype in (torch.bfloat16, torch.float16):
+                out.copy_(rows.sum(dim=0, dtype=torch.float32))
+            else:
+                torch.sum(rows, dim=0, out=out)
             self._spare.append(received_rows)
 
         pending.finish = finish
@@ -310,13 +320,6 @@ class Group:
         empty = x[0].new_empty(0)
         inputs, outputs = ([empty if r == self.rank else row for r, row in enumerate(rows)] for rows in (x, out))
         return self.start("all-to-all", sent, lambda: dist.all_to_all(outputs, inputs, group=self.pg, async_op=True))
-
-    def _take_spare(self, x: Tensor) -> Tensor:
-        """Workspace like ``x``, reused from an earlier call if possible: new memory costs a page fault per page."""
-        for index, spare in enumerate(self._spare):
-            if spare.shape == x.shape and spare.dtype == x.dtype:
-                return self._spare.pop(index)
-        return torch.empty_like(x)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         """Broadcasts ``x`` from group rank ``src``, in place."""
@@ -390,11 +393,3 @@ class PipelineGroup(Group):
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
         return super().recv(x, src, tag) if src < self.rank else self.downwards.recv(x, src, tag)
-
-
-def _sum_into(out: Tensor, rows: Tensor) -> None:
-    """Sums over dimension 0; half precision is summed in fp32."""
-    if out.dtype in (torch.bfloat16, torch.float16):
-        out.copy_(rows.sum(dim=0, dtype=torch.float32))
-    else:
-        torch.sum(rows, dim=0, out=out)

@@ -144,6 +144,11 @@ class Ledger:
         for observer in self.observers:
             observer.on_complete(_FLIGHT_NAMES.get(pending.operation, pending.operation), point, pending)
 
+    def complete(self, point: Point, pending: Pending, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
+        """``count_message`` and ``wait_for`` of an operation."""
+        self.count_message(point, pending.sent_bytes, raw_bytes, inside_bytes)
+        self.wait_for(point, pending)
+
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Time the encoding of a message."""
         return self._timed(partial(self._accounts.code, point), "encode", point)

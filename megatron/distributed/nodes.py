@@ -25,11 +25,16 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     Returns:
         The positions, and the reason why the blocks are not all ranks of several nodes; empty if they are.
     """
-    by_node = [_by_node(ranks, node_of) for ranks in groups]
-    counts = sorted({len(positions) for nodes in by_node for positions in nodes}, reverse=True)
+    by_node: list[list[list[int]]] = []
+    for ranks in groups:
+        nodes: dict[str, list[int]] = {}
+        for position, rank in enumerate(ranks):
+            nodes.setdefault(node_of[rank], []).append(position)
+        by_node.append(list(nodes.values()))
+    counts = sorted({len(node) for group in by_node for node in group}, reverse=True)
     block = math.gcd(*counts)
     cuts = {
-        tuple(tuple(node[i : i + block]) for node in nodes for i in range(0, len(node), block)) for nodes in by_node
+        tuple(tuple(node[i : i + block]) for node in group for i in range(0, len(node), block)) for group in by_node
     }
     size = len(groups[0])
     if len(cuts) > 1:
@@ -51,14 +56,6 @@ def sums_by_node(split: NodeSplit) -> str:
         return f"{split.reason}, so its sums have one level, between nodes"
     blocks = f"{count} {'blocks' if split.reason else 'nodes'}"
     return f"{split.reason}{', ' if split.reason else ''}sums in two levels: {block} ranks of a node, then {blocks}"
-
-
-def _by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int]]:
-    """A group's positions by node."""
-    nodes: dict[str, list[int]] = {}
-    for position, rank in enumerate(ranks):
-        nodes.setdefault(node_of[rank], []).append(position)
-    return list(nodes.values())
 
 
 def split_by_node(

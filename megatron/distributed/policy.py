@@ -106,10 +106,6 @@ class CompressionPlan:
         self._tuned[point] = dict(values or {})
         self._exact = self._exact - {point} if values is not None else self._exact | {point}
 
-    def is_exact(self, point: Point) -> bool:
-        """Whether a controller has chosen exact reductions on this stage."""
-        return point in self._exact
-
     def make_trial_plan(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
         """Make a plan for a single point that compresses in every iteration with these options; exact if None."""
         if values is None:

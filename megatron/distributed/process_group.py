@@ -90,7 +90,11 @@ class LaunchEnvironment:
         local_world_size = _number("LOCAL_WORLD_SIZE")
         if local_world_size is None and "RANK" not in os.environ and _number("SLURM_STEP_NUM_NODES") == 1:
             local_world_size = world_size
-        node = _node(rank or 0, local_world_size)
+        # srun's variables count only for ranks that srun itself started.
+        number = _number("GROUP_RANK") if "RANK" in os.environ else _number("SLURM_NODEID")
+        if number is None and local_world_size is not None and local_world_size > 0:
+            number = (rank or 0) // local_world_size
+        node = socket.gethostname() if number is None else str(number)
         return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size, node)
 
 
@@ -103,14 +107,6 @@ def _number(*names: str) -> int | None:
                 raise UserError(f"the environment variable {name} is {text[:60]!r}, not a number; correct it")
             return int(text)
     return None
-
-
-def _node(rank: int, local_world_size: int | None) -> str:
-    """This rank's node; srun's variables count only for ranks that srun itself started."""
-    number = _number("GROUP_RANK") if "RANK" in os.environ else _number("SLURM_NODEID")
-    if number is None and local_world_size is not None and local_world_size > 0:
-        number = rank // local_world_size
-    return socket.gethostname() if number is None else str(number)
 
 
 QUEUES = 32
@@ -196,27 +192,18 @@ def init_process_group(
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     store = meet(env, timeout_minutes) if store is None else store
-    if not env.one_machine:
-        _reach_other_machines(os.environ["MASTER_ADDR"])
+    if not env.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # By default, gloo listens at the address of this machine's name, which Debian makes a loopback address.
+        try:
+            addresses = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
+        except OSError:
+            addresses = set()
+        if all(map(is_loopback, addresses)) and (interface := interface_to(os.environ["MASTER_ADDR"])) is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ[OWN_INTERFACE] = interface
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
-
-
-def _reach_other_machines(master: str) -> None:
-    """Makes gloo listen where other machines reach this machine, unless the user has chosen an interface.
-
-    By default, gloo takes the address of this machine's name, which Debian makes a loopback address.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    try:
-        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
-    except OSError:
-        addresses = set()
-    if all(map(is_loopback, addresses)) and (interface := interface_to(master)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[OWN_INTERFACE] = interface
 
 
 def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:

@@ -17,9 +17,6 @@ from megatron.distributed.group import Group, Pending, num_bytes
 from megatron.distributed.ledger import Ledger
 from megatron.kernels.ops import sum_of_squares
 
-_SHARED = (Op.REDUCE, Op.GATHER, Op.EXCHANGE)
-"""Operations that pack several requests into a single collective."""
-
 
 @dataclass
 class TensorReduction:
@@ -69,9 +66,10 @@ class PackedReduction:
         raw_bytes: int | None = None,
     ) -> None:
         self.group, self.ledger, self.point, self.sharded = group, ledger, point, sharded
-        self._raw_left = (
-            sum(self._raw_bytes(reduction.x) for reduction in reductions) if raw_bytes is None else raw_bytes
-        )
+        if raw_bytes is None:  # an exact ring all-reduce, or reduce-scatter
+            steps = 1 if sharded else 2
+            raw_bytes = sum(steps * (group.size - 1) * num_bytes(reduction.x) // group.size for reduction in reductions)
+        self._raw_left = raw_bytes
         self.reductions = reductions
         self._peers = Peers(group.rank, group.size, sharded=sharded)
         self._generators: list[Generator[Request, Tensor, Aggregate]] = [
@@ -89,11 +87,6 @@ class PackedReduction:
             return self._peers
         return replace(self._peers, nodes=split.nodes)
 
-    def _raw_bytes(self, x: Tensor) -> int:
-        """Bytes of an exact ring all-reduce (or reduce-scatter), the baseline for compressed bytes."""
-        steps = 1 if self.sharded else 2
-        return steps * (self.group.size - 1) * num_bytes(x) // self.group.size
-
     def _resume(self, results: dict[int, Tensor | None]) -> None:
         """Resume each generator with its result (None starts it), and start the requests of the next round."""
         requests: dict[int, Request] = {}
@@ -110,7 +103,7 @@ class PackedReduction:
         """Start the collectives of a round; requests of the same kind share a collective."""
         kinds: dict[tuple[Op, Level, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
-            if request.op in _SHARED and len(requests) > 1:
+            if request.op in (Op.REDUCE, Op.GATHER, Op.EXCHANGE) and len(requests) > 1:
                 kind = request.op, request.level, request.tensor.dtype
                 kinds.setdefault(kind, []).append((index, request.tensor))
             else:

@@ -111,7 +111,9 @@ def build_topology(
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
-    backend, timeout = "nccl" if device.type == "cuda" else "gloo", _default_timeout(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _backend_options(device, timeout)) for dim in dims}
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
@@ -197,7 +199,19 @@ def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _Gro
     downwards = make(layout.pp_groups(), name) if layout.chunks > 1 else None
     assert upwards is not None
     link = PipelineGroup(upwards, downwards) if downwards else upwards
-    _connect_stages(link, device, ring=layout.chunks > 1)
+
+    # NCCL connects two ranks at their first message, which blocks both. In a step, a rank posts receives before its
+    # peer can send, so connecting in a step could deadlock: here, neighbors exchange an element, pair by pair.
+    x = torch.zeros(1, device=device)
+    for first in range(link.size if layout.chunks > 1 else link.size - 1):
+        second = (first + 1) % link.size
+        for src, dst in ((first, second), (second, first)):
+            if link.rank == src:
+                link.send(x, dst).wait()
+            elif link.rank == dst:
+                pending = link.recv(x, src)
+                pending.wait()
+                pending.synchronize()
     return link
 
 
@@ -216,39 +230,9 @@ def _split_requested_groups(topology: Topology, kinds: Collection[str], node: st
             split_by_node(group, list(ranks_of_groups), node_of, make)
 
 
-def _default_timeout(device: torch.device) -> timedelta:
-    """Timeout of the default process group. ``new_group`` would use torch's default instead."""
-    assert dist.group.WORLD is not None
-    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
-    return timeout
-
-
 def _backend_options(device: torch.device, timeout: timedelta) -> Any:
     """Options of a process group on the device's backend, with a timeout; a mesh has no other way to set it."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = dist.ProcessGroupNCCL.Options() if device.type == "cuda" else gloo._Options()
     options._timeout = timeout
     return options
-
-
-def _connect_stages(link: Group, device: torch.device, ring: bool) -> None:
-    """Sends an element in both directions between neighboring stages, pair by pair.
-
-    NCCL connects two ranks at their first message, which blocks both. In a step, a rank posts receives before its peer
-    can send, so connecting in a step could deadlock.
-
-    Args:
-        link: group of the pipeline's ranks.
-        device: device of the messages.
-        ring: whether the last stage also sends to the first stage.
-    """
-    x = torch.zeros(1, device=device)
-    for first in range(link.size if ring else link.size - 1):
-        second = (first + 1) % link.size
-        for src, dst in ((first, second), (second, first)):
-            if link.rank == src:
-                link.send(x, dst).wait()
-            elif link.rank == dst:
-                pending = link.recv(x, src)
-                pending.wait()
-                pending.synchronize()

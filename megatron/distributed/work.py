@@ -1,4 +1,4 @@
-"""Handles of pending collectives: torch's, or those of steps in a thread."""
+"""Handles of pending collectives: torch's, or those of calls in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """A handle that ``Pending`` waits for: torch's, or that of steps in a thread."""
+    """A handle that ``Pending`` waits for: torch's, or that of a call in a thread."""
 
     def wait(self) -> object:
         """Waits until the operation is done; raises RuntimeError if it failed."""
@@ -42,7 +42,7 @@ class Together:
 
     def is_completed(self) -> bool:
         if self._waiting is None:
-            self._waiting = in_thread(self._wait_for_all, "messages")
+            self._waiting = Caller("messages").start(self._wait_for_all)
         return self._waiting.done()
 
     def _wait_for_all(self) -> None:
@@ -50,22 +50,8 @@ class Together:
             work.wait()
 
 
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs a call in a daemon thread: a process that must exit does not wait for peers."""
-    done: Future[T] = Future()
-    threading.Thread(target=_carry_out, args=(call, done), name=name, daemon=True).start()
-    return done
-
-
-def _carry_out(call: Callable[[], T], done: Future[T]) -> None:
-    try:
-        done.set_result(call())
-    except BaseException as error:
-        done.set_exception(error)
-
-
 class Caller:
-    """A thread that runs calls that may hang, in order, for callers with a deadline.
+    """A thread that runs calls that may hang, in order; it ends some time after this object.
 
     Args:
         name: name of the thread.
@@ -73,7 +59,7 @@ class Caller:
 
     def __init__(self, name: str) -> None:
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # A daemon: a call that hangs is left behind.
+        # A daemon: a process that must exit does not wait for a call that hangs, or for peers.
         threading.Thread(target=_carry_all_out, args=(self._asked,), name=name, daemon=True).start()
         weakref.finalize(self, self._asked.put, None)
 
@@ -94,37 +80,17 @@ class Caller:
 
 def _carry_all_out(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (request := requests.get()) is not None:
-        _carry_out(*request)
-        del request
-
-
-class Steps:
-    """A thread that runs exchanges with one partner at a time, in the order of the requests.
-
-    gloo's own all-to-all sends to all partners at once, and before the receives are posted. So flows compete for every
-    link, which costs a third of a slow link's rate, and two ranks send after each other instead of at once; exchanging
-    with one partner at a time, in both directions, reaches the link's rate.
-    """
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
-        # A daemon: a process that must exit does not wait for peers.
-        threading.Thread(target=self._main, name="exchange", daemon=True).start()
-
-    def _main(self) -> None:
-        while True:
-            _carry_out(*self._asked.get())
-
-    def start(self, call: Callable[[], None]) -> Work:
-        """Queues ``call`` behind the earlier calls."""
-        done: Future[None] = Future()
-        self._asked.put((call, done))
-        return _InThread(done)
+        call, done = request
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+        del request, call, done  # while the thread waits, it keeps nothing alive
 
 
 @dataclass(frozen=True)
-class _InThread:
-    """The handle of steps in the thread."""
+class CallWork:
+    """The handle of a call of a ``Caller``."""
 
     done: Future[None]
 

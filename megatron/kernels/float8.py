@@ -38,11 +38,6 @@ class Float8:
         """Largest number of the format."""
         return torch.finfo(self.dtype).max
 
-    @property
-    def top_power(self) -> int:
-        """Biased exponent (plus 127) of the largest power of two whose product with ``most`` is finite in fp32."""
-        return 254 - int(math.log2(self.most))
-
     def scale_count(self, count: int) -> int:
         """Number of scales for ``count`` numbers."""
         return -(-count // self.group)
@@ -68,7 +63,9 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
     padded_n = torch.nn.functional.pad(input_n, (0, groups * form.group - input_n.numel()))
     largest_g = padded_n.view(groups, form.group).abs().amax(dim=1)
     if scales.dtype == torch.uint8:
-        powers_g = ((_unit(largest_g, form).view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=form.top_power)
+        # The largest power of two whose product with the format's largest number is finite in fp32.
+        top_power = 254 - int(math.log2(form.most))
+        powers_g = ((_unit(largest_g, form).view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=top_power)
         scales.copy_(torch.where(largest_g.isfinite(), powers_g, 255))
     else:
         outer = seed is not None and scales.dtype == torch.bfloat16

@@ -126,11 +126,6 @@ class Grid:
         """Offset of the levels from whole steps."""
         return 0.5 if self.kind is GridKind.MIDRISE else 0.0
 
-    @property
-    def scale_size(self) -> int:
-        """Numbers on the wire for each scale; 2 for a minmax grid, the minimum and the maximum."""
-        return 2 if self.kind is GridKind.MINMAX else 1
-
     def coded(self, count: int) -> int:
         """Numbers encoded for ``count`` numbers: a rotation pads its last block."""
         return -(-count // self.rotation) * self.rotation if self.rotation else count
@@ -140,8 +135,8 @@ class Grid:
         return -(-self.coded(count) // 8) * self.bits
 
     def scale_count(self, count: int) -> int:
-        """Numbers on the wire for the scales of ``count`` numbers."""
-        return self.groups(count) * self.scale_size
+        """Numbers on the wire for the scales of ``count`` numbers; a minmax grid sends minimum and maximum."""
+        return self.groups(count) * (2 if self.kind is GridKind.MINMAX else 1)
 
     def groups(self, count: int) -> int:
         """Number of groups that share a scale, among ``count`` numbers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,13 @@ def _load() -> str | None:
         built = None
     if built is None or (_SOURCES.is_dir() and built != sources_digest()):
         return f"{path.name} was compiled from other sources: run `pip install -e .` again"
-    register_shapes()
+    # The operators only write to their arguments, as torch.compile must know.
+    for name in OPERATORS:
+        torch.library.register_fake(f"{_LIBRARY}::{name}", lambda *args, **kwargs: None, allow_override=True)
+    # FLOPs from the shapes of the factors, as torch counts its own products.
+    products = [operators().product, operators().grouped_product]
+    register = register_flop_formula([operator for operator in products if operator not in flop_registry])
+    register(lambda a, b, *args, **kwargs: 2 * a[0] * a[1] * b[-1])
     return None
 
 
@@ -125,23 +130,6 @@ def _does_not_run(kind: str) -> str | None:
             f"({str(error).splitlines()[0]}): add it to ARCHITECTURES in setup.py and run `pip install -e .`"
         )
     return None
-
-
-def register_shapes() -> None:
-    """Register with torch.compile that the operators only write to their arguments."""
-
-    def nothing(*args: object, **kwargs: object) -> None:
-        return None
-
-    for name in OPERATORS:
-        torch.library.register_fake(f"{_LIBRARY}::{name}", nothing, allow_override=True)
-    products = [operators().product, operators().grouped_product]
-    register_flop_formula([operator for operator in products if operator not in flop_registry])(_flops_of_products)
-
-
-def _flops_of_products(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:
-    """FLOPs of a product or a grouped product, from the shapes of the factors, as torch counts its own products."""
-    return 2 * a[0] * a[1] * b[-1]
 
 
 OPERATORS = (

@@ -86,7 +86,7 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
     """Scales of flat numbers, fp32, (groups) or (groups, 2); not bit-exact if ``Grid.sums``."""
     count, groups = x_n.numel(), grid.groups(x_n.numel())
     if count == 0 or groups == 0:
-        return torch.zeros(groups * grid.scale_size, device=x_n.device)
+        return torch.zeros(grid.scale_count(count), device=x_n.device)
     if grid.layout is ScaleLayout.CHANNEL:
         groups_gn = x_n.view(-1, grid.group).t()
     elif grid.layout is ScaleLayout.TENSOR:
@@ -94,7 +94,12 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
     else:
         groups_gn = torch.nn.functional.pad(x_n, (0, groups * grid.group - count)).view(groups, grid.group)
     if grid.kind is GridKind.MINMAX:
-        return _limits(groups_gn, count).flatten()
+        low_g, high_g = groups_gn.amin(dim=1), groups_gn.amax(dim=1)
+        spare = groups_gn.numel() - count
+        if spare:
+            last_n = groups_gn[-1, : groups_gn.shape[1] - spare]
+            low_g[-1], high_g[-1] = last_n.amin(), last_n.amax()
+        return (torch.stack([low_g, high_g], dim=1) + 0.0).flatten()  # no negative zeros
     # The last group may be short; its padding with zeros changes neither sums nor magnitudes.
     sizes_g = torch.full((groups,), groups_gn.shape[1], dtype=torch.float64, device=x_n.device)
     if grid.layout is ScaleLayout.GROUP:
@@ -133,16 +138,6 @@ def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
         outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
     finite_g = outer_g.clamp(max=torch.finfo(torch.float32).max)
     return torch.where(most_g.isfinite(), finite_g, most_g) * signs_g + 0.0
-
-
-def _limits(groups_gn: Tensor, count: int) -> Tensor:
-    """Minimum and maximum of each group, (groups, 2), ignoring elements after the first ``count``."""
-    spare = groups_gn.numel() - count
-    low_g, high_g = groups_gn.amin(dim=1), groups_gn.amax(dim=1)
-    if spare:
-        last_n = groups_gn[-1, : groups_gn.shape[1] - spare]
-        low_g[-1], high_g[-1] = last_n.amin(), last_n.amax()
-    return torch.stack([low_g, high_g], dim=1) + 0.0  # no negative zeros
 
 
 def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) -> Tensor:

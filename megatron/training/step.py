@@ -85,7 +85,7 @@ class ChunkProgram:
         replicas = self.engines.replicas
         run: nn.Module = self.stage
         if replicas is not None and torch.is_grad_enabled():
-            replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
+            replicas.wrapped.require_backward_grad_sync = micro_batch == len(self.batches) - 1
             run = replicas.wrapped
         experts = self.engines.experts
         context = ForwardContext(

@@ -167,8 +167,13 @@ class FlatBuffer:
             main_grad.accumulate(lambda _: grad.detach())
         elif self.direct:  # a recorded backward (create_graph) has added to the main gradient out of place
             main_grad.memory.copy_(grad.detach())
-        else:
-            _add_converted(main_grad.memory, grad)
+        elif not grad.is_cpu:
+            main_grad.memory.add_(grad)
+        else:  # in chunks, because torch would convert a copy of the whole gradient
+            flat, addends = main_grad.memory.view(-1), grad.reshape(-1)
+            for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
+                chunk = slice(start, start + _CONVERTED_ELEMENTS)
+                flat[chunk].add_(addends[chunk])
         if self.direct and main_grad.written:
             param.grad = main_grad.memory
 
@@ -209,17 +214,6 @@ class FlatBuffer:
     def grads_of(self, bucket: Bucket) -> Tensor:
         """Flat gradients of a bucket, including padding."""
         return self.grads_flat[bucket.start : bucket.stop]
-
-
-def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
-    """Adds a gradient with a different dtype in chunks: on a CPU, torch would convert a copy of the whole gradient."""
-    if main_grad.is_cpu:
-        flat, addends = main_grad.view(-1), grad.reshape(-1)
-        for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
-            chunk = slice(start, start + _CONVERTED_ELEMENTS)
-            flat[chunk].add_(addends[chunk])
-    else:
-        main_grad.add_(grad)
 
 
 def _bucket_kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:

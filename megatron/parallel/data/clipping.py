@@ -41,9 +41,7 @@ def clip_replica(
         if slot.spec.counted_by(topology.tp.rank)
     ]
     squares[topology.dp.rank] = sum_of_squares(grads)
-    pending = topology.world.all_reduce(squares)
-    ledger.count_message(Point.CONTROL, pending.sent_bytes)
-    ledger.wait_for(Point.CONTROL, pending)
+    ledger.complete(Point.CONTROL, topology.world.all_reduce(squares))
     grad_sq = float(squares[topology.dp.rank])
     if not math.isfinite(grad_sq):
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.compression.api import Controller, Reduced, Request, Trial
+from megatron.compression.api import Controller, Reduced, Trial
 from megatron.compression.points import Point
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
@@ -102,18 +102,15 @@ class Controllers:
         try:
             request = next(generator)
             while True:
-                request = generator.send(self._serve(point, request, reduced_point))
+                if isinstance(request, Trial):
+                    tried = reduced_point.tried(self.plan.make_trial_plan(point, request.options))
+                    result = run_trial(request, tried, self.world, self.ledger)
+                else:
+                    pending, result = start_request(request, self.world)
+                    self.ledger.complete(Point.CONTROL, pending)
+                request = generator.send(result)
         except StopIteration:
             return
-
-    def _serve(self, point: Point, request: Request | Trial, reduced_point: ReducedPoint) -> Tensor:
-        if isinstance(request, Trial):
-            tried = reduced_point.tried(self.plan.make_trial_plan(point, request.options))
-            return run_trial(request, tried, self.world, self.ledger)
-        pending, result = start_request(request, self.world)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
-        return result
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Logged metrics of the controllers, by point name; identical on every rank."""

@@ -13,7 +13,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.kernels.ops import finite_norm
-from megatron.parallel.data.reducer import BucketReducer, GradBucket, ParamStack, PendingBucket
+from megatron.parallel.data.reducer import BucketReducer, GradBucket, PendingBucket
 
 
 class GradReducer(BucketReducer):
@@ -67,8 +67,8 @@ class GradReducer(BucketReducer):
     @property
     def needs_update(self) -> bool:
         """Whether a compressor needs this step's optimizer update."""
-        states = (unit.state for units in self.units for unit in units)
-        return self._on and self.compressor.traits.observes and any(state.count("awaiting") for state in states)
+        awaiting = (state.count("awaiting") for state in self.states())
+        return self._on and self.compressor.traits.observes and any(awaiting)
 
     @property
     def freezes_variance(self) -> bool:
@@ -95,7 +95,9 @@ class GradReducer(BucketReducer):
         while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
             if self._pending and (before := self._pending[-1].reduction) is not None:
                 before.advance_inside_nodes()
-            self._pending.append(self._launch(self.buckets[len(self._pending)], self.units[len(self._pending)]))
+            bucket, units = self.buckets[len(self._pending)], self.units[len(self._pending)]
+            self.record_finite(bucket.flat)
+            self._pending.append(self._launch(bucket, units))
 
     def launch_all(self) -> None:
         """Launch the remaining buckets, after the last backward."""
@@ -112,10 +114,6 @@ class GradReducer(BucketReducer):
         """Flag: 1 if all recorded local gradients are finite, else 0."""
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
-
-    def _launch(self, bucket: GradBucket, units: Sequence[ParamStack]) -> PendingBucket:
-        self.record_finite(bucket.flat)
-        return super()._launch(bucket, units)
 
     def finish_reduction(self, finite: bool = True) -> None:
         """Complete all reductions; the buckets then hold the reduced gradients, or undefined values if not ``finite``.

@@ -10,7 +10,7 @@ import torch
 
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState, combine_keys
-from megatron.distributed.group import Group, Pending
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
@@ -82,8 +82,15 @@ class GradientSync:
         self.sharded = sharded
         self.overlap = overlap and self.group.size > 1 and reduce
         self.reduce = reduce
-        fused = plan.fused_embedding and topology.layout.pp > 1
-        self.ties = list(self._find_ties(fused))
+        layout = topology.layout
+        fused = plan.fused_embedding and layout.pp > 1
+        self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        self.ties = [
+            TiedEmbedding(buffer, bucket, EmbeddingSync(group, plan, ledger, topology.dp.size if fused else 1))
+            for tie, group in (topology.fused_embedding if fused else topology.embedding).items()
+            for buffer, bucket in self._buckets
+            if bucket.slots[0].spec.tied is tie
+        ]
         self.reducers = [
             GradReducer(
                 [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets],
@@ -94,28 +101,14 @@ class GradientSync:
             )
             for buffer in buffers
         ]
-        layout = topology.layout
         sizes = (layout.tp, layout.pp, layout.dp, layout.ep, *([layout.tp] if layout.folded else []))
-        self.controllers = Controllers(plan, self._reduced_points(), topology.control, ledger, sizes)
+        reduced = ((Point.DP_GRAD, self.group.size > 1 and reduce), (Point.EMBED_GRAD, layout.pp > 1))
+        points = [point for point, on in reduced if on]  # the same on every rank
+        self.controllers = Controllers(plan, points, topology.control, ledger, sizes)
         self._iteration = 0
         self._scale = 1.0
         self._checks_finite = False
         self._reduces_shares = sharded
-
-    def _find_ties(self, fused: bool) -> Iterator[TiedEmbedding]:
-        groups = self.topology.fused_embedding if fused else self.topology.embedding
-        replicas = self.topology.dp.size if fused else 1
-        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        for tie, group in groups.items():  # in the same order on all stages
-            for buffer, bucket in buckets:
-                if bucket.slots[0].spec.tied is tie:
-                    yield TiedEmbedding(buffer, bucket, EmbeddingSync(group, self.plan, self.ledger, replicas))
-
-    def _reduced_points(self) -> list[Point]:
-        """Points with reductions of gradients in this run; the same on every rank."""
-        replicas = self.group.size > 1 and self.reduce
-        stages = self.topology.layout.pp > 1
-        return [point for point, on in ((Point.DP_GRAD, replicas), (Point.EMBED_GRAD, stages)) if on]
 
     def begin_step(self, iteration: int, scale: float) -> None:
         """Begins a step. ``scale`` is the loss scale of its gradients."""
@@ -147,8 +140,7 @@ class GradientSync:
     def states(self) -> Iterator[CompressorState]:
         """Compressor states of all gradients."""
         for reducer in self.reducers:
-            for units in reducer.units:
-                yield from (unit.state for unit in units)
+            yield from reducer.states()
         for tied in self.ties:
             yield tied.sync.state
 
@@ -171,12 +163,10 @@ class GradientSync:
     def observe_update(self) -> None:
         """Passes the optimizer's update, which the buckets (with ``sharded``, local shares) hold, to compressors."""
         if self.sharded:
-            for buffer in self.buffers:
-                for bucket in buffer.buckets:
-                    grads = buffer.grads_of(bucket)
-                    pending = buffer.group.all_gather(grads, grads[local_share(bucket, buffer.group, True)])
-                    self.ledger.count_message(Point.DP_GRAD, pending.sent_bytes, 0)
-                    self.ledger.wait_for(Point.DP_GRAD, pending)
+            for buffer, bucket in self._buckets:
+                grads = buffer.grads_of(bucket)
+                pending = buffer.group.all_gather(grads, grads[local_share(bucket, buffer.group, True)])
+                self.ledger.complete(Point.DP_GRAD, pending, 0)
         for reducer in self.reducers:
             if reducer.needs_update:
                 reducer.observe()
@@ -205,7 +195,9 @@ class GradientSync:
         """
         for buffer in self.buffers:
             buffer.complete_grads()
-        self._all_reduce_partial_grads()
+        for buffer, bucket in self._buckets:
+            if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
+                self.ledger.complete(Point.TP_BWD, self.tp.all_reduce(buffer.grads_of(bucket)))
         self.controllers.before_reduction(self._iteration)
         if self.clips_first and self.clip_grad > 0:
             clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale)
@@ -213,9 +205,16 @@ class GradientSync:
             if self._has_replicas(buffer):
                 reducer.launch_all()
             else:
-                for bucket in reducer.buckets:
-                    reducer.record_finite(bucket.flat)
-        all_finite = not self._checks_finite or self._check_all_finite(counted)
+                for local in reducer.buckets:
+                    reducer.record_finite(local.flat)
+        all_finite = True
+        if self._checks_finite:
+            bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
+            pair = torch.stack([bad, torch.full_like(bad, counted)])
+            self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
+            self.sync_warmup.all_reduce([pair])
+            bad_count, all_counted = pair.tolist()
+            all_finite = bad_count == 0 and all_counted > 0
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             if self._has_replicas(buffer):
                 reducer.finish_reduction(all_finite)
@@ -230,39 +229,31 @@ class GradientSync:
     def _sum_over_islands(self) -> None:
         """Sums the reduced gradients over islands, and sends each element only once: each replica sends a share, and
         only the first stage sends a tied embedding."""
-        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        bucket_grads = [buffer.grads_of(bucket) for buffer, bucket in buckets]
+        bucket_grads = [buffer.grads_of(bucket) for buffer, bucket in self._buckets]
         shares = [
-            grads[local_share(bucket, b.group, True)] for grads, (b, bucket) in zip(bucket_grads, buckets, strict=True)
+            grads[local_share(bucket, buffer.group, True)]
+            for grads, (buffer, bucket) in zip(bucket_grads, self._buckets, strict=True)
         ]
-        ties = [bucket.slots[0].spec.tied for _, bucket in buckets]
+        ties = [bucket.slots[0].spec.tied for _, bucket in self._buckets]
         holders = [None if tie is None else self.topology.embedding.get(tie) for tie in ties]
         contributed_shares = [
             share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0
         ]
         self.sync_warmup.all_reduce(contributed_shares, Point.OUTER)
-        for (buffer, _), grads, share, stages in zip(buckets, bucket_grads, shares, holders, strict=True):
+        for (buffer, _), grads, share, stages in zip(self._buckets, bucket_grads, shares, holders, strict=True):
             if stages is not None:
-                self._wait_within_island(stages.broadcast(share), Point.EMBED_GRAD)
+                self.ledger.complete(Point.EMBED_GRAD, stages.broadcast(share), 0)
             if not self.sharded:
-                self._wait_within_island(buffer.group.all_gather(grads, share), Point.DP_GRAD)
-
-    def _wait_within_island(self, pending: Pending, point: Point) -> None:
-        """Waits for a collective that distributes the islands' sums within this island."""
-        self.ledger.count_message(point, pending.sent_bytes, 0)
-        self.ledger.wait_for(point, pending)
+                self.ledger.complete(Point.DP_GRAD, buffer.group.all_gather(grads, share), 0)
 
     def _collect_reduced(self, point: Point) -> ReducedPoint:
         """Collects the reduced gradients of a point."""
-        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        point_buckets = [(tied.buffer, tied.bucket) for tied in self.ties] if point is Point.EMBED_GRAD else buckets
+        of_ties = point is Point.EMBED_GRAD
+        buckets = [(tied.buffer, tied.bucket) for tied in self.ties] if of_ties else self._buckets
         return ReducedPoint(
-            [
-                buffer.grads_of(bucket)[local_share(bucket, buffer.group, self.sharded)]
-                for buffer, bucket in point_buckets
-            ],
-            [tuple(slot.param.shape) for _, bucket in point_buckets for slot in bucket.slots if slot.param.dim() > 1],
-            self._make_embedding_trials if point is Point.EMBED_GRAD else self._make_bucket_trials,
+            [buffer.grads_of(bucket)[local_share(bucket, buffer.group, self.sharded)] for buffer, bucket in buckets],
+            [tuple(slot.param.shape) for _, bucket in buckets for slot in bucket.slots if slot.param.dim() > 1],
+            self._make_embedding_trials if of_ties else self._make_bucket_trials,
         )
 
     def _has_replicas(self, buffer: FlatBuffer) -> bool:
@@ -281,26 +272,6 @@ class GradientSync:
         for tied in self.ties:
             share = tied.buffer.grads_of(tied.bucket)[local_share(tied.bucket, self.group, self.sharded)]
             yield make_embedding_trial(share, tied.shape, tied.sync, plan, self._scale)
-
-    def _check_all_finite(self, counted: float) -> bool:
-        """Whether all gradients on all ranks are finite and the losses have items."""
-        bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
-        pair = torch.stack([bad, torch.full_like(bad, counted)])
-        pending = self.world.all_reduce(pair)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
-        self.sync_warmup.all_reduce([pair])
-        bad_count, all_counted = pair.tolist()
-        return bad_count == 0 and all_counted > 0
-
-    def _all_reduce_partial_grads(self) -> None:
-        """All-reduces partial gradients over tensor-parallel ranks (sequence parallelism)."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
-                    pending = self.tp.all_reduce(buffer.grads_of(bucket))
-                    self.ledger.count_message(Point.TP_BWD, pending.sent_bytes)
-                    self.ledger.wait_for(Point.TP_BWD, pending)
 
 
 def _launch_filled_bucket(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:

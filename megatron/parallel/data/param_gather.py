@@ -56,10 +56,21 @@ class ParamAllGather:
 
     def publish(self, iteration: int) -> None:
         """Updates the model's parameters after the optimizer's update."""
-        if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).is_active(iteration):
-            self._add_differences(iteration)
-        else:
+        if not compresses(self.plan, self.sharded) or not self.plan.activation(Point.PARAM_GATHER).is_active(iteration):
             self.publish_exactly()
+            return
+        gathers = []
+        for buffer, bucket in self._buckets:
+            difference = self._difference(buffer, bucket)
+            raw = difference.numel() * buffer.params_flat.element_size()
+            # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
+            key = iteration, bucket.slots[0].logical_name
+            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw))
+        for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
+            differences = gather.wait()
+            with self.ledger.decoding(Point.PARAM_GATHER):
+                params = buffer.params_of(bucket)
+                params.copy_(params.to(differences.dtype) + differences)
 
     def publish_exactly(self) -> None:
         """Sets the model's parameters to the main values, rounded to the model's precision."""
@@ -84,20 +95,6 @@ class ParamAllGather:
         return PendingGather(
             codec, share, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
         )
-
-    def _add_differences(self, iteration: int) -> None:
-        gathers = []
-        for buffer, bucket in self._buckets:
-            difference = self._difference(buffer, bucket)
-            raw = difference.numel() * buffer.params_flat.element_size()
-            # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
-            key = iteration, bucket.slots[0].logical_name
-            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw))
-        for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
-            differences = gather.wait()
-            with self.ledger.decoding(Point.PARAM_GATHER):
-                params = buffer.params_of(bucket)
-                params.copy_(params.to(differences.dtype) + differences)
 
     def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
         """Main values minus the model's in this rank's share of a bucket; padding is zero."""

@@ -75,10 +75,7 @@ class EmbeddingSync:
             unit.write_back(grad, x, scale)
 
     def _all_reduce(self, reduction: TensorReduction, exact_bytes: int) -> None:
-        raw = self._raw_bytes(exact_bytes)
-        PackedReduction([reduction], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()
-
-    def _raw_bytes(self, gradient: int) -> int:
-        """Bytes that this rank would send to reduce an exact gradient over the replicas and then over the stages."""
+        # The bytes that this rank would send to reduce an exact gradient over the replicas and then over the stages.
         ranks = (self.replicas, self.group.size // self.replicas)
-        return sum(2 * (size - 1) * gradient // size for size in ranks)
+        raw = sum(2 * (size - 1) * exact_bytes // size for size in ranks)
+        PackedReduction([reduction], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()

@@ -46,7 +46,3 @@ class TorchReplicas:
         work = dist.all_reduce(grads, group=self.group.pg, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
-
-    def all_reduce_in_backward(self, last: bool) -> None:
-        """Announces a micro-batch's forward; ``last``: torch all-reduces in its backward."""
-        self.wrapped.require_backward_grad_sync = last

@@ -53,9 +53,7 @@ def make_bucket_trial(
 
     def fill(copy: Tensor) -> None:
         if sharded:
-            pending = group.all_gather(copy, copy[local_range])
-            ledger.count_message(Point.DP_GRAD, pending.sent_bytes, 0)
-            ledger.wait_for(Point.DP_GRAD, pending)
+            ledger.complete(Point.DP_GRAD, group.all_gather(copy, copy[local_range]), 0)
 
     def run(copy: Tensor) -> None:
         copied.flat = copy
@@ -114,13 +112,7 @@ def _run(trial: Trial, tried: TrialReduction, ledger: Ledger) -> Tensor:
 
 def meet(world: Group, ledger: Ledger) -> float:
     """Synchronize all ranks and their devices; return the seconds that this rank has waited."""
-    return _seconds(ledger, lambda: _all_reduce_nothing(world, ledger))
-
-
-def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
-    pending = world.all_reduce(torch.zeros(1))
-    ledger.count_message(Point.CONTROL, pending.sent_bytes)
-    ledger.wait_for(Point.CONTROL, pending)
+    return _seconds(ledger, lambda: ledger.complete(Point.CONTROL, world.all_reduce(torch.zeros(1))))
 
 
 def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:

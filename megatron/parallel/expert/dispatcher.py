@@ -13,7 +13,7 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, NodeSplit, num_bytes
+from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
@@ -93,10 +93,7 @@ class RowExchange:
         send_counts = counts_rn.to(torch.int32)
         result = torch.empty_like(send_counts)
         pending = self.group.all_to_all(result, send_counts)
-        self.ledger.count_message(
-            Point.CONTROL, pending.sent_bytes, inside_bytes=self._intra_node_bytes(pending.sent_bytes)
-        )
-        self.ledger.wait_for(Point.CONTROL, pending)
+        self.ledger.complete(Point.CONTROL, pending, inside_bytes=pending.sent_bytes if self.inside else 0)
         return result.to(torch.int64)
 
     def move(self, rows: Tensor, leg: Leg) -> Tensor:
@@ -125,51 +122,36 @@ class RowExchange:
         with self.ledger.encoding(point):
             send_states = [self._state(point, layer, ranks[rank], r) for r in ranks]
             recv_states = [self._state(point, layer, r, ranks[rank]) for r in ranks]
-            wires = [
-                self._encode(block, point, send_states[r]) if r != rank else _empty_message(rows)
-                for r, block in enumerate(row_blocks)
-            ]
+            wires = [rows.new_empty(0, dtype=torch.uint8) for _ in ranks]
+            for r, block in enumerate(row_blocks):
+                if r != rank and block.numel():
+                    codec, dtype = self._codec(block, point)
+                    wires[r] = codec.encode(block.to(dtype), send_states[r], None).wire
             out_blocks[rank].copy_(row_blocks[rank])
-            buffers = [
-                self._allocate_buffer(out_block, point, recv_states[r]) if r != rank else _empty_message(rows)
-                for r, out_block in enumerate(out_blocks)
-            ]
+            buffers = [rows.new_empty(0, dtype=torch.uint8) for _ in ranks]
+            for r, block in enumerate(out_blocks):
+                if r != rank and block.numel():
+                    codec, dtype = self._codec(block, point)
+                    buffers[r] = codec.empty_payload(block.shape, dtype, block.device, recv_states[r], None).wire
         pending = self.group.all_to_all_uneven([_view_bytes(x) for x in buffers], [_view_bytes(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(row_blocks[rank])
-        self.ledger.count_message(point, pending.sent_bytes, raw, self._intra_node_bytes(pending.sent_bytes))
-        self.ledger.wait_for(point, pending)
+        self.ledger.complete(point, pending, raw, pending.sent_bytes if self.inside else 0)
         with self.ledger.decoding(point):
-            for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
-                if r != rank and out_block.numel():
-                    out_block.copy_(self._decode(wire, out_block, point, recv_states[r]))
+            for r, (block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
+                if r != rank and block.numel():
+                    codec, dtype = self._codec(block, point)
+                    block.copy_(codec.decode(Payload(wire), block.shape, dtype, recv_states[r], None))
         return out
 
-    def _intra_node_bytes(self, sent_bytes: int) -> int:
-        return sent_bytes if self.inside else 0
-
-    def _codec(self, rows: Tensor, point: Point) -> Codec:
+    def _codec(self, rows: Tensor, point: Point) -> tuple[Codec, torch.dtype]:
+        """Codec of some rows, and the dtype of its input: that of the rows for exact codecs, else fp32 (or fp64)."""
         codec = _EXACT_CODEC if self.coding is None else self.coding.codec(point)
-        return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
+        if not codec.should_compress(rows.shape, rows.dtype):
+            codec = _EXACT_CODEC
+        return codec, rows.dtype if codec.traits.exact else torch.promote_types(rows.dtype, torch.float32)
 
     def _state(self, point: Point, *message: int) -> CompressorState:
         return CompressorState() if self.coding is None else self.coding.state(point, *message)
-
-    def _encode(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
-        if not rows.numel():
-            return _empty_message(rows)
-        codec = self._codec(rows, point)
-        return codec.encode(rows.to(_input_dtype(codec, rows.dtype)), state, None).wire
-
-    def _allocate_buffer(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
-        if not rows.numel():
-            return _empty_message(rows)
-        codec = self._codec(rows, point)
-        dtype = _input_dtype(codec, rows.dtype)
-        return codec.empty_payload(rows.shape, dtype, rows.device, state, None).wire
-
-    def _decode(self, wire: Tensor, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
-        codec = self._codec(rows, point)
-        return codec.decode(Payload(wire), rows.shape, _input_dtype(codec, rows.dtype), state, None)
 
 
 class ExpertComm:
@@ -212,7 +194,14 @@ class ExpertComm:
         if split is not None and split.across.size > 1 and (split.node.size > 1 or two_stage == "on"):
             self.nodes = RowExchange(split.across, ledger, self._coding)
             self.ranks = RowExchange(split.node, ledger, None, inside=True)
-            self.node_of, self.index_in_node = _plan_routes(split, group)
+            # A row's route to each rank: the position in ``split.across`` of the rank's node, then its position there.
+            node_of, index_in_node = [0] * group.size, [0] * group.size
+            this_index = next(node.index(group.rank) for node in split.nodes if group.rank in node)
+            for node in split.nodes:
+                for index, position in enumerate(node):
+                    node_of[position] = split.across.ranks.index(group.ranks[node[this_index]])
+                    index_in_node[position] = index
+            self.node_of, self.index_in_node = tuple(node_of), tuple(index_in_node)
 
     @property
     def size(self) -> int:
@@ -262,18 +251,6 @@ def _count_occurrences(numbers: Tensor, count: int) -> Tensor:
     return flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
 
 
-def _plan_routes(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Plan two-stage routes from this rank to each rank: the target node's position in ``split.across``, and the
-    target's position in the target node's ``split.node``."""
-    node_of, index_in_node = [0] * group.size, [0] * group.size
-    this_index = next(node.index(group.rank) for node in split.nodes if group.rank in node)
-    for node in split.nodes:
-        for index, position in enumerate(node):
-            node_of[position] = split.across.ranks.index(group.ranks[node[this_index]])
-            index_in_node[position] = index
-    return tuple(node_of), tuple(index_in_node)
-
-
 class _MoveRows(torch.autograd.Function):
     """Autograd function of ``RowExchange.move``."""
 
@@ -312,15 +289,6 @@ class _MoveChoices(torch.autograd.Function):
     def backward(ctx: Any, grad_p: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows = grad_p.contiguous().unsqueeze(1)
         return ctx.comm.exchange(rows, Point.CONTROL, ctx.received, ctx.sent).squeeze(1), None, None, None, None
-
-
-def _input_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """Input dtype of a codec: the dtype of the rows for exact codecs, else fp32 (or fp64)."""
-    return dtype if codec.traits.exact else torch.promote_types(dtype, torch.float32)
-
-
-def _empty_message(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8)
 
 
 def _view_bytes(wire: Tensor) -> Tensor:

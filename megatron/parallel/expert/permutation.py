@@ -26,10 +26,6 @@ class Order:
     place_tk: Tensor
     counts: Tensor
 
-    def sums(self, rows: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
-        """Write the sum of each token's rows, weighted by ``weights_tk`` if given."""
-        ops.combine_rows(rows, self.place_tk, weights_tk, out_th)
-
 
 def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
     """Order with a row for each choice.
@@ -61,7 +57,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         order: Order = ctx.order
         grad_th = grad.new_empty(len(order.place_tk), grad.shape[1])
-        order.sums(grad, None, grad_th)
+        ops.combine_rows(grad, order.place_tk, None, grad_th)
         return grad_th, None
 
 
@@ -78,7 +74,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
         ctx.order = order
         out = rows.new_empty(shape)
-        order.sums(rows, None, out.view(-1, rows.shape[1]))
+        ops.combine_rows(rows, order.place_tk, None, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod
@@ -101,7 +97,7 @@ class _Combine(torch.autograd.Function):
         ctx.order = order
         # Autograd must not see a view: the sum over tensor-parallel ranks works in place.
         out = rows.new_empty(shape)
-        order.sums(rows, weights_tk, out.view(-1, rows.shape[1]))
+        ops.combine_rows(rows, order.place_tk, weights_tk, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod

@@ -19,11 +19,6 @@ from megatron.parallel.tensor.random import DropoutKeys
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
-def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # The derivative of sqrt is infinite at zero: clamp, so that underflowing logits get no gradient.
-    return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
-
-
 def _normalize_scores(scores_tn: Tensor) -> Tensor:
     # All scores may be zero if the logits underflow.
     return scores_tn / (scores_tn.sum(-1, keepdim=True) + 1e-20)
@@ -32,7 +27,8 @@ def _normalize_scores(scores_tn: Tensor) -> Tensor:
 _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": _sqrt_softplus,
+    # The derivative of sqrt is infinite at zero: clamp, so that underflowing logits get no gradient.
+    "sqrtsoftplus": lambda logits: F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt(),
 }
 """Functions from logits to scores, both (t, experts), by name (``--moe-router-score-function``)."""
 
@@ -119,29 +115,34 @@ class Router(ShardedModule):
             dropout: random keys of the input jitter; None in evaluation.
             step: training state; None in evaluation.
         """
+        config = self.config
         wide = torch.promote_types(x_sbh.dtype, torch.float32)
-        local = F.linear(self._add_jitter(x_sbh.to(wide), dropout), self.weight.to(wide))
-        logits_sbe = enter_parallel_region(local, self.comm, exact=True)
+        x_sbh = x_sbh.to(wide)
+        eps = config.moe_input_jitter_eps
+        if eps and dropout is not None:
+            num_slices = self.comm.size if self.comm.sequence_parallel else 1
+            keys = dropout.at((self.layer, "router"))
+            noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
+            noise_sbh = noise_bsh.transpose(0, 1)
+            x_sbh = x_sbh * (self.comm.local_slice(noise_sbh) if num_slices > 1 else noise_sbh)
+        logits_sbe = enter_parallel_region(F.linear(x_sbh, self.weight.to(wide)), self.comm, exact=True)
         logits_te = logits_sbe.flatten(0, 1)
-        scores_te = _SCORES[self.config.moe_router_score_function](logits_te)
+        scores_te = _SCORES[config.moe_router_score_function](logits_te)
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
-        experts_tk = self._mask_other_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
+        experts_tk = self._mask_other_groups(ranking_te).topk(config.moe_router_topk, dim=-1).indices
         weights_tk = self._routing_weights(logits_te, scores_te, experts_tk)
-        capacity = self._capacity(experts_tk.numel(), step is not None)
-        kept_tk = None if capacity is None else self._mask_within_capacity(experts_tk, weights_tk.detach(), capacity)
+
+        factor = config.moe_eval_capacity_factor if step is None else config.moe_expert_capacity_factor
+        capacity = kept_tk = None
+        if factor is not None:
+            # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
+            share = math.ceil(experts_tk.numel() * Fraction(str(factor)) / self.experts)
+            capacity = max(config.moe_min_capacity, share)
+            kept_tk = self._mask_within_capacity(experts_tk, weights_tk.detach(), capacity)
+
         before = None if step is None else step.shares.get(self.layer)
         losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
-
-    def _add_jitter(self, x_sbh: Tensor, dropout: DropoutKeys | None) -> Tensor:
-        eps = self.config.moe_input_jitter_eps
-        if not eps or dropout is None:
-            return x_sbh
-        num_slices = self.comm.size if self.comm.sequence_parallel else 1
-        keys = dropout.at((self.layer, "router"))
-        noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
-        noise_sbh = noise_bsh.transpose(0, 1)
-        return x_sbh * (self.comm.local_slice(noise_sbh) if num_slices > 1 else noise_sbh)
 
     def _mask_other_groups(self, ranking_te: Tensor) -> Tensor:
         """Set ranking scores to minus infinity outside each token's best groups of experts, which have the largest sums
@@ -165,15 +166,6 @@ class Router(ShardedModule):
         else:
             weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
         return weights_tk * config.moe_router_topk_scaling_factor
-
-    def _capacity(self, choices: int, training: bool) -> int | None:
-        """Maximum number of tokens per expert for ``choices`` token-expert pairs; None for no limit."""
-        config = self.config
-        factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
-        if factor is None:
-            return None
-        # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
-        return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
 
     def _mask_within_capacity(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
         """Mask of the token-expert pairs within capacity."""

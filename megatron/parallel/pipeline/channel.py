@@ -87,12 +87,8 @@ class PipelineChannel:
         self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
-
-        def direction(point: Point, group: Group, send_to: int, recv_from: int) -> Direction:
-            return Direction(point, group, send_to, recv_from)
-
-        self.forward = direction(Point.PP_FWD, forward_link, following, previous)
-        self.backward = direction(Point.PP_BWD, backward_link, previous, following)
+        self.forward = Direction(Point.PP_FWD, forward_link, following, previous)
+        self.backward = Direction(Point.PP_BWD, backward_link, previous, following)
 
     def begin_step(self, scale: float) -> None:
         """Begin a step, with the loss scale of its gradients; reset residuals that last a single step."""
@@ -139,27 +135,25 @@ class PipelineChannel:
         for sends, messages in ((True, sent), (False, received)):
             for message in messages:
                 ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
-        signatures = [self._end_signature(end, messages) for end, messages in ends.items()]
+        signatures: list[Hashable] = []
+        for end, messages in ends.items():
+            way, (_, boundary, sends) = messages[0].way, end
+            state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
+            keys: dict[Codec, list[Hashable]] = {}
+            codecs = [self._codec(way, message.position) for message in messages]
+            for codec, message in zip(codecs, messages, strict=True):
+                keys.setdefault(codec, []).append(message.key)
+            shape = self.shapes[boundary]
+            of_codecs = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
+            signature = end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(of_codecs)
+            signatures.append(None if None in of_codecs else signature)
         if self.tensor_comm is not None:
-            signatures += [self._gather_signature(point, boundary) for point, boundary, sends in ends if not sends]
+            signatures += [
+                (point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHER_POINTS[point]))
+                for point, boundary, sends in ends
+                if not sends
+            ]
         return signatures
-
-    def _gather_signature(self, point: Point, boundary: int) -> Hashable:
-        assert self.tensor_comm is not None
-        return point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHER_POINTS[point])
-
-    def _end_signature(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
-        way, (_, boundary, sends) = messages[0].way, end
-        state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
-        keys: dict[Codec, list[Hashable]] = {}
-        codecs = [self._codec(way, message.position) for message in messages]
-        for codec, message in zip(codecs, messages, strict=True):
-            keys.setdefault(codec, []).append(message.key)
-        shape = self.shapes[boundary]
-        signatures = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
-        if None in signatures:
-            return None
-        return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(signatures)
 
     def send(self, message: Message, x: Tensor) -> None:
         """Start sending ``x``, or this rank's part of it if tensor-parallel ranks split messages."""

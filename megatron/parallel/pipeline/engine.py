@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.distributed.layout import Layout
 from megatron.distributed.policy import Position
-from megatron.parallel.pipeline.channel import Direction, Message, PipelineChannel
+from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
 from megatron.parallel.pipeline.timetable import Timetable, build_timetable
@@ -33,11 +33,6 @@ class StageProgram(Protocol):
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
 """Factory of context managers that time a section of an operation, by the section's name."""
-
-
-def no_span(name: str, op: PipelineOp) -> AbstractContextManager[object]:
-    """Span without timing."""
-    return nullcontext()
 
 
 class PipelineEngine:
@@ -93,7 +88,7 @@ class PipelineEngine:
         num_micro_batches: int,
         loss_grad: Tensor | None,
         signatures: Sequence[Hashable],
-        span: Span = no_span,
+        span: Span = lambda name, op: nullcontext(),
     ) -> None:
         """Runs a step.
 
@@ -209,20 +204,14 @@ class _StepMessages:
         boundary = stage - 1 if before else stage
         if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
             return None
-        key = self.programs[op.chunk].key(op.micro_batch, boundary)
-        return Message(self._direction(op.is_forward), self._position(op, boundary, incoming), key)
-
-    def _direction(self, forward: bool) -> Direction:
-        assert self.channel is not None
-        return self.channel.forward if forward else self.channel.backward
-
-    def _position(self, op: PipelineOp, boundary: int, incoming: bool) -> Position:
         late = False
         if not op.is_forward:
-            sender = self.layout.virtual_stage(self.stage, op.chunk) + incoming
+            sender = stage + incoming
             sent = PipelineOp(Pass.BACKWARD, sender // self.layout.pp, op.micro_batch)
             late = sent in self.epilogues[sender % self.layout.pp]
-        return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
+        position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
+        way = self.channel.forward if op.is_forward else self.channel.backward
+        return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary))
 
     def post(self) -> None:
         """Posts the receives that are due before the next operation, and later receives if all kernels are loaded."""

@@ -39,26 +39,17 @@ def gpipe(num_micro_batches: int) -> list[PipelineOp]:
     return [PipelineOp(Pass.FORWARD, 0, m) for m in order] + [PipelineOp(Pass.BACKWARD, 0, m) for m in order]
 
 
-def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
+def one_f_one_b(pp: int, stage: int, num_micro_batches: int, eager: bool = False) -> list[PipelineOp]:
     """1F1B: warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
 
     Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush). A stage stores at most pp - stage activations.
+
+    With ``eager``, twice the warm-up gives each message the time of a micro-batch to arrive over a slow link, and a
+    stage stores at most 2 (pp - stage) - 1 activations (Zhuang et al. 2023, On Optimizing the Communication of Model
+    Parallelism, section 4).
     """
     return _alternate(
-        warm_up=min(num_micro_batches, pp - stage - 1),
-        forwards=[PipelineOp(Pass.FORWARD, 0, m) for m in range(num_micro_batches)],
-        backwards=[PipelineOp(Pass.BACKWARD, 0, m) for m in range(num_micro_batches)],
-    )
-
-
-def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B with twice the warm-up, which gives each message the time of a micro-batch to arrive.
-
-    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4, for slow links. A stage stores
-    at most 2 (pp - stage) - 1 activations.
-    """
-    return _alternate(
-        warm_up=min(num_micro_batches, 2 * (pp - stage - 1)),
+        warm_up=min(num_micro_batches, (2 if eager else 1) * (pp - stage - 1)),
         forwards=[PipelineOp(Pass.FORWARD, 0, m) for m in range(num_micro_batches)],
         backwards=[PipelineOp(Pass.BACKWARD, 0, m) for m in range(num_micro_batches)],
     )
@@ -116,7 +107,7 @@ def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches
         return interleaved(pp, stage, chunks, num_micro_batches)
     if kind == "gpipe":
         return gpipe(num_micro_batches)
-    return (one_f_one_b if kind == "1f1b" else eager_one_f_one_b)(pp, stage, num_micro_batches)
+    return one_f_one_b(pp, stage, num_micro_batches, eager=kind == "eager-1f1b")
 
 
 def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:

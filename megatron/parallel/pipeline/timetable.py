@@ -46,16 +46,16 @@ def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -
     Raises:
         ValueError: when the ranks would deadlock.
     """
-    levels = _levels(layout, schedules)
+    positions = [
+        [(op.is_forward, layout.virtual_stage(stage, op.chunk), op.micro_batch) for op in ops]
+        for stage, ops in enumerate(schedules)
+    ]
+    levels = _levels(layout, positions)
     return Timetable(
         schedules=tuple(map(tuple, schedules)),
         epilogues=tuple(map(find_epilogue, schedules)),
-        messages_due=tuple(tuple(_count_due(layout, schedules, levels, stage)) for stage in range(len(schedules))),
+        messages_due=tuple(tuple(_count_due(layout, of_stage, levels)) for of_stage in positions),
     )
-
-
-def _position_of(layout: Layout, stage: int, op: PipelineOp) -> _Position:
-    return op.is_forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
 
 
 def _source(layout: Layout, position: _Position) -> _Position | None:
@@ -65,16 +65,16 @@ def _source(layout: Layout, position: _Position) -> _Position | None:
     return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
 
-def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_Position, int]:
+def _levels(layout: Layout, positions: Sequence[Sequence[_Position]]) -> dict[_Position, int]:
     levels: dict[_Position, int] = {}
-    reached = [0] * len(schedules)
-    newest = [0] * len(schedules)
+    reached = [0] * len(positions)
+    newest = [0] * len(positions)
     progressed = True
     while progressed:
         progressed = False
-        for stage, ops in enumerate(schedules):
-            while reached[stage] < len(ops):
-                position = _position_of(layout, stage, ops[reached[stage]])
+        for stage, of_stage in enumerate(positions):
+            while reached[stage] < len(of_stage):
+                position = of_stage[reached[stage]]
                 source = _source(layout, position)
                 if source is not None and source not in levels:
                     break
@@ -82,15 +82,12 @@ def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_
                 levels[position] = newest[stage]
                 reached[stage] += 1
                 progressed = True
-    if any(count < len(ops) for count, ops in zip(reached, schedules, strict=True)):
+    if any(count < len(of_stage) for count, of_stage in zip(reached, positions, strict=True)):
         raise ValueError("the stages of this schedule wait for each other")
     return levels
 
 
-def _count_due(
-    layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Position, int], stage: int
-) -> list[Due]:
-    positions = [_position_of(layout, stage, op) for op in schedules[stage]]
+def _count_due(layout: Layout, positions: Sequence[_Position], levels: dict[_Position, int]) -> list[Due]:
     # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
     sent: dict[bool, list[int]] = {True: [], False: []}
     for position in positions:

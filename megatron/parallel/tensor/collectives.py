@@ -94,14 +94,15 @@ class TensorComm:
         Args:
             length: sequence length of the step, which determines the shapes of reduced tensors.
         """
-        return [self._point_signature(point, on, length) for point, on in self._on.items()]
-
-    def _point_signature(self, point: Point, on: bool, length: int) -> Hashable:
-        if not on:
-            return point, None, length
-        rounds = self.plan.specs[point].registration.rounds
-        signature = () if rounds is None else self.plan.rounds(point).launch_signature(CompressorState())
-        return None if signature is None else (point, self.plan.options(point), signature, length)
+        signatures: list[Hashable] = []
+        for point, on in self._on.items():
+            if not on:
+                signatures.append((point, None, length))
+                continue
+            rounds = self.plan.specs[point].registration.rounds
+            signature = () if rounds is None else self.plan.rounds(point).launch_signature(CompressorState())
+            signatures.append(None if signature is None else (point, self.plan.options(point), signature, length))
+        return signatures
 
     def at(self, location: str) -> TensorComm:
         """Copy for a location in the model, with separate random seeds for its messages."""
@@ -129,25 +130,21 @@ class TensorComm:
             point: TP_FWD or TP_BWD.
             scatter: return only this rank's chunk of dimension 0.
         """
-        reduction = None
-        if self.group.size > 1:
-            raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
-            reduction = PackedReduction(
-                [self._reduction(x, point)], self.group, self.ledger, point, scatter, raw_bytes=raw
-            )
-        pending = PendingReduce(reduction, x, self.group, scatter)
-        if reduction is not None and not self.asynchronous:
-            reduction.wait()
-        return pending
-
-    def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
-        """Reduction of ``x``, compressed if the point is active and compresses the shape."""
+        if self.group.size == 1:
+            return PendingReduce(None, x, self.group, scatter)
+        raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
         compressor = self.plan.rounds(point)
-        if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
-            return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        contribution = (x.unsqueeze(0) if compressor.traits.batched else x).to(wide)
-        return TensorReduction(compressor, contribution, self._state(point))
+        batched = compressor.traits.batched
+        if self._on[point] and (not batched or compressor.should_compress(tuple(x.shape))):
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            contribution = (x.unsqueeze(0) if batched else x).to(wide)
+            reduction = TensorReduction(compressor, contribution, self._state(point))
+        else:
+            reduction = TensorReduction(_EXACT_ROUNDS, x, CompressorState())
+        packed = PackedReduction([reduction], self.group, self.ledger, point, scatter, raw_bytes=raw)
+        if not self.asynchronous:
+            packed.wait()
+        return PendingReduce(packed, x, self.group, scatter)
 
     def _state(self, point: Point) -> CompressorState:
         """New compressor state for a single collective."""
@@ -170,17 +167,13 @@ class TensorComm:
     def gather_exact(self, x: Tensor) -> Tensor:
         """All-gather a small tensor along a new dimension 0, uncompressed."""
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-        pending = self.group.all_gather(out, x.contiguous())
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
+        self.ledger.complete(Point.CONTROL, self.group.all_gather(out, x.contiguous()))
         return out.view(self.group.size, *x.shape)
 
     def all_reduce_max_(self, x: Tensor) -> Tensor:
         """All-reduce a small tensor with MAX in place, uncompressed."""
         if self.group.size > 1:
-            pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
-            self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-            self.ledger.wait_for(Point.CONTROL, pending)
+            self.ledger.complete(Point.CONTROL, self.group.all_reduce(x, dist.ReduceOp.MAX))
         return x
 
     def local_slice(self, x: Tensor) -> Tensor:

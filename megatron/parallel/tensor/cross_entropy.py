@@ -31,12 +31,6 @@ _GROUP_ELEMENTS = {"cpu": 1 << 26}
 """Number of logits per matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
 
 
-def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
-    """Consecutive ranges of tokens, each with about the number of logits of a matrix product."""
-    size = max(16, _GROUP_ELEMENTS.get(device.type, 1 << 28) // max(vocab, 1))
-    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
-
-
 class LogitsSpace:
     """Memory for the logits of a group of tokens, reused from call to call on CPUs.
 
@@ -62,10 +56,6 @@ class LogitsSpace:
             self._held = memory = None  # frees the old block before the new allocation
             self._held = memory = x_th.new_empty(tokens * vocab)
         return memory[: tokens * vocab].view(tokens, vocab)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -132,7 +122,7 @@ class _HeadLoss(torch.autograd.Function):
             logits.mul_(slope)
         grad_x = product(logits, weight)
         grad_weight = store_grad(weight, lambda out: product(logits.t(), x_th, out))
-        grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
+        grad_bias = logits.sum(dim=0, dtype=lse_t.dtype).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
         return pending.wait(), grad_weight, grad_bias, *(None,) * 7
@@ -147,24 +137,9 @@ def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
             grad.mul_(factor)
 
 
-def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unit of the weights, which keeps gradients of logits representable before the loss scale is applied.
-
-    In fp16, the probability of an unlikely token, times its weight (one in many thousands), would underflow to zero.
-    """
-    if dtype != torch.float16:
-        return weights_t.new_ones(())
-    largest = weights_t.abs().amax()
-    return torch.where(largest > 0, largest, 1.0)
-
-
-def _sum_of_rows(logits_tv: Tensor) -> Tensor:
-    return logits_tv.sum(dim=0, dtype=_accumulation_dtype(logits_tv.dtype))
-
-
 def _gradient_space(weight_vh: Tensor, groups: list[slice], place_vh: Tensor | None) -> Tensor:
     """Memory for the weight's gradient, accumulated over the groups: in fp32 with more than one group."""
-    dtype = weight_vh.dtype if len(groups) == 1 else _accumulation_dtype(weight_vh.dtype)
+    dtype = weight_vh.dtype if len(groups) == 1 else torch.promote_types(weight_vh.dtype, torch.float32)
     if place_vh is None or place_vh.dtype != dtype:
         place_vh = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
     return place_vh if groups else place_vh.zero_()
@@ -187,17 +162,24 @@ def _fused_forward(
     The weight's gradient is written to ``place_vh`` where given, and is then None in the result: tensors that autograd
     saves must not change, and other gradients lie beside it.
     """
-    accumulate = _accumulation_dtype(x_th.dtype)
-    groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
-    lse_t, target_t = (torch.empty(x_th.shape[0], dtype=accumulate, device=x_th.device) for _ in range(2))
+    accumulate = torch.promote_types(x_th.dtype, torch.float32)
+    num_tokens, vocab = x_th.shape[0], weight_vh.shape[0]
+    size = max(16, _GROUP_ELEMENTS.get(x_th.device.type, 1 << 28) // max(vocab, 1))
+    groups = [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+    lse_t, target_t = (torch.empty(num_tokens, dtype=accumulate, device=x_th.device) for _ in range(2))
     scale_t = weights_t.to(accumulate)
-    unit = _unit(scale_t, x_th.dtype)
+    unit = scale_t.new_ones(())
+    if x_th.dtype == torch.float16:
+        # The probability of an unlikely token, times its weight (one in many thousands), would underflow to zero before
+        # the loss scale is applied.
+        largest = scale_t.abs().amax()
+        unit = torch.where(largest > 0, largest, 1.0)
     scale_t = scale_t / unit
     grad_x, grad_w = x_th, weight_vh
     if with_grad:
         grad_x, grad_w = x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups, place_vh)
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
-    space = logits_space.scratch(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
+    space = logits_space.scratch(x_th, groups[0].stop if groups else 0, vocab)
     for group in groups:
         logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:
@@ -212,7 +194,7 @@ def _fused_forward(
             product(logits, weight_vh, grad_x[group])
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
             if grad_bias is not None:
-                grad_bias.add_(_sum_of_rows(logits))
+                grad_bias.add_(logits.sum(dim=0, dtype=accumulate))
     if place_vh is not None:
         place_vh.copy_(grad_w)
     own_w = grad_w.to(weight_vh.dtype) if place_vh is None else None
@@ -229,7 +211,7 @@ def _split_forward(
     cap: float | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Losses of all tokens from this rank's logits, and the tensors for backward: logits, lse, local labels."""
-    accumulate = _accumulation_dtype(x_th.dtype)
+    accumulate = torch.promote_types(x_th.dtype, torch.float32)
     local_t = labels_t - shard.start
     here_t = (local_t >= 0) & (local_t < shard.valid_rows)
     local_t = torch.where(here_t, local_t, -1)

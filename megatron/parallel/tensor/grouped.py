@@ -102,11 +102,8 @@ class _GroupedLinear(torch.autograd.Function):
         in_place = len(memory) == len(weights) and adjacent(memory)
         grads_goi = grouped_product(grad.t(), rows, ends_g, stacked(memory) if in_place else None)
         pairs = zip(weights, grads_goi.unbind(), strict=True)
-        return grad_rows, None, *(store_grad(weight, partial(_computed, grad_oi)) for weight, grad_oi in pairs)
-
-
-def _computed(grad_oi: Tensor, _: Tensor | None) -> Tensor:
-    return grad_oi
+        grads = (store_grad(weight, partial(lambda grad_oi, _: grad_oi, grad_oi)) for weight, grad_oi in pairs)
+        return grad_rows, None, *grads
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:

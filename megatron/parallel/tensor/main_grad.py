@@ -71,7 +71,10 @@ class MainGrad:
         if self.written:
             self.memory.index_add_(0, index_n, rows_nh)
         else:
-            self.accumulate(lambda out: _zeroed_memory(self.memory, out).index_add_(0, index_n, rows_nh))
+            memory = self.memory
+            self.accumulate(
+                lambda out: (torch.zeros_like(memory) if out is None else out.zero_()).index_add_(0, index_n, rows_nh)
+            )
 
     def claim(self) -> object | None:
         """Claim the memory for a gradient computed in a forward pass; None if it is in use. See ``add_claimed``."""
@@ -95,10 +98,6 @@ class MainGrad:
         if self._deferred is not None:
             self.memory.add_(self._deferred)
         self.written, self._claim, self._deferred = True, None, None
-
-
-def _zeroed_memory(like: Tensor, out: Tensor | None) -> Tensor:
-    return torch.zeros_like(like) if out is None else out.zero_()
 
 
 def attach_main_grad(param: nn.Parameter, memory: Tensor) -> MainGrad:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.float8 import Float8Config, Float8Format
-from megatron.compression.two_step import Format
+from megatron.compression.message import Format
 
 SHARES = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 """Largest relative error of a number."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.float8 import Float8Config, Float8Format
-from megatron.compression.two_step import Format
+from megatron.compression.message import Format
 from tests.support.combinations import pairwise
 
 DRAWS = 4096
