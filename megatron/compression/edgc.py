@@ -242,7 +242,13 @@ class RankController(Controller):
             if self._wants_error:
                 self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
         if (reduced.iteration + 1) % self.config.sample_every == 0:
-            entropy = (yield from self._measure(reduced)) - math.log(reduced.scale)
+            # The mean over the first stage's tensors on all its ranks, weighted by size.
+            measured = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
+            finite = [(entropy, count) for entropy, count in measured if math.isfinite(entropy)]
+            local_sums = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
+            pair = yield Request(torch.tensor(local_sums, dtype=torch.float64) * (reduced.stage == 0))
+            total, count = pair.tolist()
+            entropy = (total / count if count else math.nan) - math.log(reduced.scale)
             self.rule.add_entropy(entropy)
             if math.isfinite(entropy):
                 self.measured["entropy"] = entropy
@@ -275,15 +281,6 @@ class RankController(Controller):
             row.append(seconds)
         rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
         self.times = StageTimes.of(ranks, rows.tolist())
-
-    def _measure(self, reduced: Reduced) -> Generator[Request, Tensor, float]:
-        """Mean entropy of the first stage's tensors on all its ranks, weighted by size; NaN if none is finite."""
-        entropies = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
-        finite = [(entropy, count) for entropy, count in entropies if math.isfinite(entropy)]
-        local_sums = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
-        pair = yield Request(torch.tensor(local_sums, dtype=torch.float64) * (reduced.stage == 0))
-        total, count = pair.tolist()
-        return total / count if count else math.nan
 
     def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
         """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds measured by the probe."""

@@ -62,6 +62,7 @@ class RowCoding:
         return self.seeds.state(point.value, *message) if self._on.get(point) else CompressorState()
 
 
+@dataclass(eq=False)
 class RowExchange:
     """All-to-all of rows over a group.
 
@@ -74,11 +75,10 @@ class RowExchange:
         inside: whether all ranks are known to be on the same node.
     """
 
-    def __init__(self, group: Group, ledger: Ledger, coding: RowCoding | None, inside: bool = False) -> None:
-        self.group = group
-        self.ledger = ledger
-        self.inside = inside
-        self.coding = coding
+    group: Group
+    ledger: Ledger
+    coding: RowCoding | None
+    inside: bool = False
 
     @property
     def size(self) -> int:

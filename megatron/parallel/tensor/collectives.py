@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
 
 
+@dataclass
 class PendingReduce:
     """A pending tensor-parallel all-reduce or reduce-scatter; see ``TensorComm.start_reduce``."""
 
-    def __init__(self, reduction: PackedReduction | None, x: Tensor, group: Group, scatter: bool) -> None:
-        self.reduction, self.x, self.group, self.scatter = reduction, x, group, scatter
+    reduction: PackedReduction | None
+    x: Tensor
+    group: Group
+    scatter: bool
 
     def wait(self) -> Tensor:
         """Wait for the result; return it, or with ``scatter`` this rank's chunk of dimension 0."""

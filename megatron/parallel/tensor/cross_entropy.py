@@ -137,14 +137,6 @@ def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
             grad.mul_(factor)
 
 
-def _gradient_space(weight_vh: Tensor, groups: list[slice], place_vh: Tensor | None) -> Tensor:
-    """Memory for the weight's gradient, accumulated over the groups: in fp32 with more than one group."""
-    dtype = weight_vh.dtype if len(groups) == 1 else torch.promote_types(weight_vh.dtype, torch.float32)
-    if place_vh is None or place_vh.dtype != dtype:
-        place_vh = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
-    return place_vh if groups else place_vh.zero_()
-
-
 def _fused_forward(
     x_th: Tensor,
     weight_vh: Tensor,
@@ -177,7 +169,15 @@ def _fused_forward(
     scale_t = scale_t / unit
     grad_x, grad_w = x_th, weight_vh
     if with_grad:
-        grad_x, grad_w = x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups, place_vh)
+        grad_x = x_th.new_empty(x_th.shape)
+        # Several groups are added in fp32.
+        dtype = weight_vh.dtype if len(groups) == 1 else torch.promote_types(weight_vh.dtype, torch.float32)
+        if place_vh is not None and place_vh.dtype == dtype:
+            grad_w = place_vh
+        else:
+            grad_w = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
+        if not groups:
+            grad_w.zero_()
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
     space = logits_space.scratch(x_th, groups[0].stop if groups else 0, vocab)
     for group in groups:
