@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.compression.api import Codec, Payload
 from megatron.compression.message import Format
 from megatron.compression.options import opt
-from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
@@ -99,7 +98,4 @@ class CastRounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Register ``cast``."""
-    points = frozenset(point for point in Point if point.compressible)
-    registry.register(
-        "cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points, example="dp-grad=cast")
-    )
+    registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, example="dp-grad=cast"))

@@ -348,14 +348,12 @@ class FixpointRounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Register ``fixpoint``."""
-    points = frozenset(point for point in Point if point.compressible)
     registry.register(
         "fixpoint",
         Registration(
             FixpointSumConfig,
             codec=FixpointCodec,
             rounds=FixpointRounds,
-            points=points,
             source="AQ-SGD's stateless quantizer, Wang et al. 2022; with levels, SDP4Bit, Jia et al. 2024",
             example="pp-forward=fixpoint,bits=4",
         ),

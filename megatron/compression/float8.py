@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import SEED, opt
-from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.float8 import Float8
@@ -111,14 +110,12 @@ class Float8Rounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Register ``float8``."""
-    points = frozenset(point for point in Point if point.compressible)
     registry.register(
         "float8",
         Registration(
             Float8Config,
             codec=Float8Codec,
             rounds=Float8Rounds,
-            points=points,
             source="Micikevicius et al. 2022; e8m0 scales: OCP microscaling specification, 2023",
             example="pp-backward=float8,format=e5m2",
         ),
