@@ -133,7 +133,8 @@ class CompressorCheckpoint:
         entries = [
             _Loaded(item) for state_slice in self._slices() for item in _loadable_states(saved, state_slice, device)
         ]
-        for turn in range(_largest(group, max([len(entry.item.sources) for entry in entries] + [1]))):
+        most_sources = max([len(entry.item.sources) for entry in entries] + [1])
+        for turn in range(max(int(text) for text in gather_texts(group, str(most_sources)))):
             slices = {entry.item.name: entry.item.room() for entry in entries if turn < len(entry.item.sources)}
             active = [entry for entry in entries if entry.item.name in slices]
             read = {
@@ -146,7 +147,14 @@ class CompressorCheckpoint:
             item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for entry in entries:
             entry.put()
-        _warn(set(saved), {entry.item.name for entry in entries}, group, log)
+        restored: set[str] = set()  # by any rank
+        for text in gather_texts(group, json.dumps(sorted({entry.item.name for entry in entries}))):
+            restored.update(json.loads(text))
+        lost = [name for name in sorted(set(saved) - restored) if f"|{COUNTER}" not in name]
+        if lost:
+            names = ", ".join(name.removeprefix(PREFIX).replace("|", " ") for name in lost[:4])
+            more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+            log(f"warning: compressor state of the checkpoint has no place in this run and is left out: {names}{more}")
 
     def _slices(self) -> Iterator[StateSlice]:
         dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
@@ -379,19 +387,3 @@ def _loadable_states(
             item = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
             if name == item.name and item.fits:
                 yield item
-
-
-def _largest(group: dist.ProcessGroup | None, value: int) -> int:
-    return max(int(text) for text in gather_texts(group, str(value)))
-
-
-def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log: Log) -> None:
-    """Warns about checkpoint tensors that no rank of this run restored."""
-    used_anywhere: set[str] = set()
-    for text in gather_texts(group, json.dumps(sorted(used))):
-        used_anywhere.update(json.loads(text))
-    lost = [name for name in sorted(saved - used_anywhere) if f"|{COUNTER}" not in name]
-    if lost:
-        names = ", ".join(name.removeprefix(PREFIX).replace("|", " ") for name in lost[:4])
-        suffix = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        log(f"warning: compressor state of the checkpoint has no place in this run and is left out: {names}{suffix}")

@@ -89,31 +89,19 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
         broken: iteration of the checkpoint that cannot be loaded.
         flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
     """
-    if flag is not None or _asked_for(root, broken):
-        return _list_complete(root, broken, flag)
-    saved = [iteration for iteration in saved_iterations(root) if iteration != broken]
-    if isinstance(broken, int):
-        saved.sort(key=lambda iteration: (iteration > broken, -iteration))
-    for iteration in saved:
-        if _looks_complete(root, iteration):
-            return f"; iteration {iteration} is complete: to load it, write {iteration} into {root / TRACKER}"
-    return f"; {root} has no other complete checkpoint"
-
-
-def _asked_for(root: Path, broken: Iteration | None) -> bool:
-    """Whether the broken checkpoint was named explicitly, since it is not the tracker's."""
-    try:
-        tracked = iteration_of(tracked_text(root))
-    except OSError:
-        return False
-    return broken is not None and tracked not in (None, broken)
-
-
-def _list_complete(root: Path, broken: Iteration | None, flag: str | None) -> str:
-    """End of an error message that lists the complete checkpoints, newest first."""
     complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
     if not complete:
         return f"; {root} has no other complete checkpoint"
-    names = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
-    example = f" ({flag} {complete[0]})" if flag else ""
-    return f"; complete are, newest first: {names}; name one of them{example}"
+    try:
+        tracked = iteration_of(tracked_text(root))
+    except OSError:
+        tracked = None
+    # The broken checkpoint was named explicitly, since it is not the tracker's.
+    if flag is not None or (broken is not None and tracked not in (None, broken)):
+        names = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
+        example = f" ({flag} {complete[0]})" if flag else ""
+        return f"; complete are, newest first: {names}; name one of them{example}"
+    nearest = complete[0]
+    if isinstance(broken, int):
+        nearest = min(complete, key=lambda iteration: (iteration > broken, -iteration))
+    return f"; iteration {nearest} is complete: to load it, write {nearest} into {root / TRACKER}"

@@ -53,19 +53,15 @@ class Owner:
     @staticmethod
     def this() -> Owner:
         """This process as an owner."""
-        number = os.getpid()
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        return Owner(socket.gethostname(), _identify_boot(), number, _born(number), started, uuid.uuid4().hex)
+        host, process, started = socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+        place = host
+        with suppress(OSError):  # not on Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return Owner(host, place, process, _born(process), started, uuid.uuid4().hex)
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.started}"
-
-
-def _identify_boot() -> str:
-    """Identifies this boot of the machine and its process namespace; the host name if not on Linux."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
 
 
 def _born(process: int) -> str:
@@ -75,17 +71,6 @@ def _born(process: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
-
-
-def _lives_here(owner: Owner) -> bool:
-    """Whether an owner whose process is visible here is still running."""
-    if Path("/proc/self/stat").exists():
-        return bool(owner.born) and _born(owner.process) == owner.born
-    try:
-        os.kill(owner.process, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
 
 
 class FolderLock:
@@ -152,7 +137,13 @@ class FolderLock:
     def _lives(self, owner: Owner, log: Callable[[str], None]) -> bool:
         """Whether the recorded owner is alive, although its lock did not exclude this process."""
         if owner.place == self.owner.place:
-            return _lives_here(owner)
+            if Path("/proc/self/stat").exists():
+                return bool(owner.born) and _born(owner.process) == owner.born
+            try:
+                os.kill(owner.process, 0)
+            except OSError as error:
+                return isinstance(error, PermissionError)
+            return True
         log(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
         before, deadline = self._stamp(), time.monotonic() + SILENT_SECONDS
         while time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -64,15 +65,11 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
         raise UserError(f"{error}{fallback(root, iteration, flag)}") from error
 
 
-def _read_checked(
-    root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
-) -> bytes:
+def _read_document(root: Path, iteration: Iteration, name: str, flag: str | None = None) -> bytes:
     folder, manifest = open_checkpoint(root, iteration, flag)
-    try:
-        item = pick(manifest)
-    except KeyError as error:
-        instead = fallback(root, iteration, flag)
-        raise UserError(f"{folder / MANIFEST} lists no {error.args[0]}{instead}") from error
+    item = manifest.documents.get(name)
+    if item is None:
+        raise UserError(f"{folder / MANIFEST} lists no {name}{fallback(root, iteration, flag)}")
     data = read_item(folder, item)
     if data is None:
         raise UserError(
@@ -80,23 +77,6 @@ def _read_checked(
             f"do not have their checksum{fallback(root, iteration, flag)}"
         )
     return data
-
-
-def _read_plain(
-    root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
-) -> dict[str, Any]:
-    """Read and check a document of names and values."""
-    data = _read_checked(root, iteration, pick, flag)
-    try:
-        value = decode_plain(data)
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
-    except ValueError as error:
-        path = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
-        raise UserError(
-            f"{path} is not a valid file of a checkpoint: {first_line(error)}{fallback(root, iteration, flag)}"
-        ) from error
-    return value
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
@@ -110,7 +90,19 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    return _read_plain(Path(root), iteration, lambda m: m.documents[COMMON], flag)
+    root = Path(root)
+    data = _read_document(root, iteration, COMMON, flag)
+    try:
+        value = decode_plain(data)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
+    except ValueError as error:
+        folder = checkpoint_folder(root, iteration)
+        path = folder / read_manifest(folder).documents[COMMON].file
+        raise UserError(
+            f"{path} is not a valid file of a checkpoint: {first_line(error)}{fallback(root, iteration, flag)}"
+        ) from error
+    return value
 
 
 def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
@@ -124,7 +116,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    data = _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG], flag)
+    data = _read_document(Path(root), iteration, CONFIG, flag)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -246,10 +238,18 @@ def load_tensors(
     items = _select_share(manifest.items_of(present), rank_of(group), size_of(group))
     _raise_damage(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
-        for line in _describe_conversions(manifest, requested):
-            log(line)
-    state = {name: shard for name, shard in tensors.items() if name in present}
-    _raise_damage(root, iteration, group, _read_into(folder, manifest, state))
+        stored_types = {name: manifest.tensors[name].properties.dtype for name in requested if name in present}
+        conversions = Counter((stored, requested[name][1]) for name, stored in stored_types.items())
+        for (stored, dtype), count in conversions.items():
+            if stored != dtype:
+                log(f"converting {count} tensors of the checkpoint from {stored} to {dtype}")
+
+    reader = ShardReader(folder, manifest)
+    state: dict[str, Any] = {name: shard for name, shard in tensors.items() if name in present}
+    ignore_single_process_warning()
+    with torch.no_grad():
+        dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
+    _raise_damage(root, iteration, group, reader.problem)
     return sorted(name for name in requested if name not in present)
 
 
@@ -350,24 +350,3 @@ def _select_share(items: Sequence[StoredItem], rank: int, size: int) -> list[Sto
             share.append(item)
         before += item.length
     return share
-
-
-def _describe_conversions(
-    manifest: Manifest, requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> list[str]:
-    counts: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for name, (_, dtype) in requested.items():
-        saved = manifest.tensors.get(name)
-        if saved is not None and saved.properties.dtype != dtype:
-            pair = saved.properties.dtype, dtype
-            counts[pair] = counts.get(pair, 0) + 1
-    return [f"converting {n} tensors of the checkpoint from {a} to {b}" for (a, b), n in counts.items()]
-
-
-def _read_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> str | None:
-    """Read this rank's tensors; return the error message, if any."""
-    reader = ShardReader(folder, manifest)
-    ignore_single_process_warning()
-    with torch.no_grad():
-        dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
-    return reader.problem

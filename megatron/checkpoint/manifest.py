@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -63,11 +61,6 @@ class Manifest:
     documents: dict[str, StoredItem]
     tensors: dict[str, TensorStorageMetadata]
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
-
-    def metadata(self) -> Metadata:
-        """The manifest as ``Metadata`` of torch.distributed.checkpoint."""
-        storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.items.items()}
-        return Metadata(dict(self.tensors), storage_data=storage)
 
     def items_of(self, names: Iterable[str]) -> list[StoredItem]:
         """The stored items of the named tensors, in file order."""
@@ -155,7 +148,8 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         items={},
     )
     for name, entry in content["tensors"].items():
-        dtype = _stored_type(entry["dtype"])
+        dtype = dtype_from_name(entry["dtype"])
+        torch.empty(1, dtype=dtype).view(torch.uint8)  # raises unless its tensors can be viewed as bytes
         shape = _counts(entry["shape"], f"the shape of {name}")
         chunks = []
         for offsets, sizes, *row in entry["chunks"]:
@@ -184,13 +178,6 @@ def _count(value: object, description: str, least: int = 0) -> int:
 
 def _counts(values: Any, description: str) -> tuple[int, ...]:
     return tuple(_count(value, description) for value in values)
-
-
-def _stored_type(name: str) -> torch.dtype:
-    """The dtype of a name; raises unless its tensors can be viewed as bytes."""
-    dtype = dtype_from_name(name)
-    torch.empty(1, dtype=dtype).view(torch.uint8)
-    return dtype
 
 
 def _item(row: list[Any], files: dict[str, int]) -> StoredItem:

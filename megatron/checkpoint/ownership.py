@@ -61,8 +61,17 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
         UserError: when it would replace others; the message names the flags to continue from and to replace them.
     """
     assert config.save is not None
-    newest = _newest_checkpoint_name(Path(config.save))
-    if newest is None or config.overwrite_checkpoints:
+    root = Path(config.save)
+    saved, release = saved_iterations(root), checkpoint_folder(root, "release")
+    if saved:
+        newest = f"iteration {saved[0]}"
+    elif release.is_dir():
+        newest = release.name
+    elif os.path.lexists(root / TRACKER):
+        newest = TRACKER
+    else:
+        return
+    if config.overwrite_checkpoints:
         return
     if config.saves_where_it_loads:
         if not config.finetune:
@@ -74,12 +83,3 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
         f"--save {config.save} holds checkpoints of another run ({newest}): {resume}, --overwrite-checkpoints replaces "
         "them, or name another folder"
     )
-
-
-def _newest_checkpoint_name(root: Path) -> str | None:
-    """Name of the newest checkpoint in a folder, complete or not; None if there is none."""
-    saved = saved_iterations(root)
-    if saved:
-        return f"iteration {saved[0]}"
-    release = checkpoint_folder(root, "release")
-    return release.name if release.is_dir() else TRACKER if os.path.lexists(root / TRACKER) else None

@@ -102,10 +102,16 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
             box = (tuple(chunk.offsets), tuple(chunk.sizes))
             holders[item.index.fqn][box].append((rank, item))
     tasks = [task for name, by_box in holders.items() for task in _tasks_of(name, by_box)]
-    return [
-        dataclasses.replace(plan, items=sorted(items, key=_file_order))
-        for plan, items in zip(plans, _assign(tasks, len(plans)), strict=True)
-    ]
+    # Each box goes to the owner with the fewest bytes so far: boxes with a single owner, then the others by size.
+    assigned: list[list[WriteItem]] = [[] for _ in plans]
+    load = [0] * len(plans)
+    for task in sorted(tasks, key=lambda task: (len(task.owners) > 1, -task.num_bytes)):
+        rank = min(task.owners, key=lambda r: load[r])
+        load[rank] += task.num_bytes
+        assigned[rank].append(task.item)
+    for items in assigned:
+        items.sort(key=lambda item: (item.index.fqn, tuple(item.index.offset or ())))
+    return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, assigned, strict=True)]
 
 
 def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
@@ -129,21 +135,3 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
         owners = sorted({rank for rank, _ in holders})
         tasks.append(_Task(item, owners, math.prod(sizes) * dtype.itemsize))
     return tasks
-
-
-def _assign(tasks: list[_Task], ranks: int) -> list[list[WriteItem]]:
-    """Assigns each task to the owner with the fewest bytes so far; returns the items of each rank.
-
-    Boxes with a single owner come first, then the others from large to small.
-    """
-    items: list[list[WriteItem]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for task in sorted(tasks, key=lambda task: (len(task.owners) > 1, -task.num_bytes)):
-        rank = min(task.owners, key=lambda r: load[r])
-        load[rank] += task.num_bytes
-        items[rank].append(task.item)
-    return items
-
-
-def _file_order(item: WriteItem) -> tuple[str, tuple[int, ...]]:
-    return item.index.fqn, tuple(item.index.offset or ())

@@ -163,18 +163,16 @@ def save_checkpoint(
         documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
     except TypeError as error:
         problem = str(error)  # raised below, together with the other ranks, which are about to communicate
-    tensors_to_save = {name: _copy_to_cpu(shard) if async_ else shard for name, shard in tensors.items()}
+    tensors_to_save = dict(tensors)
+    if async_:  # training may change the tensors while they are written
+        for name, shard in tensors.items():
+            boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
+            tensors_to_save[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
     job = _SaveRequest(Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log)
     if async_:
         return SaveHandle(job.run)
     job.run()
     return None
-
-
-def _copy_to_cpu(shard: LogicalShard) -> LogicalShard:
-    """Copy a tensor to the CPU, so that training cannot change it."""
-    boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
-    return LogicalShard(shard.global_shape, shard.dtype, boxes)
 
 
 def _make_temporary_folder(job: _SaveRequest) -> str | None:

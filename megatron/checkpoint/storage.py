@@ -190,7 +190,8 @@ class ShardReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """The manifest as torch's metadata."""
-        return self.manifest.metadata()
+        storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.manifest.items.items()}
+        return Metadata(dict(self.manifest.tensors), storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Does nothing."""
@@ -207,7 +208,8 @@ class ShardReader(StorageReader):
         """Copies all items of the plan to their target tensors, file by file."""
         by_file: dict[str, list[tuple[StoredItem, ReadItem]]] = {}
         for read in plan.items:
-            item = self._item(read)
+            assert read.storage_index.offset is not None
+            item = self.manifest.items[read.storage_index.fqn, tuple(read.storage_index.offset)]
             by_file.setdefault(item.file, []).append((item, read))
         for name, reads in by_file.items():
             try:
@@ -219,10 +221,6 @@ class ShardReader(StorageReader):
             except Exception as error:
                 self.problem = self.problem or describe_error(error, self.folder / name)
         return _completed_future(None)
-
-    def _item(self, read: ReadItem) -> StoredItem:
-        assert read.storage_index.offset is not None
-        return self.manifest.items[read.storage_index.fqn, tuple(read.storage_index.offset)]
 
     def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
         """Reads the rows of a stored box that ``read`` needs, and narrows them to the requested box."""
