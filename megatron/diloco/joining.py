@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,7 +136,7 @@ class Joining:
     def _receive(self, group: Group, ticket: int) -> None:
         common = self._wait_for(f"stream/{ticket}/parts")
         forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
-        with _naming_the_sender():
+        try:
             if common["outer"]["begun"]:
                 self.sync.outer.copy_params()
             states = self._room(forms)
@@ -148,10 +147,17 @@ class Joining:
             for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
             self.stateful_parts.load_state_dict(common, _SCOPES)
+        except CommunicationError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise CommunicationError(
+                f"the state that an island has sent cannot be used: {first_line(error)}"
+            ) from error
         if self.sync.outer.has_outer_params:
-            self.sync.load_outer_params()
-        else:
-            self.sync.publish_params()
+            with torch.no_grad():
+                for index in range(len(self.sync.outer.mains)):
+                    self.sync.outer.update_params(index, 0.0)
+        self.sync.publish_params()
 
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
@@ -182,14 +188,3 @@ class Joining:
                 raise CommunicationError(f"island has sent nothing within {self.islands.seconds:g} s")
 
         return self.islands.store.wait_for(key, check)
-
-
-@contextmanager
-def _naming_the_sender() -> Iterator[None]:
-    """Raise errors about a received state as CommunicationError."""
-    try:
-        yield
-    except CommunicationError:
-        raise
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise CommunicationError(f"the state that an island has sent cannot be used: {first_line(error)}") from error

@@ -154,7 +154,8 @@ class Islands:
         def poll() -> None:
             reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
-            missing = {k for k in awaited_islands if k not in arrivals} - monitor.silent() - self._joining_islands()
+            joining_islands = {k for k, _ in self._tickets()}  # they do not report to rounds
+            missing = set(awaited_islands) - arrivals.keys() - monitor.silent() - joining_islands
             wait_notice.update(missing)
             if missing and time.monotonic() < deadline:
                 return
@@ -182,10 +183,6 @@ class Islands:
             if welcome is not None and welcome.round == self.last_round and not welcome.problem:
                 joined_islands.add(k)
         return joined_islands | set(self.expected)
-
-    def _joining_islands(self) -> set[int]:
-        """Islands that wait to join, and therefore do not report to rounds."""
-        return {k for k, _ in self._tickets()}
 
     def _tickets(self) -> list[tuple[int, int]]:
         tickets = []
@@ -255,7 +252,7 @@ class Islands:
         """
         self.store.stop_beating()
         self._group = None
-        ticket = int(self._share(lambda: self._take_ticket()))
+        ticket = int(self._share(self._take_ticket))
         peers = [k for k in range(self.count) if k != self.island]
         monitor = HeartbeatMonitor(self.store, peers)
         if self.rank == 0:

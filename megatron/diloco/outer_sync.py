@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -159,12 +158,6 @@ class OuterSync:
                 shard_range.shard.grad.copy_(fragment.shard_view(shard_range))
             self.free_buffers(number)
 
-    def copy_outer_params(self) -> None:
-        """Copies the outer parameters before the first local step, and drops the residuals of gradients."""
-        self.outer.copy_params()
-        for state in self.states():
-            state.tensors.pop(RESIDUAL, None)
-
     def allocate_buffers(self, number: int) -> None:
         """Allocates memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
@@ -288,13 +281,6 @@ class OuterSync:
     def publish_params(self) -> None:
         """Copies the values that a round has changed into the model."""
         self.optimizer.publisher.publish_exactly()
-
-    def load_outer_params(self) -> None:
-        """Sets all parameters to the outer parameters."""
-        with torch.no_grad():
-            for index in range(len(self.outer.mains)):
-                self.outer.update_params(index, 0.0)
-        self.publish_params()
 
     def _count_and_wait(self, pending: Pending) -> None:
         """Counts a collective inside the island, and waits for it."""

@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.outer import RoundSchedule
 from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
@@ -28,27 +29,6 @@ MAX_ATTEMPTS = 4
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Function that prints a line for the user and writes its values to the logs."""
-
-
-_LEFT_BEHIND = "warning: the other islands continued without this one; its steps since the last round are lost"
-
-
-@dataclass
-class _Times:
-    """Times of a transfer in seconds.
-
-    Args:
-        sent: ``time.monotonic()`` at its start.
-        waited: duration for which training waited for it.
-    """
-
-    sent: float
-    waited: float = 0.0
-
-    def hidden(self) -> float:
-        """Share of the transfer that training has hidden."""
-        in_flight = time.monotonic() - self.sent
-        return max(0.0, 1.0 - self.waited / in_flight) if in_flight > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,12 +79,15 @@ class Rounds:
         self.stop_request = self.stop_reason = 0
         self._losses: list[float] = []
         self._absent_islands: list[int] = []
-        self._times = _Times(0.0)
+        # Of a transfer: ``time.monotonic()`` at its start, and the seconds that training has waited for it.
+        self._sent_at = self._waited_seconds = 0.0
 
     def before_step(self, iteration: int) -> None:
         """Copy the outer parameters before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.has_outer_params:
-            self.sync.copy_outer_params()
+            self.sync.outer.copy_params()
+            for state in self.sync.states():
+                state.tensors.pop(RESIDUAL, None)  # a residual of gradients
 
     @property
     def takes_local_steps(self) -> bool:
@@ -182,30 +165,25 @@ class Rounds:
 
     def finish(self, iteration: int) -> None:
         """End the run after its last checkpoint: tell late islands the checkpoint's folder, and let them join."""
-        if self.islands is None or self.joining is None or not self.sync.outer.has_outer_params:
+        islands, joining, folder = self.islands, self.joining, self.end.folder
+        if islands is None or joining is None or not self.sync.outer.has_outer_params:
             return
         try:
-            self._admit_late_islands(self.islands, self.joining, iteration)
+            late = islands.announce_end(iteration, folder)
+            if not late:
+                return
+            location = f"its state is in {folder}" if folder else "no checkpoint is saved (no --save)"
+            self.tell(
+                f"{describe_islands(late)} did not finish with this island at iteration {iteration}: {location}", {}
+            )
+            deadline = time.monotonic() + self.end.seconds
+            if self.end.seconds:
+                self.tell(f"waiting for {describe_islands(late)} to join, {self.end.seconds:g} s at most", {})
+            while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
+                joining.admit_islands()
+                time.sleep(POLL_SECONDS)
         except CommunicationError as error:  # only late islands are affected: the checkpoint is complete
             self.tell(f"late islands can no longer join: {error}", {})
-
-    def _admit_late_islands(self, islands: Islands, joining: Joining, iteration: int) -> None:
-        """Announce the end to late islands, and wait for them for the configured time.
-
-        Raises:
-            CommunicationError: when the store is gone.
-        """
-        late = islands.announce_end(iteration, self.end.folder)
-        if not late:
-            return
-        location = f"its state is in {self.end.folder}" if self.end.folder else "no checkpoint is saved (no --save)"
-        self.tell(f"{describe_islands(late)} did not finish with this island at iteration {iteration}: {location}", {})
-        deadline = time.monotonic() + self.end.seconds
-        if self.end.seconds:
-            self.tell(f"waiting for {describe_islands(late)} to join, {self.end.seconds:g} s at most", {})
-        while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
-            joining.admit_islands()
-            time.sleep(POLL_SECONDS)
 
     def _send(self, fragment: int, done: int, later: bool) -> None:
         """Send a fragment, and apply it now unless it is due later."""
@@ -249,18 +227,20 @@ class Rounds:
         self.stop_reason = max(self.stop_reason, decision.stop)
         losses, norm = (arrival.loss, decision.mean_loss), arrival.norm
         in_flight = InFlightFragment(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
-        self.sync.in_flight, self._times = in_flight, _Times(time.monotonic())
+        self.sync.in_flight = in_flight
+        self._sent_at, self._waited_seconds = time.monotonic(), 0.0
         if not watches:
             in_flight.failed = not self._run_guarded(partial(self._start_transfer, in_flight, decision, key))
         return in_flight
 
     def _leave(self) -> None:
         """Record that the other islands continue without this island."""
-        self.tell(_LEFT_BEHIND, {})
+        self.tell("warning: the other islands continued without this one; its steps since the last round are lost", {})
         self.left_behind, self.sync.in_flight = True, None
 
     def _start_transfer(self, in_flight: InFlightFragment, decision: Decision, key: str) -> None:
-        group = _local_group() if self.islands is None else self.islands.group(decision, key)
+        alone = Group(None, (0,), 0, "islands", "none")
+        group = alone if self.islands is None else self.islands.group(decision, key)
         self.sync.start_transfer(in_flight.fragment, group, in_flight.sent - 1)
 
     def _run_guarded(self, call: Callable[[], object]) -> bool:
@@ -273,7 +253,7 @@ class Rounds:
                 raise
             return False
         finally:
-            self._times.waited += time.monotonic() - began
+            self._waited_seconds += time.monotonic() - began
         return True
 
     def _finish_transfer(self, in_flight: InFlightFragment) -> InFlightFragment | None:
@@ -360,13 +340,10 @@ class Rounds:
             fields.append(f"{name}: {value:.6E}")
             values[name.replace(" ", "_")] = value
         if options.delay and not last:
-            values["hidden"] = self._times.hidden()
+            in_transit = time.monotonic() - self._sent_at
+            values["hidden"] = max(0.0, 1.0 - self._waited_seconds / in_transit) if in_transit > 0 else 0.0
             fields.append(f"transfer hidden: {values['hidden']:.0%}")
         self.tell(" | ".join(fields) + " |", {"iteration": in_flight.sent, **values})
-
-
-def _local_group() -> Group:
-    return Group(None, (0,), 0, "islands", "none")
 
 
 def _format_members(in_flight: InFlightFragment) -> str:

@@ -219,7 +219,7 @@ class IslandStart:
             newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
         """
         while self._enters is None:
-            number = int(self.share(lambda: self.store.newest_generation()))
+            number = int(self.share(self.store.newest_generation))
             self.store.take_generation(number)
             problem = self.share(self._duplicate_problem)
             if problem:
@@ -248,8 +248,15 @@ class IslandStart:
             CommunicationError: when the generation's islands synchronize every step and do not end.
         """
         peers = [k for k in range(self.limits.count) if k != self.island]
-        if self.store.get("start") is None and not self._start_failed(peers):
-            return "no", ""
+        if self.store.get("start") is None:
+            decision = self.store.get("iteration", Start.read)
+            if decision is None:
+                return "no", ""
+            if not decision.problem:  # islands agreed on a start; if it never came, all of them ended before it
+                earlier_pulse = self.store.pulse(peers)
+                time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+                if self.store.pulse(peers) != earlier_pulse:
+                    return "no", ""
         monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.pulse(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
@@ -273,15 +280,6 @@ class IslandStart:
         if not problem:
             self.store.end_generation(self.store.generation)
         return "ended", problem
-
-    def _start_failed(self, peers: Sequence[int]) -> bool:
-        """Whether islands agreed on a start that never came: it was refused, or all of them ended before it."""
-        decision = self.store.get("iteration", Start.read)
-        if decision is None or decision.problem:
-            return decision is not None
-        earlier_pulse = self.store.pulse(peers)
-        time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-        return self.store.pulse(peers) == earlier_pulse
 
     def _lateness(self, peers: Sequence[int], newest: int) -> str:
         """The reason why this island cannot catch up with islands that have finished; empty if it need not."""

@@ -81,11 +81,9 @@ class IslandStore:
         self._seconds = min(seconds, _ANSWER_SECONDS)
         self._caller = Caller("meeting place")
 
-        def say_where() -> None:
-            tell(f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most")
-
+        notice = f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most"
         try:
-            self._tcp = connect_store(host, port, seconds, say_where)
+            self._tcp = connect_store(host, port, seconds, lambda: tell(notice))
         except TimeoutError as error:
             raise CommunicationError(
                 f"what listens at {self.where} (--islands-address) has not answered as a meeting place of islands does "
