@@ -34,10 +34,25 @@ def make_inner(
     for shard in shards:
         kind = _orthogonalizes(config, shard), shard.decays, shard.slot.spec.of_vocabulary
         by_kind.setdefault(kind, []).append(shard.main)
-    groups = [_group(mains, *kind) for kind, mains in sorted(by_kind.items(), key=lambda item: item[0], reverse=True)]
+    groups: list[dict[str, Any]] = []
+    for (matrices_of_muon, decays, of_vocabulary), mains in sorted(
+        by_kind.items(), key=lambda item: item[0], reverse=True
+    ):
+        group: dict[str, Any] = {"params": mains, "decays": decays, "of_vocabulary": of_vocabulary}
+        if matrices_of_muon:
+            group["matrices"] = True
+        if not decays:
+            group["weight_decay"] = 0.0
+        groups.append(group)
+
     betas = (config.adam_beta1, config.adam_beta2)
+    inner: torch.optim.Optimizer
     if config.optimizer == "adam" and config.use_apex:
-        inner = _apex_adam(groups, config.lr, betas, config.adam_eps)
+        try:
+            from apex.optimizers import FusedAdam
+        except ImportError as error:
+            raise UserError("--use-apex needs the apex package, which does not import; leave the flag out") from error
+        inner = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
     elif config.optimizer == "adam":
         inner = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
     elif config.optimizer == "sgd":
@@ -49,14 +64,13 @@ def make_inner(
     else:
         raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam, sgd, lamb and muon")
     for shard in shards:
-        inner.state[shard.main].update(_initial_state(shard, config))
+        state = inner.state[shard.main]
+        state.update({name: torch.zeros_like(shard.main) for name in state_names(config, shard)})
+        if config.optimizer in ("adam", "lamb", "muon"):
+            # torch's fused Adam counts on the device; LAMB's bias corrections are the host's.
+            device = None if config.optimizer == "lamb" else shard.main.device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     return inner
-
-
-def _group(mains: list[torch.Tensor], matrices: bool, decays: bool, of_vocabulary: bool) -> dict[str, Any]:
-    """A parameter group: the matrices of Muon, or parameters that share their rate and whether they decay."""
-    group: dict[str, Any] = {"params": mains, "decays": decays, "of_vocabulary": of_vocabulary}
-    return {**group, **({"matrices": True} if matrices else {}), **({} if decays else {"weight_decay": 0.0})}
 
 
 def _orthogonalizes(config: OptimizerConfig, shard: ParamShard) -> bool:
@@ -71,26 +85,6 @@ def state_names(config: OptimizerConfig, shard: ParamShard) -> tuple[str, ...]:
     if config.optimizer in ("adam", "lamb", "muon"):
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
-
-
-def _initial_state(shard: ParamShard, config: OptimizerConfig) -> dict[str, torch.Tensor]:
-    state = {name: torch.zeros_like(shard.main) for name in state_names(config, shard)}
-    if config.optimizer in ("adam", "lamb", "muon"):
-        # torch's fused Adam counts on the device; LAMB's bias corrections are the host's.
-        device = None if config.optimizer == "lamb" else shard.main.device
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    return state
-
-
-def _apex_adam(
-    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
-) -> torch.optim.Optimizer:
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError as error:
-        raise UserError("--use-apex needs the apex package, which does not import; leave the flag out") from error
-    inner: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
-    return inner
 
 
 def set_hyperparameters(

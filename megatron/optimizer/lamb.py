@@ -43,45 +43,39 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Takes an update. Directions overwrite the gradients, as no other memory could hold them."""
         for group in self.param_groups:
-            self._directions(group)
-        ratios = self._trust_ratios()
-        for shard, ratio in zip(self._shards, ratios, strict=True):
-            self.state[shard.main]["ratio"] = ratio
-        for group in self.param_groups:
             mains: list[Tensor] = group["params"]
-            directions = [_grad(p) for p in mains]
-            if group["decays"]:
-                torch._foreach_mul_(directions, [self.state[p]["ratio"].to(p.dtype) for p in mains])
-            torch._foreach_add_(mains, directions, alpha=-group["lr"])
+            (beta1, beta2), states = group["betas"], [self.state[p] for p in mains]
+            torch._foreach_add_([state["step"] for state in states], 1.0)
+            count = int(states[0]["step"])
+            grads = [_grad(p) for p in mains]
+            first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+            torch._foreach_lerp_(first, grads, 1.0 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, grads, grads, 1.0 - beta2)
+            torch._foreach_copy_(grads, second)
+            torch._foreach_div_(grads, 1.0 - beta2**count)
+            torch._foreach_sqrt_(grads)
+            torch._foreach_add_(grads, group["eps"])
+            torch._foreach_reciprocal_(grads)
+            torch._foreach_mul_(grads, first)
+            torch._foreach_div_(grads, 1.0 - beta1**count)
+            torch._foreach_add_(grads, mains, alpha=group["weight_decay"])
 
-    def _directions(self, group: dict[str, Any]) -> None:
-        """Updates the moments, and puts Adam's directions in place of the gradients."""
-        mains: list[Tensor] = group["params"]
-        (beta1, beta2), states = group["betas"], [self.state[p] for p in mains]
-        torch._foreach_add_([state["step"] for state in states], 1.0)
-        count = int(states[0]["step"])
-        grads = [_grad(p) for p in mains]
-        first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-        torch._foreach_lerp_(first, grads, 1.0 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1.0 - beta2)
-        torch._foreach_copy_(grads, second)
-        torch._foreach_div_(grads, 1.0 - beta2**count)
-        torch._foreach_sqrt_(grads)
-        torch._foreach_add_(grads, group["eps"])
-        torch._foreach_reciprocal_(grads)
-        torch._foreach_mul_(grads, first)
-        torch._foreach_div_(grads, 1.0 - beta1**count)
-        torch._foreach_add_(grads, mains, alpha=group["weight_decay"])
-
-    def _trust_ratios(self) -> Sequence[Tensor]:
-        """|w| / |u| of the whole tensor of each shard, or 1 if either norm is 0."""
+        # The trust ratio of a tensor is |w| / |u|, or 1 if either norm is 0.
         device = self._norms.device
         weights = [finite_norm(shard.main)[0] for shard in self._shards]
         directions = [finite_norm(_grad(shard.main))[0] for shard in self._shards]
         sums = self._norms(torch.stack([row_of(weights, device), row_of(directions, device)], dim=1))
         nonzero = (sums > 0).all(dim=1)
-        return torch.where(nonzero, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
+        ratios = torch.where(nonzero, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
+        for shard, ratio in zip(self._shards, ratios, strict=True):
+            self.state[shard.main]["ratio"] = ratio
+        for group in self.param_groups:
+            mains = group["params"]
+            directions = [_grad(p) for p in mains]
+            if group["decays"]:
+                torch._foreach_mul_(directions, [self.state[p]["ratio"].to(p.dtype) for p in mains])
+            torch._foreach_add_(mains, directions, alpha=-group["lr"])
 
 
 def _grad(p: Tensor) -> Tensor:

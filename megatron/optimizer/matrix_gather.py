@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -46,10 +47,6 @@ class _Job:
     ranges: Ranges
     replica: int
     tensor: int
-
-    def pieces(self, slice_n: Tensor) -> list[Tensor]:
-        """Splits a slice into the ranges of the replicas."""
-        return [slice_n[start:stop] for start, stop in self.ranges]
 
 
 @dataclass(frozen=True)
@@ -103,42 +100,22 @@ class MatrixGather:
             if wave.replicas is None:
                 self._change_slices(wave.jobs, [values_by_slot[id(job.slot)] for job in wave.jobs], empty, change)
                 continue
-            own_jobs = [job for job in wave.jobs if job.replica == wave.replicas.rank]
-            slices = self._collected(
-                wave.replicas, wave.jobs, own_jobs, [values_by_slot.get(id(job.slot), empty) for job in wave.jobs]
-            )
+            # The replicas send their ranges of slices to the owners, and get them back changed.
+            size, rank = wave.replicas.size, wave.replicas.rank
+            jobs_by_owner = [[job for job in wave.jobs if job.replica == owner] for owner in range(size)]
+            own_jobs = jobs_by_owner[rank]
+            sent = [[values_by_slot.get(id(job.slot), empty) for job in jobs] for jobs in jobs_by_owner]
+            sizes = [[_length(job.ranges[source]) for job in own_jobs] for source in range(size)]
+            received = self._exchange(wave.replicas, sent, sizes, empty)
+            slices = [torch.cat(ranges) for ranges in zip(*received, strict=True)]
             self._change_slices(own_jobs, slices, empty, change)
-            for job, new_values in zip(
-                wave.jobs, self._returned(wave.replicas, wave.jobs, own_jobs, slices, empty), strict=True
-            ):
+            own_slices = list(zip(own_jobs, slices, strict=True))
+            sent = [[slice_n[slice(*job.ranges[target])] for job, slice_n in own_slices] for target in range(size)]
+            sizes = [[_length(job.ranges[rank]) for job in jobs] for jobs in jobs_by_owner]
+            received = self._exchange(wave.replicas, sent, sizes, empty)
+            for job, new_values in zip(chain(*jobs_by_owner), chain(*received), strict=True):
                 if new_values.numel():
                     values_by_slot[id(job.slot)].copy_(new_values)
-
-    def _collected(
-        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], values: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Assembles the slices of this replica's own matrices from all replicas' ranges."""
-        sent = [
-            [flat for job, flat in zip(jobs, values, strict=True) if job.replica == rank]
-            for rank in range(replicas.size)
-        ]
-        sizes = [[_length(job.ranges[rank]) for job in own_jobs] for rank in range(replicas.size)]
-        received = self._exchange(replicas, sent, sizes, values[0])
-        return [torch.cat(ranges) for ranges in zip(*received, strict=True)]
-
-    def _returned(
-        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
-    ) -> list[Tensor]:
-        """Returns this replica's ranges of all matrices, from their owners."""
-        pieces = [job.pieces(slice_n) for job, slice_n in zip(own_jobs, slices, strict=True)]
-        sent = [[ranges[rank] for ranges in pieces] for rank in range(replicas.size)]
-        of_owner = [[job for job in jobs if job.replica == rank] for rank in range(replicas.size)]
-        sizes = [[_length(job.ranges[replicas.rank]) for job in owner_jobs] for owner_jobs in of_owner]
-        received = self._exchange(replicas, sent, sizes, like)
-        range_by_slot = {
-            id(j.slot): p for js, ps in zip(of_owner, received, strict=True) for j, p in zip(js, ps, strict=True)
-        }
-        return [range_by_slot[id(job.slot)] for job in jobs]
 
     def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
         """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""

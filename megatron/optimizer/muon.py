@@ -74,8 +74,27 @@ class Muon(torch.optim.AdamW):
         mains: list[Tensor] = group["params"] if group else []
         grads = [cast(Tensor, p.grad) for p in mains]
         if mains:
-            self._mix(mains, grads)
-        self._orthogonalize()
+            states, momentum = [self.state[p] for p in mains], self._config.muon_momentum
+            buffers = [state["momentum_buffer"] for state in states]
+            torch._foreach_add_([state["step"] for state in states], 1.0)
+            torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
+            if self._config.muon_nesterov:
+                torch._foreach_lerp_(grads, buffers, momentum)
+            else:
+                torch._foreach_copy_(grads, buffers)
+
+        main_dtype, precision = self._shards[0].main.dtype, self._config.muon_fp32_matmul_prec
+        in_bf16 = precision == "medium"
+        if precision is None:
+            in_bf16 = self._shards[0].model.dtype in (torch.bfloat16, torch.float16)
+        matrix_dtype = torch.bfloat16 if in_bf16 else main_dtype
+        shard_grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
+        matrices = [None if grad is None else grad.to(matrix_dtype) for grad in shard_grads]
+        self._matrices.change(matrices, matrix_dtype, self._orthogonalized)
+        for shard_grad, matrix in zip(shard_grads, matrices, strict=True):
+            if shard_grad is not None and matrix is not None and matrix is not shard_grad:
+                shard_grad.copy_(matrix)
+
         scales = {id(shard.main): self._scale(shard.slot.spec) for shard in self._shards if shard.slot.spec.blocks}
         if mains and group:
             torch._foreach_mul_(grads, [scales[id(p)] for p in mains])
@@ -86,35 +105,6 @@ class Muon(torch.optim.AdamW):
         for p in mains:
             p.grad = None
         return super().step(closure)
-
-    def _mix(self, mains: Sequence[Tensor], grads: list[Tensor]) -> None:
-        """Updates the momenta, and puts the matrices to orthogonalize in place of the gradients."""
-        states, momentum = [self.state[p] for p in mains], self._config.muon_momentum
-        buffers = [state["momentum_buffer"] for state in states]
-        torch._foreach_add_([state["step"] for state in states], 1.0)
-        torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
-        if self._config.muon_nesterov:
-            torch._foreach_lerp_(grads, buffers, momentum)
-        else:
-            torch._foreach_copy_(grads, buffers)
-
-    def _orthogonalize(self) -> None:
-        """Orthogonalizes the matrices in place of the gradients."""
-        main_dtype = self._shards[0].main.dtype
-        matrix_dtype = torch.bfloat16 if self._in_bf16 else main_dtype
-        grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
-        matrices = [None if grad is None else grad.to(matrix_dtype) for grad in grads]
-        self._matrices.change(matrices, matrix_dtype, self._orthogonalized)
-        for grad, matrix in zip(grads, matrices, strict=True):
-            if grad is not None and matrix is not None and matrix is not grad:
-                grad.copy_(matrix)
-
-    @property
-    def _in_bf16(self) -> bool:
-        precision = self._config.muon_fp32_matmul_prec
-        if precision is None:
-            return self._shards[0].model.dtype in (torch.bfloat16, torch.float16)
-        return precision == "medium"
 
     def _blocks(self, spec: ParamSpec) -> tuple[int, ...]:
         """Row counts of a parameter's matrices, as in ``ParamSpec.blocks``."""

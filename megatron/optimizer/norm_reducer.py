@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.compression.points import Point
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -34,10 +34,14 @@ class ParamNormReducer:
         ledger: Ledger,
     ) -> None:
         self._tp, self._ledger = tp, ledger
-        counts = [sum(len(bucket.slots) for bucket in buffer.buckets) for buffer in buffers]
+        slots: list[ParamSlot] = []
         # Buffers of the same replicas are gathered together.
-        self._replicas = list(_runs([buffer.group for buffer in buffers], counts)) if sharded else []
-        slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
+        numbers_by_group: dict[int, tuple[Group, list[int]]] = {}
+        for buffer in buffers:
+            first = len(slots)
+            slots += [slot for bucket in buffer.buckets for slot in bucket.slots]
+            numbers_by_group.setdefault(id(buffer.group), (buffer.group, []))[1].extend(range(first, len(slots)))
+        self._replicas = list(numbers_by_group.values()) if sharded else []
         self._slots, self.device = len(slots), slots[0].param.device
         places = {id(slot): index for index, slot in enumerate(slots)}
         self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
@@ -75,16 +79,6 @@ class ParamNormReducer:
         for share in other_shares:
             total = total + share
         return total
-
-
-def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
-    """Each group with the numbers of its slots; the buffers have ``counts`` slots."""
-    numbers_by_group: dict[int, tuple[Group, list[int]]] = {}
-    first = 0
-    for group, count in zip(groups, counts, strict=True):
-        numbers_by_group.setdefault(id(group), (group, []))[1].extend(range(first, first + count))
-        first += count
-    yield from numbers_by_group.values()
 
 
 def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:

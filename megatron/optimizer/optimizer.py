@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.ledger import Ledger
@@ -23,7 +22,7 @@ from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.param_gather import ParamAllGather, has_separate_main
-from megatron.parallel.data.param_shards import ParamShard, make_local_shards
+from megatron.parallel.data.param_shards import make_local_shards
 from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
 
 
@@ -154,13 +153,17 @@ class Optimizer:
                 parameters, including weight decay, divided by the learning rate. Defined for learning rate 0, too.
             decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
         """
-        counted_shards = self._list_counted_shards()
+        counted_shards = [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
+        counted_grads = [shard.grad for shard in counted_shards]
+        num_zeros = 0.0
+        if self.log_num_zeros and counted_grads:  # with a single synchronization of the device
+            num_zeros = float(torch.stack([(grad == 0).sum() for grad in counted_grads]).sum())
         summary = StepSummary(
             losses,
             votes,
-            sum_of_squares([shard.grad for shard in counted_shards]),
+            sum_of_squares(counted_grads),
             sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
-            _count_zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
+            num_zeros,
         ).all_reduce(self.topology, self.ledger, self.sync_warmup)
         totals = StepTotals(
             {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
@@ -194,17 +197,8 @@ class Optimizer:
         self.publisher.publish(iteration)
         return replace(totals, grad_norm=norm)
 
-    def _list_counted_shards(self) -> list[ParamShard]:
-        """Shards that count in norms on this rank."""
-        return [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
-
     def reload_main(self) -> None:
         """Copies the model's parameters to the main parameters, after a checkpoint of the model only is loaded."""
         if self.separate_main:
             for shard in self.shards:
                 shard.main.copy_(shard.model)
-
-
-def _count_zeros(tensors: Sequence[Tensor]) -> float:
-    """Count zero elements, with a single synchronization of the device."""
-    return float(torch.stack([(x == 0).sum() for x in tensors]).sum()) if tensors else 0.0

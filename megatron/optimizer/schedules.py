@@ -49,7 +49,16 @@ class ScheduleValues:
     def __post_init__(self) -> None:
         _one_of("--lr-decay-style", self.decay_style, DECAY_STYLES)
         _one_of("--weight-decay-incr-style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
-        self._check_rates()
+        rates = [("--lr", self.max_lr, "--min-lr", self.min_lr)]
+        if self.decoupled_lr is not None:
+            low = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
+            rates.append(("--decoupled-lr", self.decoupled_rates[0], low, self.decoupled_rates[1]))
+        elif self.decoupled_min_lr is not None:
+            raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr:g} needs --decoupled-lr; add it")
+        for high, highest, low, lowest in rates:
+            for flag, value in ((low, lowest), ("--lr-warmup-init", self.warmup_init)):
+                if not 0 <= value <= highest:
+                    raise UserError(f"{flag} {value:g} must lie between 0 and {high} {highest:g}")
         if self.decay_samples <= 0:
             raise UserError(f"the decay length is {self.decay_samples:g} samples: give a positive --lr-decay-*")
         if not 0 <= self.warmup_samples < self.decay_samples:
@@ -71,18 +80,6 @@ class ScheduleValues:
             )
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
-
-    def _check_rates(self) -> None:
-        rates = [("--lr", self.max_lr, "--min-lr", self.min_lr)]
-        if self.decoupled_lr is not None:
-            low = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
-            rates.append(("--decoupled-lr", self.decoupled_rates[0], low, self.decoupled_rates[1]))
-        elif self.decoupled_min_lr is not None:
-            raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr:g} needs --decoupled-lr; add it")
-        for high, highest, low, lowest in rates:
-            for flag, value in ((low, lowest), ("--lr-warmup-init", self.warmup_init)):
-                if not 0 <= value <= highest:
-                    raise UserError(f"{flag} {value:g} must lie between 0 and {high} {highest:g}")
 
     def lr_at(self, samples: float) -> float:
         """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""
