@@ -179,8 +179,11 @@ class SelfAttention(Attention):
         return result
 
     def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        allowed = None if context.segment_ids_bs is None else _mask_segments(context.segment_ids_bs, self.causal)
-        s = query.shape[2]
+        allowed: Tensor | None = None
+        s, ids_bs = query.shape[2], context.segment_ids_bs
+        if ids_bs is not None:
+            same = ids_bs.unsqueeze(2) == ids_bs.unsqueeze(1)
+            allowed = (same.tril() if self.causal else same).unsqueeze(1)
         if self.window is not None and s > self.window:
             band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
             allowed = band if allowed is None else allowed & band
@@ -225,9 +228,3 @@ class CrossAttention(Attention):
         ids_bs = context.memory.segment_ids_bs
         # Padding queries attend to text, too, because a fully masked row would give NaN.
         return None if ids_bs is None else (ids_bs == 0)[:, None, None]
-
-
-def _mask_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
-    """Make the mask (b, 1, s, s): position i attends to positions j of the same segment (if ``causal``, j <= i)."""
-    same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
-    return (same.tril() if causal else same).unsqueeze(1)

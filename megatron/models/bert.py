@@ -96,15 +96,10 @@ class BertStage(Stage):
             losses_b = F.cross_entropy(self._order_logits(x_sbh), targets.order_b, reduction="none")
             sums.append(LossSum(losses_b.detach().sum(), counts[1]))
             divisor = counts[1] if divisors is None else divisors[1]
-            objective = objective + (losses_b * self._holds_first()).sum() / divisor.to(losses_b.dtype)
+            # On ranks without the first position the binary head reads another one, and gets zero gradients.
+            holds_first = 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
+            objective = objective + (losses_b * holds_first).sum() / divisor.to(losses_b.dtype)
         return StageLoss(objective, tuple(sums))
-
-    def _holds_first(self) -> float:
-        """1 if this rank's slice of the sequence contains the first position, else 0.
-
-        On other ranks the binary head reads another position and gets zero gradients.
-        """
-        return 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
 
     def _order_logits(self, x_sbh: Tensor) -> Tensor:
         logits: Tensor = self.binary_head(x_sbh[0])

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.model_types import ModelType
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.rank_context import RankContext
@@ -67,7 +66,18 @@ class ClassificationHead(nn.Module):
         self.classifier = _linear(hidden, config.num_outputs, self.pooling.bias, rank.device, rank.dtype)
 
     def forward(self, x_sbh: Tensor, targets: Targets) -> Tensor:
-        x_bh = self._pooled(x_sbh, targets.lengths_b)
+        begin = self.comm.rank * len(x_sbh) if self.comm.sequence_parallel else 0
+        if self.pooling.of_last:
+            assert targets.lengths_b is not None
+            place_b = targets.lengths_b - 1 - begin
+            x_bh = x_sbh[place_b.clamp(0, len(x_sbh) - 1), torch.arange(x_sbh.shape[1], device=x_sbh.device)]
+        else:
+            place_b = torch.full((x_sbh.shape[1],), -begin, device=x_sbh.device)
+            x_bh = x_sbh[0]
+        if self.comm.sequence_parallel:
+            # Ranks without the position need zero gradients instead of None: their layers run backward, too.
+            elsewhere_b = (place_b < 0) | (place_b >= len(x_sbh))
+            x_bh = all_reduce_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
         if self.pooling.activation is not None:
             x_bh = self.pooling.activation(self.pooler(x_bh))
         if self.dropout and targets.dropout is not None:
@@ -75,22 +85,6 @@ class ClassificationHead(nn.Module):
             x_bh = x_bh * keys.keep_mask(0, x_bh.shape[1:], self.dropout, x_bh)
         outputs_bc: Tensor = self.classifier(x_bh)
         return outputs_bc.to(torch.promote_types(outputs_bc.dtype, torch.float32))
-
-    def _pooled(self, x_sbh: Tensor, lengths_b: Tensor | None) -> Tensor:
-        """Hidden states (b, h) of the pooled positions, on every tensor-parallel rank."""
-        begin = self.comm.rank * len(x_sbh) if self.comm.sequence_parallel else 0
-        if self.pooling.of_last:
-            assert lengths_b is not None
-            place_b = lengths_b - 1 - begin
-            x_bh = x_sbh[place_b.clamp(0, len(x_sbh) - 1), torch.arange(x_sbh.shape[1], device=x_sbh.device)]
-        else:
-            place_b = torch.full((x_sbh.shape[1],), -begin, device=x_sbh.device)
-            x_bh = x_sbh[0]
-        if not self.comm.sequence_parallel:
-            return x_bh
-        # Ranks without the position need zero gradients instead of None: their layers run backward, too.
-        elsewhere_b = (place_b < 0) | (place_b >= len(x_sbh))
-        return all_reduce_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
 
 
 def _linear(in_features: int, out_features: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:
@@ -117,30 +111,19 @@ class ClassifierStage(Stage):
 
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         outputs_bc = self.classification_head(self.final_states(x_sbh), targets)
-        return task_loss(self.config, outputs_bc, targets, divisors)
+        # Of a sample with several sequences, the label of the first counts.
+        each = self.config.sequences_per_sample
+        labels_n, mask_n = targets.labels_bs[::each, 0], targets.mask_bs[::each, 0]
+        if self.config.task_head == "regression":
+            losses_n = (outputs_bc[:, 0] - labels_n.to(outputs_bc.dtype)) ** 2
+        else:
+            # In multiple choice, the outputs of a sample's sequences are its logits.
+            losses_n = F.cross_entropy(outputs_bc.reshape(len(labels_n), -1), labels_n, reduction="none")
+        total = (losses_n * token_weights(mask_n, divisors).to(losses_n.dtype)).sum()
+        sums = LossSum((losses_n.detach() * mask_n).sum(), targets.mask_bs.sum())
+        return StageLoss(total, (sums,), outputs_bc.detach())
 
     def final_states(self, x_sbh: Tensor) -> Tensor:
         """Input of the head, from the output of ``forward``."""
         result: Tensor = self.final_layernorm(x_sbh)
         return result
-
-
-def task_loss(config: ModelConfig, outputs_bc: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
-    """Cross-entropy of classes or choices, or squared error for regression.
-
-    Args:
-        config: the model.
-        outputs_bc: outputs of the head for each sequence.
-        targets: labels; of samples with several sequences, the label of the first counts.
-        divisors: see ``Stage.loss``.
-    """
-    each = config.sequences_per_sample
-    labels_n, mask_n = targets.labels_bs[::each, 0], targets.mask_bs[::each, 0]
-    if config.task_head == "regression":
-        losses_n = (outputs_bc[:, 0] - labels_n.to(outputs_bc.dtype)) ** 2
-    else:
-        # In multiple choice, the outputs of a sample's sequences are its logits.
-        losses_n = F.cross_entropy(outputs_bc.reshape(len(labels_n), -1), labels_n, reduction="none")
-    total = (losses_n * token_weights(mask_n, divisors).to(losses_n.dtype)).sum()
-    sums = LossSum((losses_n.detach() * mask_n).sum(), targets.mask_bs.sum())
-    return StageLoss(total, (sums,), outputs_bc.detach())

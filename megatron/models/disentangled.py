@@ -84,22 +84,18 @@ class DisentangledAttention(SelfAttention):
         mixed = self.query_key_value(x_sbh)
         s, b, _ = mixed.shape
         query, key, value = mixed.view(s, b, self.groups, _TERMS, self.head_dim).permute(3, 1, 2, 0, 4)
-        inputs = (query, key, value, *self._of_distances(table_rh), rows_ss, context.of_any_micro_batch(), dropout)
+        linear, heads = self.query_key_value, self.groups
+        weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
+        bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
+        far_query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
+        far_query, far_key = far_query_key.permute(2, 1, 0, 3)
+        inputs = (query, key, value, far_query, far_key, rows_ss, context.of_any_micro_batch(), dropout)
         if self.recompute_core and torch.is_grad_enabled():
             out_bnsd = checkpoint(self._disentangled, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             out_bnsd = self._disentangled(*inputs)
         result: tuple[Tensor, Tensor | None] = self.dense(out_bnsd.permute(2, 0, 1, 3).flatten(2))
         return result
-
-    def _of_distances(self, table_rh: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the relative positions, each (heads, 2 span, d)."""
-        linear, heads = self.query_key_value, self.groups
-        weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
-        bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
-        query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
-        query, key = query_key.permute(2, 1, 0, 3)
-        return query, key
 
     def _disentangled(
         self,
@@ -122,15 +118,13 @@ class DisentangledAttention(SelfAttention):
         allowed = self._make_mask(query, context)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        return self._dropped(scores.softmax(dim=-1), dropout) @ value
-
-    def _dropped(self, probs: Tensor, dropout: AttentionDropout | None) -> Tensor:
-        """Attention probabilities after dropout."""
-        if self.dropout == 0.0 or dropout is None:
-            return probs
-        if dropout.heads is None:
-            torch.cuda.manual_seed(dropout.fused)
-            return F.dropout(probs, self.dropout)
-        keys, shape = dropout.heads, tuple(probs.shape[2:])
-        masks = [keys.keep_mask(head, shape, self.dropout, probs) for head in range(probs.shape[1])]
-        return probs * torch.stack(masks, dim=1)
+        probs = scores.softmax(dim=-1)
+        if self.dropout != 0.0 and dropout is not None:
+            if dropout.heads is None:
+                torch.cuda.manual_seed(dropout.fused)
+                probs = F.dropout(probs, self.dropout)
+            else:
+                keys, pairs = dropout.heads, tuple(probs.shape[2:])
+                masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(probs.shape[1])]
+                probs = probs * torch.stack(masks, dim=1)
+        return probs @ value

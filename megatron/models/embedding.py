@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.distributed.layout import Tie
 from megatron.models.block import hidden_dropout
 from megatron.models.context import ForwardContext
@@ -40,7 +39,10 @@ class Embedding(ShardedModule):
         self.comm = rank.tensor
         self.dropout = config.hidden_dropout
         self.residual_dtype = config.residual_dtype(rank.dtype)
-        self.scale = embedding_scale(config, rank.dtype)
+        self.scale: float | None = None
+        if config.apply_embedding_scaling:
+            exact = torch.tensor(math.sqrt(config.hidden_size), dtype=torch.float64, device="cpu")
+            self.scale = float(exact.to(rank.dtype))
         tied = config.ties_embeddings
         self.word_embeddings = VocabParallelEmbedding(
             shard, config.hidden_size, tied, rank.tensor, rank.device, rank.dtype, copy
@@ -68,14 +70,6 @@ class Embedding(ShardedModule):
             assert context.types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(context.types_bs)
         return x_sbh.to(self.residual_dtype)
-
-
-def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
-    """Scale of token embeddings, rounded to ``dtype``; None without scaling."""
-    if not config.apply_embedding_scaling:
-        return None
-    exact = torch.tensor(math.sqrt(config.hidden_size), dtype=torch.float64, device="cpu")
-    return float(exact.to(dtype))
 
 
 class _Table(ShardedModule):

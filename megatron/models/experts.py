@@ -113,13 +113,6 @@ class _WithBiases(torch.autograd.Function):
         return grad, grad.new_zeros(len(numbers), grad.shape[1]).index_add_(0, expert_r, grad), None
 
 
-def _expert_output(expert: Expert, rows: Tensor) -> Tensor:
-    """An expert's outputs for rows (r, h), padded to a recurring size; see ``recurring``."""
-    padding = recurring(rows) - len(rows)
-    out: Tensor = expert(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
-    return out[: len(rows)]
-
-
 def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
     """Legs of dispatch and combine, from the number of rows sent to and received from each rank."""
     dispatch_leg = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
@@ -221,7 +214,15 @@ class Experts(nn.Module):
             received_re = comm.exchange_counts(counts_re)
             sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, received_re))
             dispatch_leg, combine_leg = _legs(sent, received, self.layer)
-            rows = comm.move(self._computed_of_ranks(comm.move(rows, dispatch_leg), received_re), combine_leg)
+            rows = comm.move(rows, dispatch_leg)
+            # Received rows are sorted by source rank and then by expert; they go back in the same order.
+            numbers = torch.arange(self.local, device=rows.device).repeat(comm.size)
+            repeats = received_re.flatten().to(rows.device)
+            by_expert = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
+            back = torch.empty_like(by_expert)
+            back[by_expert] = torch.arange(len(by_expert), device=rows.device)
+            out = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
+            rows = comm.move(out.index_select(0, back), combine_leg)
         return combined(rows, choices.weights_tk, order, shape)
 
     def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
@@ -253,16 +254,6 @@ class Experts(nn.Module):
         numbers = [rank * local + number for rank in comm.index_in_node for number in range(local)]
         return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
-    def _computed_of_ranks(self, rows: Tensor, received_re: Tensor) -> Tensor:
-        """Outputs of rows sorted by source rank and then by expert; in the same order."""
-        numbers = torch.arange(self.local, device=rows.device).repeat(len(received_re))
-        repeats = received_re.flatten().to(rows.device)
-        order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=rows.device)
-        out = self._compute(rows.index_select(0, order), received_re.sum(0))
-        return out.index_select(0, back)
-
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Outputs of rows sorted by expert. Experts without rows get zero gradients."""
         experts = cast("list[Expert]", list(self.experts.values()))
@@ -273,10 +264,12 @@ class Experts(nn.Module):
         if multiply is not None:
             inner = _grouped_product(rows, ups, counts, multiply)
             return _grouped_product(experts[0].activation(inner), downs, counts, multiply)
-        rows_by_expert = rows.split(counts.tolist())
-        return torch.cat(
-            [_expert_output(expert, expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)]
-        )
+        outputs: list[Tensor] = []
+        for expert, expert_rows in zip(experts, rows.split(counts.tolist()), strict=True):
+            padding = recurring(expert_rows) - len(expert_rows)
+            out = expert(F.pad(expert_rows, (0, 0, 0, padding)) if padding else expert_rows)
+            outputs.append(out[: len(expert_rows)])
+        return torch.cat(outputs)
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
         """Add the output of the shared MLP."""

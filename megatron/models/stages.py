@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from megatron.config.model import ModelConfig
 from megatron.config.vocabulary import check_vocabulary
 from megatron.distributed.layout import Layout
@@ -17,14 +15,8 @@ from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.models.t5 import T5Stage
 from megatron.parallel.tensor.embedding import VocabShard
-from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
-from megatron.parallel.tensor.shards import ParamSpec, collect_specs
-
-
-def stage_part(config: ModelConfig, layout: Layout, pp: int, chunk: int) -> StagePart:
-    """Part of the model in chunk ``chunk`` of pipeline rank ``pp``."""
-    stage = layout.virtual_stage(pp, chunk)
-    return StagePart(stage_layers(config, layout, stage), stage == 0, stage == layout.num_virtual_stages - 1)
+from megatron.parallel.tensor.random import fill_keyed, normal, uniform
+from megatron.parallel.tensor.shards import collect_specs
 
 
 def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
@@ -69,7 +61,9 @@ def build_stages(rank: RankContext, layout: Layout, pp: int, vocab_size: int, se
     shard = VocabShard(vocab_size, padded_size, rank.tensor)
     stages: list[Stage] = []
     for chunk in range(layout.chunks):
-        stage = make_stage(rank, stage_part(config, layout, pp, chunk), shard)
+        number = layout.virtual_stage(pp, chunk)
+        part = StagePart(stage_layers(config, layout, number), number == 0, number == layout.num_virtual_stages - 1)
+        stage = make_stage(rank, part, shard)
         if seed is not None:
             initialize(stage, config, seed)
         stages.append(stage)
@@ -92,13 +86,12 @@ def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:
     specs = collect_specs(stage)
     for name, param in stage.named_parameters():
         logical_name, spec = specs[name]
-        if logical_name.endswith(".weight") and param.dim() > 1:
-            fill_keyed(param, spec, logical_name, seed, _draw(logical_name, spec, param, config))
-
-
-def _draw(name: str, spec: ParamSpec, param: Tensor, config: ModelConfig) -> Draw:
-    if config.init_method_xavier_uniform and "embedding" not in name and "output_layer" not in name:
-        fan_out, fan_in = spec.logical_shape[-2:]
-        return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
-    scaled = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
-    return normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))
+        if not logical_name.endswith(".weight") or param.dim() < 2:
+            continue
+        if config.init_method_xavier_uniform and "embedding" not in logical_name and "output_layer" not in logical_name:
+            fan_out, fan_in = spec.logical_shape[-2:]
+            draw = uniform(math.sqrt(6.0 / (fan_in + fan_out)))
+        else:
+            scaled = logical_name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
+            draw = normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))
+        fill_keyed(param, spec, logical_name, seed, draw)

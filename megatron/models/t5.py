@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron.models.block import Layer
 from megatron.models.context import EncoderOutput, ForwardContext
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.norm import Norm
@@ -60,21 +58,19 @@ class T5Stage(Stage):
                 x = self.encoder_final_layernorm(x)
         if self.encoder_size == len(layers):
             return x
-        return self._decode(layers[self.encoder_size :], x, context)
 
-    def _decode(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
         decoder_context = replace(context, position_ids_bs=None, segment_ids_bs=context.decoder_segment_ids_bs)
         if self.begins_decoder:
             assert context.decoder_tokens_bs is not None
-            read_sbh = x_sbh
+            read_sbh = x
             x_sbh = self.embedding(context.decoder_tokens_bs, decoder_context, site="decoder-embedding")
         else:
             length = (self.config.decoder_seq_length or 0) // (self.comm.size if self.comm.sequence_parallel else 1)
-            x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
+            x_sbh, read_sbh = x[:length], x[length:]
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
-        x_sbh = self._run_layers(layers, x_sbh, replace(decoder_context, memory=memory))
+        x_sbh = self._run_layers(layers[self.encoder_size :], x_sbh, replace(decoder_context, memory=memory))
         return x_sbh if self.stage_part.last else torch.cat([x_sbh, read_sbh])
 
     def counts(self, targets: Targets) -> Tensor:
