@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -70,14 +69,9 @@ class Batch:
         """Truncates every sample to its first ``length`` tokens."""
         if self.tokens_bs is None or self.tokens_bs.shape[1] == length:
             return self
-        return replace(self, **{name: x_bs[:, :length].contiguous() for name, x_bs in self._of_tokens()})
-
-    def _of_tokens(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Per-token tensors, by name."""
-        for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs", "types_bs"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                yield name, tensor
+        names = ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs", "types_bs")
+        tensors = {name: x_bs for name in names if (x_bs := getattr(self, name)) is not None}
+        return replace(self, **{name: x_bs[:, :length].contiguous() for name, x_bs in tensors.items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copies the token tensors to ``device``; sample and draw ids stay on the host, which reads them."""

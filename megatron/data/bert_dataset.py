@@ -51,7 +51,15 @@ class BertDataset(MaskedDataset):
         begin, end, target = self.order.sentences(sample_id)
         random = self.order.random(sample_id)
         first_t, second_t, swapped = self._halves(begin, end, random)
-        first_t, second_t = _trimmed(first_t, second_t, target, random)
+        # Tokens are removed singly from either end of the longer text until ``target`` tokens remain in total.
+        sizes, begins = [len(first_t), len(second_t)], [0, 0]
+        excess = max(0, sum(sizes) - target)
+        for at_begin in (random.random_sample(excess) < 0.5).tolist():
+            longer = 0 if sizes[0] > sizes[1] else 1
+            sizes[longer] -= 1
+            begins[longer] += at_begin
+        first_t, second_t = first_t[begins[0] :][: sizes[0]], second_t[begins[1] :][: sizes[1]]
+
         fields_fs = out_t[:-2].reshape(4, self.seq_length)
         tokens_s, types_s, labels_s, mask_s = fields_fs
         sep = [self.ids.sep]
@@ -64,7 +72,10 @@ class BertDataset(MaskedDataset):
             for position in ngram.tolist():
                 labels_s[position] = text_t[position]
                 mask_s[position] = 1
-                tokens_s[position] = self._replaced(int(text_t[position]), random)
+                if random.random_sample() < 0.8:
+                    tokens_s[position] = self.ids.mask
+                elif random.random_sample() >= 0.5:
+                    tokens_s[position] = int(random.randint(0, len(self.ids.continues_v)))
         out_t[-2], out_t[-1] = len(text_t), swapped
 
     def collate(
@@ -94,24 +105,3 @@ class BertDataset(MaskedDataset):
         first_t = self.indexed.run(begin, begin + pivot)
         second_t = self.indexed.run(begin + pivot, end)
         return (second_t, first_t, True) if swapped else (first_t, second_t, False)
-
-    def _replaced(self, token: int, random: np.random.RandomState) -> int:
-        if random.random_sample() < 0.8:
-            return self.ids.mask
-        if random.random_sample() >= 0.5:
-            return int(random.randint(0, len(self.ids.continues_v)))
-        return token
-
-
-def _trimmed(
-    first_t: NDArray[np.int64], second_t: NDArray[np.int64], target: int, random: np.random.RandomState
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Removes tokens singly from either end of the longer text until ``target`` tokens remain in total."""
-    excess = max(0, len(first_t) + len(second_t) - target)
-    sizes = [len(first_t), len(second_t)]
-    begins = [0, 0]
-    for at_begin in (random.random_sample(excess) < 0.5).tolist():
-        longer = 0 if sizes[0] > sizes[1] else 1
-        sizes[longer] -= 1
-        begins[longer] += at_begin
-    return first_t[begins[0] : begins[0] + sizes[0]], second_t[begins[1] : begins[1] + sizes[1]]

@@ -182,36 +182,28 @@ class _Builder:
         if split.number == 1 and self.data.multiple_validation_sets and len(split.dataset_parts) > 1:
             single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.dataset_parts]
             return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
-        if num_samples is None:
-            return self._read_once(split)
+        if num_samples is None:  # an epoch of each path, without paths that are too short for a sample
+            datasets = [self._single(split, path_index, None) for path_index in range(len(split.dataset_parts))]
+            if len(datasets) == 1:
+                return datasets[0]
+            return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(split.dataset_parts) == 1 and not single_blend:
             return self._single(split, 0, num_samples)
         if self.data.sample_order == "megatron":
             return self._megatron_blend(split, num_samples)
-        return self._lazy_blend(split, num_samples)
-
-    def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
-        """Blends datasets so that each of their draws is used exactly once."""
-        draws = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
-
-    def _read_once(self, split: _SplitSources) -> Dataset:
-        """One epoch of each path of a split, ignoring weights; skips paths that are too short for a sample."""
-        datasets = [self._single(split, path_index, None) for path_index in range(len(split.dataset_parts))]
-        if len(datasets) == 1:
-            return datasets[0]
-        return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
-
-    def _lazy_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         weights = split.weights or [
             max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.dataset_parts
         ]
         blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
-        return BlendedDataset(
-            [self._single(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)], blend, draws
-        )
+        datasets = [self._single(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)]
+        return BlendedDataset(datasets, blend, draws)
+
+    def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
+        """Blends datasets so that each of their draws is used exactly once."""
+        draws = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
 
     def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         path_indices = range(len(split.dataset_parts))
@@ -241,19 +233,17 @@ class _Builder:
         return split.dataset_parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
 
     def _open(self, path: str) -> IndexedDataset:
-        indexed = self.opened.get(path)
-        if indexed is None:
-            indexed = self.opened[path] = self._dataset_of(path)
+        if path not in self.opened:
+            if not self.data.mock_data:
+                indexed = IndexedDataset(path, self.data.data_impl or "infer")
+            elif self.vocab_size is None:
+                raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
+            else:
+                indexed = MockDataset(self.seed, self.vocab_size)
+            self.opened[path] = indexed
             if self.vocab_size is not None and self.check_tokens:
                 indexed.check_token_range(self.vocab_size, self.data.data_cache_path)
-        return indexed
-
-    def _dataset_of(self, path: str) -> IndexedDataset:
-        if not self.data.mock_data:
-            return IndexedDataset(path, self.data.data_impl or "infer")
-        if self.vocab_size is None:
-            raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
-        return MockDataset(self.seed, self.vocab_size)
+        return self.opened[path]
 
 
 @dataclass(frozen=True)

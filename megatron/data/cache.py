@@ -52,16 +52,12 @@ def cached_arrays(
     arrays = build()
     array_entries = {}
     for name, array in arrays.items():
-        write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(_save, array))
+        write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(np.save, arr=array, allow_pickle=False))
         array_entries[name] = [array.dtype.str, list(array.shape), _checksum(array)]
     # The manifest is written last, so that it only exists beside complete arrays.
     content = json.dumps({"identity": identity, "arrays": array_entries}, indent=1).encode()
     write_cached(manifest, lambda stream: stream.write(content))
     return arrays
-
-
-def _save(array: NDArray[Any], stream: BinaryIO) -> None:
-    np.save(stream, array, allow_pickle=False)
 
 
 def check_room(nbytes: int, name: str, samples: int) -> None:

@@ -31,12 +31,8 @@ class _Passes(Generic[Epoch]):
     def __init__(self, epoch: Epoch, seed: int, num_samples: int | None) -> None:
         self._epoch = epoch
         self._seed = seed
-        self._num_samples = len(epoch) if num_samples is None else num_samples
-
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples per pass."""
-        return len(self._epoch)
+        self.epoch_samples = len(epoch)
+        self._num_samples = self.epoch_samples if num_samples is None else num_samples
 
     def __len__(self) -> int:
         return self._num_samples if self.epoch_samples else 0

@@ -29,12 +29,8 @@ class Lanes:
         while self.lanes < _MOST_LANES and self.lanes * 2 * _LEAST_ROWS <= samples:
             self.lanes *= 2
         self._rows = samples // self.lanes
+        self.epoch_samples = self._rows * self.lanes
         self._seed = seed
-
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples drawn per epoch."""
-        return self._rows * self.lanes
 
     def sample(self, index: int) -> int:
         """Sample index of draw ``index``."""
@@ -54,13 +50,8 @@ class FixedOrder:
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
         self._epoch = LazyOrder(documents, seq_length, seed, None)
         self._lanes = Lanes(max(len(self._epoch), 0), seed)
-        self.lanes = self._lanes.lanes
+        self.lanes, self.epoch_samples = self._lanes.lanes, self._lanes.epoch_samples
         self._num_samples = self.epoch_samples if num_samples is None else num_samples
-
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples per epoch."""
-        return self._lanes.epoch_samples
 
     def __len__(self) -> int:
         return self._num_samples if self.epoch_samples else 0

@@ -9,10 +9,10 @@ from megatron.data.batch import Batch, CollateOptions, collate
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import SampleOrder
 from megatron.data.indexed import IndexedDataset
-from megatron.data.source import row
+from megatron.data.source import RowIndexing
 
 
-class GPTDataset:
+class GPTDataset(RowIndexing):
     """GPT samples of an indexed file.
 
     Args:
@@ -49,14 +49,6 @@ class GPTDataset:
     def epoch_samples(self) -> int:
         """Number of draws in a pass over all tokens."""
         return self.order.epoch_samples
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Tokens of draw ``index``, int64 [seq_length + 1].
-
-        Raises:
-            IndexError: when the index is outside the dataset.
-        """
-        return row(self, index)
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``."""

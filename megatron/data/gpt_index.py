@@ -101,15 +101,11 @@ class LazyOrder:
         self._epoch_tokens = documents.tokens_per_epoch()
         # Sequential reads need two epochs at a time; small files cache more, which is cheap.
         self._epochs_kept = min(64, max(2, _DOCUMENTS_KEPT // len(documents.lengths)))
-        self._num_samples = self._epoch_start(1) if num_samples is None else num_samples
+        self.epoch_samples = self._epoch_start(1)
+        self._num_samples = self.epoch_samples if num_samples is None else num_samples
         self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
         self._shuffles: OrderedDict[int, Permutation] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SampleOrder``."""
-        return self._epoch_start(1)
 
     def __len__(self) -> int:
         return self._num_samples

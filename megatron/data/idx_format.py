@@ -147,7 +147,16 @@ def _read_mmap(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
     start += 4 * count
     offsets = raw[start : start + 8 * count].view("<i8")
     doc_idx = raw[start + 8 * count :].view("<i8")
-    _check_rows(path, lengths, offsets, dtype.itemsize)
+    expected = 0
+    for first in range(0, count, _CHECK_ROWS):
+        block = lengths[first : first + _CHECK_ROWS].astype(np.int64)
+        if int(block.min()) < 0:
+            raise damaged(path, f"has a negative length at sequence {first + int(np.argmax(block < 0))}")
+        ends = np.cumsum(block * dtype.itemsize) + expected
+        wrong = np.flatnonzero(offsets[first : first + _CHECK_ROWS] != ends - block * dtype.itemsize)
+        if len(wrong):
+            raise damaged(path, f"has an offset at sequence {first + int(wrong[0])} that its lengths do not add up to")
+        expected = int(ends[-1])
     _check_documents(path, doc_idx, count)
     return IndexTable(False, dtype, lengths, offsets, doc_idx)
 
@@ -193,20 +202,6 @@ def _check_size(path: Path, actual: int, expected: int, count: int, documents: i
             f"is {'truncated' if actual < expected else 'too long'}: {actual} bytes, but its header "
             f"({count} sequences, {documents} document entries) needs {expected}",
         )
-
-
-def _check_rows(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> None:
-    """Checks, block by block, that lengths are not negative and that offsets are their cumulative sum."""
-    expected = 0
-    for start in range(0, len(lengths), _CHECK_ROWS):
-        block = lengths[start : start + _CHECK_ROWS].astype(np.int64)
-        if int(block.min()) < 0:
-            raise damaged(path, f"has a negative length at sequence {start + int(np.argmax(block < 0))}")
-        ends = np.cumsum(block * itemsize) + expected
-        wrong = np.flatnonzero(offsets[start : start + _CHECK_ROWS] != ends - block * itemsize)
-        if len(wrong):
-            raise damaged(path, f"has an offset at sequence {start + int(wrong[0])} that its lengths do not add up to")
-        expected = int(ends[-1])
 
 
 def _check_documents(path: Path, doc_idx: NDArray[np.int64], count: int) -> None:

@@ -63,7 +63,14 @@ class IndexedDataset:
         self.bin_path, self.idx_path = dataset_files(prefix)
         self.prefix = os.fspath(self.bin_path)[:-4]
         table = read_index(self.idx_path)
-        self.impl = _choose_impl(impl, table, self.idx_path)
+        if impl == "infer":
+            impl = "lazy" if table.legacy else "mmap"
+        elif impl not in IMPLEMENTATIONS:
+            raise UserError(f"--data-impl {impl} is not known: choose infer, mmap, lazy or cached")
+        elif (impl == "mmap") == table.legacy:
+            kind = "the legacy lazy/cached" if table.legacy else "the mmap"
+            raise UserError(f"{self.idx_path}: is in {kind} format, but --data-impl is {impl}. Use --data-impl infer")
+        self.impl = impl
         self.table = table
         _check_bin(self.bin_path, self.idx_path, table)
         self._file: int | None = None
@@ -170,20 +177,19 @@ class IndexedDataset:
             )
         if self.dtype.kind == "u" and vocab_size > np.iinfo(self.dtype).max:
             return
-        stamp = None if cache_path is None else Path(cache_path) / f"{self._stamp_name(vocab_size)}.json"
-        if stamp is not None and os.path.exists(stamp):
-            return
-        if stamp is not None:
+        stamp: Path | None = None
+        if cache_path is not None:
+            info = self.bin_path.stat()
+            identity = f"{self.bin_path.resolve()}|{info.st_size}|{info.st_mtime_ns}|{self.dtype.str}|{vocab_size}"
+            digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
+            stamp = Path(cache_path) / f"tokens-checked-{digest}.json"
+            if os.path.exists(stamp):
+                return
             make_cache(stamp.parent)
         self._scan_tokens(vocab_size)
         if stamp is not None:
             verdict = json.dumps({"file": os.fspath(self.bin_path), "below": vocab_size}).encode()
             write_cached(stamp, lambda stream: stream.write(verdict))
-
-    def _stamp_name(self, vocab_size: int) -> str:
-        info = self.bin_path.stat()
-        identity = f"{self.bin_path.resolve()}|{info.st_size}|{info.st_mtime_ns}|{self.dtype.str}|{vocab_size}"
-        return "tokens-checked-" + hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def _scan_tokens(self, vocab_size: int) -> None:
         step = _SCAN_BYTES // self.dtype.itemsize
@@ -198,17 +204,6 @@ class IndexedDataset:
                 f"{self.bin_path}: token id {int(tokens[position])} in sequence {sequence} is outside the "
                 f"vocabulary of {vocab_size}. Use the tokenizer that made the data, or preprocess it again"
             )
-
-
-def _choose_impl(impl: str, table: IndexTable, idx_path: Path) -> str:
-    if impl == "infer":
-        return "lazy" if table.legacy else "mmap"
-    if impl not in IMPLEMENTATIONS:
-        raise UserError(f"--data-impl {impl} is not known: choose infer, mmap, lazy or cached")
-    if (impl == "mmap") == table.legacy:
-        kind = "the legacy lazy/cached" if table.legacy else "the mmap"
-        raise UserError(f"{idx_path}: is in {kind} format, but --data-impl is {impl}. Use --data-impl infer")
-    return impl
 
 
 def _check_bin(bin_path: Path, idx_path: Path, table: IndexTable) -> None:
@@ -280,7 +275,16 @@ class IndexedWriter:
         counts_d = np.asarray(sequences, dtype=np.int64).reshape(-1)
         if int(lengths_s.sum()) != tokens_t.size or int(counts_d.sum()) != lengths_s.size:
             raise ValueError("lengths do not add up to the tokens, or sequences to the lengths")
-        self._write_tokens(tokens_t)
+        if tokens_t.size and tokens_t.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            low, high = int(tokens_t.min()), int(tokens_t.max())
+            if low < limits.min or high > limits.max:
+                raise UserError(
+                    f"{self.bin_path}: token id {low if low < limits.min else high} is no {self.dtype.name}"
+                )
+            tokens_t = tokens_t.astype(self.dtype)
+        if tokens_t.size:
+            self._open_stream().write(np.ascontiguousarray(tokens_t).data)
         self._lengths.append(lengths_s)
         self._doc_idx.append(self.num_sequences + np.cumsum(counts_d))
         self.num_sequences += lengths_s.size
@@ -331,19 +335,6 @@ class IndexedWriter:
             self._partial.unlink(missing_ok=True)
             self._stream.close()
             self._stream = None
-
-    def _write_tokens(self, tokens_t: NDArray[Any]) -> None:
-        if tokens_t.size == 0:
-            return
-        if tokens_t.dtype != self.dtype:
-            limits = np.iinfo(self.dtype)
-            low, high = int(tokens_t.min()), int(tokens_t.max())
-            if low < limits.min or high > limits.max:
-                raise UserError(
-                    f"{self.bin_path}: token id {low if low < limits.min else high} is no {self.dtype.name}"
-                )
-            tokens_t = tokens_t.astype(self.dtype)
-        self._open_stream().write(np.ascontiguousarray(tokens_t).data)
 
     def _open_stream(self) -> BinaryIO:
         if self._stream is None:

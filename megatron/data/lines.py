@@ -135,16 +135,6 @@ def check_output(path: str | Path) -> Path:
     return output_path
 
 
-def _packed(raw: BinaryIO, ending: str) -> Any:
-    if ending == ".gz":
-        return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
-    if ending == ".zst":
-        import zstandard
-
-        return zstandard.ZstdCompressor().stream_writer(raw, closefd=False)
-    return raw
-
-
 @contextmanager
 def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
     """Atomically writes lines to a file, compressed according to its suffix.
@@ -166,7 +156,12 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
     packed: Any = raw
     try:
         with holding(partial, where_there_are_locks=True):
-            packed = _packed(raw, output_path.suffix)
+            if output_path.suffix == ".gz":
+                packed = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
+            elif output_path.suffix == ".zst":
+                import zstandard
+
+                packed = zstandard.ZstdCompressor().stream_writer(raw, closefd=False)
 
             def write(line: bytes) -> None:
                 packed.write(line + b"\n")

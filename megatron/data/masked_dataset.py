@@ -12,11 +12,11 @@ from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
 from megatron.data.masking import WordMasker
 from megatron.data.sentence_order import SentenceOrder
-from megatron.data.source import row
+from megatron.data.source import RowIndexing
 from megatron.tokenizer.wordpiece import WordPieceIds
 
 
-class MaskedDataset(ABC):
+class MaskedDataset(RowIndexing, ABC):
     """Samples of an indexed file of sentences; subclasses mask the sentences.
 
     Args:
@@ -35,27 +35,14 @@ class MaskedDataset(ABC):
         self.ids = ids
         self.masker = masker
         self.name = indexed.prefix
-        self.lanes = order.lanes
+        self.lanes, self.epoch_samples = order.lanes, order.epoch_samples
 
     def __len__(self) -> int:
         return len(self.order)
 
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SampleSource``."""
-        return self.order.epoch_samples
-
     def sample_id(self, index: int) -> int:
         """See ``SampleSource``."""
         return self.order.sample_id(index)
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The row of draw ``index``, int64 [row_length].
-
-        Raises:
-            IndexError: when the index is outside the dataset.
-        """
-        return row(self, index)
 
     @abstractmethod
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:

@@ -69,7 +69,11 @@ class WordMasker:
         Yields:
             Token positions of an n-gram, ascending.
         """
-        positions, bounds = self._words(tokens_t)
+        positions = np.flatnonzero(~np.isin(tokens_t, self._never))
+        # A piece of a truncated word belongs to the preceding word, as in megatron-core.
+        begins = ~self._continues_v[tokens_t[positions]]
+        begins[:1] = True
+        bounds = [*np.flatnonzero(begins).tolist(), len(positions)]
         words = len(bounds) - 1
         share = self._masking.probability
         token_budget = min(share * target, max(1, round(len(tokens_t) * share)))
@@ -80,8 +84,12 @@ class WordMasker:
         for word in order.tolist():
             if count >= token_budget:
                 break
+            low = bounds[word]
+            if self._masking.geometric:
+                size = min(int(random.geometric(_GEOMETRIC_P)), self._masking.longest_ngram)
+            else:
+                size = bisect_right(self._running, random.random_sample()) + 1
             # Shorten the n-gram if it would exceed the token budget.
-            low, size = bounds[word], self._ngram_size(random)
             while size and count + bounds[min(word + size, words)] - low > token_budget:
                 size -= 1
             high = bounds[min(word + size, words)]
@@ -90,19 +98,3 @@ class WordMasker:
             masked_flags[low:high] = b"\1" * (high - low)
             count += high - low
             yield positions[low:high]
-
-    def _words(self, tokens_t: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
-        """Positions of all word tokens, and the index in them where each word starts; the last entry is their number.
-
-        A piece of a truncated word belongs to the preceding word, as in megatron-core.
-        """
-        positions = np.flatnonzero(~np.isin(tokens_t, self._never))
-        begins = ~self._continues_v[tokens_t[positions]]
-        begins[:1] = True
-        return positions, [*np.flatnonzero(begins).tolist(), len(positions)]
-
-    def _ngram_size(self, random: np.random.RandomState) -> int:
-        longest = self._masking.longest_ngram
-        if self._masking.geometric:
-            return min(int(random.geometric(_GEOMETRIC_P)), longest)
-        return bisect_right(self._running, random.random_sample()) + 1

@@ -15,7 +15,7 @@ from megatron.base.errors import UserError
 from megatron.data.idx_format import IndexTable, read_index
 from megatron.data.indexed import IndexedWriter, dataset_files
 from megatron.data.interrupt import run_command
-from megatron.data.preprocess.command import PreprocessParser
+from megatron.data.preprocess.command import PreprocessParser, hyphenate_flags
 
 _ABOUT = """\
 Join .bin/.idx files into one pair, documents and all, in the order of their names or of --prefixes.
@@ -69,18 +69,14 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     prefixes = [str(Path(folder) / stem) for stem in sorted(stems) if (Path(folder) / stem).resolve() != output]
     if not prefixes:
         raise UserError(f"--input {folder}: holds no .bin/.idx pair to join")
-    if len(prefixes) < len(stems) and not _are_parts(prefixes, output_prefix):
-        raise UserError(
-            f"--output-prefix {output_prefix}: is a data set in --input {folder} and not the others joined; name "
-            "another, or remove it"
-        )
+    if len(prefixes) < len(stems):
+        lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, output_prefix)]
+        if not np.array_equal(np.concatenate(lengths[:-1]), lengths[-1]):
+            raise UserError(
+                f"--output-prefix {output_prefix}: is a data set in --input {folder} and not the others joined; name "
+                "another, or remove it"
+            )
     return prefixes
-
-
-def _are_parts(prefixes: Sequence[str], joined_prefix: str) -> bool:
-    """Whether a data set is the concatenation of others, by sequence lengths."""
-    lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, joined_prefix)]
-    return np.array_equal(np.concatenate(lengths[:-1]), lengths[-1])
 
 
 def check_alike(prefixes: Sequence[str]) -> IndexTable:
@@ -129,7 +125,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _run(build_parser().parse_args([_hyphened(word) for word in words])))
+    return run_command(lambda: _run(build_parser().parse_args(hyphenate_flags(words))))
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -148,8 +144,3 @@ def _run(args: argparse.Namespace) -> None:
         f"{writer.num_sequences:,} sequences",
         file=sys.stderr,
     )
-
-
-def _hyphened(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word

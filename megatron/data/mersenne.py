@@ -39,30 +39,22 @@ def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     while True:
         block = np.empty((_BLOCK // _WORDS, _WORDS), dtype=np.uint64)
         for row in block:
-            _twist(state)
+            # Each half of the state advances from the other half.
+            state[:_MIDDLE] = _mixed(state[:_MIDDLE], state[1 : _MIDDLE + 1]) ^ state[_MIDDLE:]
+            next_words = np.append(state[_MIDDLE + 1 :], state[0])
+            state[_MIDDLE:] = _mixed(state[_MIDDLE:], next_words) ^ state[:_MIDDLE]
             row[:] = state
-        yield _tempered(block.reshape(-1))
-
-
-def _twist(state: NDArray[np.uint64]) -> None:
-    """Advances the state in place, each half from the other half."""
-    half = _MIDDLE
-    state[:half] = _mixed(state[:half], state[1 : half + 1]) ^ state[half:]
-    next_words = np.append(state[half + 1 :], state[0])
-    state[half:] = _mixed(state[half:], next_words) ^ state[:half]
+        numbers = block.reshape(-1)
+        numbers ^= (numbers >> np.uint64(29)) & np.uint64(0x5555555555555555)
+        numbers ^= (numbers << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        numbers ^= (numbers << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        numbers ^= numbers >> np.uint64(43)
+        yield numbers
 
 
 def _mixed(words: NDArray[np.uint64], next_words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     joined_words = (words & _UPPER) | (next_words & _LOWER)
     return (joined_words >> np.uint64(1)) ^ ((joined_words & np.uint64(1)) * _MATRIX)
-
-
-def _tempered(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    numbers ^= (numbers >> np.uint64(29)) & np.uint64(0x5555555555555555)
-    numbers ^= (numbers << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
-    numbers ^= (numbers << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
-    numbers ^= numbers >> np.uint64(43)
-    return numbers
 
 
 def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
@@ -86,7 +78,10 @@ def _swap(order: NDArray[Any], places: NDArray[np.int64], partners: NDArray[np.i
     while start < len(places):
         top = int(places[start])
         if top < _FEW:
-            _swap_one_by_one(order, partners[start:].tolist(), top)
+            head = order[: top + 1].tolist()
+            for place, partner in zip(places[start:].tolist(), partners[start:].tolist(), strict=True):
+                head[place], head[partner] = head[partner], head[place]
+            order[: top + 1] = head
             return
         size = _independent(partners[start : start + isqrt(top)], top)
         swap_places, swap_partners = places[start : start + size], partners[start : start + size]
@@ -106,10 +101,3 @@ def _independent(partners: NDArray[np.int64], top: int) -> int:
     sorted_partners = partners[ranks]
     repeated_ranks = ranks[1:][sorted_partners[1:] == sorted_partners[:-1]]
     return min(size, int(repeated_ranks.min())) if len(repeated_ranks) else size
-
-
-def _swap_one_by_one(order: NDArray[Any], partners: list[int], top: int) -> None:
-    head = order[: top + 1].tolist()
-    for index, partner in zip(range(top, top - len(partners), -1), partners, strict=True):
-        head[index], head[partner] = head[partner], head[index]
-    order[: top + 1] = head

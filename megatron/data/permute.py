@@ -41,13 +41,9 @@ class Permutation:
         while True:
             left_half, right_half = index >> self._half, index & self._mask
             for key in self._keys:
-                left_half, right_half = right_half, left_half ^ (_round(right_half, key) & self._mask)
+                value = ((right_half ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
+                value = ((value ^ (value >> 32)) * 0x94D049BB133111EB) & _MASK64
+                left_half, right_half = right_half, left_half ^ ((value ^ (value >> 29)) & self._mask)
             index = (left_half << self._half) | right_half
             if index < self.n:
                 return index
-
-
-def _round(value: int, key: int) -> int:
-    value = ((value ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 32)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 29)

@@ -58,11 +58,6 @@ def _sentences(row: NDArray[Any]) -> Sentences:
     return Sentences(begin, end, target)
 
 
-def _seeded(key: int) -> np.random.RandomState:
-    # NumPy guarantees that the stream of the legacy generator never changes.
-    return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
-
-
 class LazySentences:
     """The default order: documents are cut once; every epoch reshuffles the samples and draws new random numbers.
 
@@ -79,12 +74,8 @@ class LazySentences:
     def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
         self._rows = cut_at_once(documents, cut, mix(seed, 0))
         self._seed = seed
-        self._num_samples = len(self._rows) if num_samples is None else num_samples
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SentenceOrder``."""
-        return len(self._rows)
+        self.epoch_samples = len(self._rows)
+        self._num_samples = self.epoch_samples if num_samples is None else num_samples
 
     def __len__(self) -> int:
         return self._num_samples
@@ -104,26 +95,21 @@ class LazySentences:
 
     def random(self, sample_id: int) -> np.random.RandomState:
         """See ``SentenceOrder``."""
-        return _seeded(mix(self._seed, sample_id, 2))
+        key = mix(self._seed, sample_id, 2)
+        # NumPy guarantees that the stream of the legacy generator never changes.
+        return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
 
 
-class FixedSentences:
+class FixedSentences(LazySentences):
     """The same samples in every epoch, masks included, in the order of ``Lanes``. Arguments as in ``LazySentences``."""
 
     def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
-        self._rows = cut_at_once(documents, cut, mix(seed, 0))
+        super().__init__(documents, cut, seed, num_samples)
         self._lanes = Lanes(len(self._rows), seed)
-        self.lanes: int | None = self._lanes.lanes
-        self._seed = seed
-        self._num_samples = self.epoch_samples if num_samples is None else num_samples
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SentenceOrder``."""
-        return self._lanes.epoch_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
+        self.lanes = self._lanes.lanes
+        self.epoch_samples = self._lanes.epoch_samples
+        if num_samples is None:
+            self._num_samples = self.epoch_samples
 
     def sample_id(self, index: int) -> int:
         """See ``SentenceOrder``.
@@ -136,10 +122,6 @@ class FixedSentences:
     def sentences(self, sample_id: int) -> Sentences:
         """See ``SentenceOrder``."""
         return _sentences(self._rows[sample_id])
-
-    def random(self, sample_id: int) -> np.random.RandomState:
-        """See ``SentenceOrder``."""
-        return _seeded(mix(self._seed, sample_id, 2))
 
 
 class MegatronSentences:
@@ -176,12 +158,8 @@ class MegatronSentences:
         )
         self.rows, self.shuffle_index = arrays["rows"], arrays["shuffle_index"]
         self._seed = seed
-        self._epoch_samples = int(arrays["epoch_samples"])
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SentenceOrder``: samples of the first epoch; other epochs differ in their short samples."""
-        return self._epoch_samples
+        # Of the first epoch; other epochs differ in their short samples.
+        self.epoch_samples = int(arrays["epoch_samples"])
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

@@ -85,18 +85,16 @@ def _chunks(documents: SentenceDocuments, cut: Cut) -> list[_Chunk]:
     with_long_d = np.searchsorted(starts_d, long_s, side="right") - 1
     usable_d[with_long_d[counts_d[with_long_d] > 1]] = False
     chunks = []
-    for numbers in _grouped(starts_d, np.flatnonzero(usable_d)):
+    numbers_d = np.flatnonzero(usable_d)
+    chunk_d = (starts_d[numbers_d] - starts_d[0]) // _CHUNK_SENTENCES
+    for numbers in np.split(numbers_d, np.flatnonzero(np.diff(chunk_d)) + 1):
+        if not len(numbers):
+            continue
         offset, end = int(starts_d[numbers[0]]), int(starts_d[numbers[-1] + 1])
         ends_s = np.zeros(end - offset + 1, dtype=np.int64)
         np.cumsum(documents.lengths_s[offset:end], dtype=np.int64, out=ends_s[1:])
         chunks.append(_Chunk(offset, starts_d[numbers] - offset, starts_d[numbers + 1] - offset, ends_s))
     return chunks
-
-
-def _grouped(starts_d: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Splits document indices into groups of about ``_CHUNK_SENTENCES`` sentences."""
-    chunk_d = (starts_d[numbers] - starts_d[0]) // _CHUNK_SENTENCES
-    return [group for group in np.split(numbers, np.flatnonzero(np.diff(chunk_d)) + 1) if len(group)]
 
 
 def _as_rows(columns: list[NDArray[np.int64]], documents: SentenceDocuments) -> NDArray[Any]:

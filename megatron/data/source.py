@@ -50,6 +50,20 @@ class SampleSource(Protocol):
         """Collates rows into a batch."""
 
 
+class RowIndexing:
+    """Base class of sample sources, with ``__getitem__``."""
+
+    def __getitem__(self: SampleSource, index: int) -> NDArray[np.int64]:
+        """The row of draw ``index``, int64 [row_length].
+
+        Raises:
+            IndexError: when the index is outside the source.
+        """
+        out_t = np.empty(self.row_length, dtype=np.int64)
+        self.read(index, out_t)
+        return out_t
+
+
 class FileSamples(SampleSource, Protocol):
     """Sample source of a single file."""
 
@@ -58,7 +72,7 @@ class FileSamples(SampleSource, Protocol):
         """File name in messages."""
 
 
-class BlendedDataset:
+class BlendedDataset(RowIndexing):
     """Blend of the samples of several datasets.
 
     Args:
@@ -98,22 +112,7 @@ class BlendedDataset:
         dataset, number = self.blend[index]
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The row of draw ``index``, int64 [row_length].
-
-        Raises:
-            IndexError: when the index is outside the dataset.
-        """
-        return row(self, index)
-
     def read(self, index: int, out_t: NDArray[Any]) -> None:
         """See ``SampleSource``."""
         dataset, number = self.blend[index]
         self.datasets[dataset].read(number, out_t)
-
-
-def row(source: SampleSource, index: int) -> NDArray[np.int64]:
-    """Reads the row of a draw, int64 [row_length]."""
-    out_t = np.empty(source.row_length, dtype=np.int64)
-    source.read(index, out_t)
-    return out_t

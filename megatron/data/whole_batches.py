@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
-from megatron.data.source import SampleSource, row
+from megatron.data.source import RowIndexing, SampleSource
 
 NO_ORDER = -100
 """Sentence-order label that the loss ignores: the default ``ignore_index`` of torch's cross-entropy."""
@@ -25,7 +25,7 @@ class FilledSource(Protocol):
         """Number of samples without padding draws."""
 
 
-class WholeBatches:
+class WholeBatches(RowIndexing):
     """All draws of a dataset, followed by padding draws up to a full batch, which do not count.
 
     Args:
@@ -39,12 +39,8 @@ class WholeBatches:
         self.row_length = dataset.row_length
         self.resets_positions = dataset.resets_positions
         self.epoch_samples = dataset.epoch_samples
+        self.real_samples = len(dataset)
         self.lanes: int | None = None
-
-    @property
-    def real_samples(self) -> int:
-        """See ``FilledSource``."""
-        return len(self._dataset)
 
     def __len__(self) -> int:
         return self._length
@@ -52,10 +48,6 @@ class WholeBatches:
     def sample_id(self, index: int) -> int:
         """See ``SampleSource``."""
         return self._dataset.sample_id(self._sample_index(index))
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Row of draw ``index``."""
-        return row(self, index)
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
         """See ``SampleSource``."""
@@ -66,7 +58,7 @@ class WholeBatches:
     ) -> Batch:
         """See ``SampleSource``."""
         batch = self._dataset.collate(rows_bt, sample_ids_b, draw_ids_b)
-        fills_b = torch.from_numpy(draw_ids_b >= len(self._dataset))
+        fills_b = torch.from_numpy(draw_ids_b >= self.real_samples)
         if batch.loss_mask_bs is None or not bool(fills_b.any()):
             return batch
         mask_bs = batch.loss_mask_bs.masked_fill(fills_b[:, None], 0.0)
@@ -76,4 +68,4 @@ class WholeBatches:
     def _sample_index(self, index: int) -> int:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
-        return index % len(self._dataset)
+        return index % self.real_samples

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,17 +149,6 @@ def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart,
     return results, len(part.lines) - len(results)
 
 
-@dataclass(frozen=True)
-class _JudgePart:
-    """Picklable function that judges a chunk of lines."""
-
-    judge: Judge
-    skip_bad: bool
-
-    def __call__(self, part: FilePart) -> tuple[list[Judged], int]:
-        return of_each(self.judge, part, self.skip_bad)
-
-
 def judge_all(
     judge: Judge,
     paths: Iterable[str | Path],
@@ -187,7 +177,7 @@ def judge_all(
     report = Report(documents=0, written=0)
     file_parts = (file_part for path in paths for file_part in parts_of(path, *keys))
     with progress((), label) as bar:
-        for results, num_bad in in_processes(_JudgePart(judge, skip_bad), file_parts, workers):
+        for results, num_bad in in_processes(partial(of_each, judge, skip_bad=skip_bad), file_parts, workers):
             report.update({"documents": len(results) + num_bad})
             if num_bad:
                 report.update({BAD_LINE: num_bad})

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.base.errors import UserError
@@ -144,6 +145,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def hyphenate_flags(words: Sequence[str]) -> list[str]:
+    """Writes the names of flags with hyphens in place of underscores."""
+    parts = [word.partition("=") for word in words]
+    return [
+        (name.replace("_", "-") if name.startswith("--") else name) + equals + value for name, equals, value in parts
+    ]
+
+
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Reads the command line; underscores in flag names are read as hyphens.
 
@@ -152,11 +161,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
             contradictory.
     """
     parser = build_parser()
-    flags = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        flags.append(name.replace("_", "-") + equals + value if name.startswith("--") else word)
-    args, unknown = parser.parse_known_args(flags)
+    args, unknown = parser.parse_known_args(hyphenate_flags(argv))
     if unknown:
         names = [name for action in parser._actions for name in action.option_strings]
         close_matches = difflib.get_close_matches(unknown[0], names, n=1)

@@ -96,7 +96,11 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
             raise ValueError(f"the key {key!r} holds a JSON {_kind(key_text)} where a string belongs")
         texts.append(key_text)
     if "\\ud" in text or "\\uD" in text:
-        _refuse_lone_surrogates(texts)
+        for key_text in texts:
+            try:
+                key_text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise ValueError(f"half of a surrogate pair at character {error.start + 1} of the text") from None
     return texts
 
 
@@ -124,18 +128,18 @@ class Encoder:
         try:
             by_key = self._encode([texts for _, texts in documents])
         except UserError:
-            documents = [pair for pair in documents if self._is_encodable(pair, bad)]
+            encodable_documents = []
+            for index, texts in documents:
+                try:
+                    self._encode([texts])
+                except UserError as error:
+                    bad.append(BadLine(index, str(error)))
+                else:
+                    encodable_documents.append((index, texts))
+            documents = encodable_documents
             by_key = self._encode([texts for _, texts in documents])
         bad.sort(key=lambda line: line.index)
         return Encoded(block.source, block.size, len(documents), by_key, bad)
-
-    def _is_encodable(self, document: tuple[int, list[str]], bad: list[BadLine]) -> bool:
-        try:
-            self._encode([document[1]])
-        except UserError as error:
-            bad.append(BadLine(document[0], str(error)))
-            return False
-        return True
 
     def _encode(self, documents: list[list[str]]) -> list[KeyTokens]:
         return [
@@ -170,11 +174,3 @@ class Encoder:
 def _kind(value: object) -> str:
     kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
-
-
-def _refuse_lone_surrogates(texts: list[str]) -> None:
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"half of a surrogate pair at character {error.start + 1} of the text") from None

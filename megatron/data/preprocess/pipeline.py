@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
-from megatron.data.preprocess.encoding import BadLine, Encoded, EncodeOptions, Encoder
+from megatron.data.preprocess.encoding import Encoded, EncodeOptions, Encoder
 from megatron.data.preprocess.reading import Block, InputRange, read_blocks
 from megatron.data.processes import ProcessKilled, in_processes
 
@@ -65,7 +65,8 @@ def run(
             for prefix in prefixes
         ]
         for result in _encoded(job, encoder, read_blocks(sources)):
-            messages = [_describe(result.source, bad) for bad in result.bad]
+            source = result.source
+            messages = [f"{source.label}:{source.line_number(bad.index)}: {bad.why}" for bad in result.bad]
             if messages and not job.skip_bad_lines:
                 raise UserError(f"{messages[0]}. Mend the line, or skip such lines with --on-error skip")
             for writer, tokens in zip(writers, result.by_key, strict=True):
@@ -152,10 +153,6 @@ def _require_tokens(options: EncodeOptions, writers: Sequence[IndexedWriter]) ->
                 f"--json-keys {key}: all texts of the input are empty, so there is no token to train on: nothing was "
                 "written. Check --input, or leave the key out"
             )
-
-
-def _describe(source: InputRange, bad: BadLine) -> str:
-    return f"{source.label}:{source.line_number(bad.index)}: {bad.why}"
 
 
 # State of a worker process, set at startup.

@@ -14,7 +14,7 @@ from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
 from megatron.data.masked_dataset import padding, places, take
-from megatron.data.source import row
+from megatron.data.source import RowIndexing
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import Example
 from megatron.tokenizer.api import PieceLookup, Tokenizer
@@ -83,7 +83,7 @@ def paired(
     return tokens, min(first_length, length if second is None else length - 1)
 
 
-class TaskDataset:
+class TaskDataset(RowIndexing):
     """Samples of a fine-tuning task, with padding draws that do not count.
 
     A draw is a single sequence; a sample with several sequences takes consecutive draws.
@@ -126,24 +126,12 @@ class TaskDataset:
         self._each = model.sequences_per_sample
         self._tokenize = lru_cache(_CACHED_TEXTS)(tokenizer.tokenize)
         self.row_length = 2 * self._length + _AFTER_TOKENS
+        self.epoch_samples = epochs.draws * self._each
+        self.real_samples = num_epochs * epochs.real_samples
+        self.lanes = None if epochs.lanes is None else epochs.lanes * self._each
 
     def __len__(self) -> int:
         return self._num_epochs * self.epoch_samples
-
-    @property
-    def real_samples(self) -> int:
-        """See ``FilledSource``."""
-        return self._num_epochs * self.epochs.real_samples
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SampleSource``."""
-        return self.epochs.draws * self._each
-
-    @property
-    def lanes(self) -> int | None:
-        """See ``SampleSource``."""
-        return None if self.epochs.lanes is None else self.epochs.lanes * self._each
 
     def sample_id(self, index: int) -> int:
         """See ``SampleSource``.
@@ -155,14 +143,6 @@ class TaskDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         draw, number = divmod(index, self._each)
         return self.epochs.at(draw).sample * self._each + number
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The row of draw ``index``, int64 [row_length].
-
-        Raises:
-            IndexError: when the index is outside the dataset.
-        """
-        return row(self, index)
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``: tokens, types, number of tokens, bits of the label, and whether the label counts."""

@@ -34,6 +34,9 @@ class Epochs:
         shuffle: shuffle each epoch; otherwise keep the order of the files.
         recurring: shuffle in ``Lanes``, for codecs with per-sample state.
         seed: seed of the shuffles.
+
+    ``draws`` and ``real_samples`` are the numbers of draws and samples per epoch, with and without padding; ``lanes``
+    is None unless samples recur.
     """
 
     def __init__(
@@ -45,16 +48,8 @@ class Epochs:
         self._seed = seed
         self.batches = -(-self._samples // batch) if keep_last else self._samples // batch
         self.draws = self.batches * batch
-
-    @property
-    def real_samples(self) -> int:
-        """Number of samples per epoch, without padding."""
-        return min(self.draws, self._samples)
-
-    @property
-    def lanes(self) -> int | None:
-        """Number of lanes if samples recur; otherwise None."""
-        return None if self._lanes is None else self._lanes.lanes
+        self.real_samples = min(self.draws, self._samples)
+        self.lanes = None if self._lanes is None else self._lanes.lanes
 
     def at(self, draw: int) -> EpochPlace:
         """Sample of draw ``draw`` of the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
@@ -70,13 +70,19 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
     columns, first = _columns(task, form, lines[0], location)
     examples: list[Example] = []
     torn: list[int] = []
-    for number, row in _rows(lines, first):
+    for number, line in enumerate(lines[first:], first + 1):
+        row, line_location = line.split("\t"), f"{location}, line {number}"
         if len(row) == columns.count and all(row[column].strip() for column in columns.texts):
-            examples.append(_example(form, columns, row, f"{location}, line {number}"))
+            first_text, *second_text = (clean_text(row[column].strip()) for column in columns.texts)
+            label = _label(form, row[columns.label].strip(), line_location)
+            examples.append(Example(((first_text, second_text[0] if second_text else None),), label))
         elif form.torn:
             torn.append(number)
+        elif len(row) != columns.count:
+            raise UserError(f"{line_location}: has {len(row)} columns instead of {columns.count}, separated by tabs")
         else:
-            raise _not_fitting(row, columns, f"{location}, line {number}")
+            empty_column = next(column for column in columns.texts if not row[column].strip())
+            raise UserError(f"{line_location}: column {empty_column + 1} holds no text")
     if torn and len(torn) > _MOST_TORN * len(lines):
         raise UserError(
             f"{location}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
@@ -97,12 +103,6 @@ class _Columns:
     count: int
 
 
-def _rows(lines: Sequence[str], first: int) -> Iterator[tuple[int, list[str]]]:
-    """Yields line numbers, from 1, and the fields of each line."""
-    for number, line in enumerate(lines[first:], first + 1):
-        yield number, line.split("\t")
-
-
 def _columns(task: str, form: GlueFormat, line: str, location: str) -> tuple[_Columns, int]:
     """Column indices of a file, and number of lines before the first sample."""
     if form.columns is not None:
@@ -119,19 +119,6 @@ def _columns(task: str, form: GlueFormat, line: str, location: str) -> tuple[_Co
             raise UserError(f"{location}, line 1: has the column {name} twice; leave one out")
     text_columns = tuple(names.index(str(name)) for name in form.texts)
     return _Columns(text_columns, names.index(str(form.label)), len(names)), 1
-
-
-def _not_fitting(row: Sequence[str], columns: _Columns, location: str) -> UserError:
-    if len(row) != columns.count:
-        return UserError(f"{location}: has {len(row)} columns instead of {columns.count}, separated by tabs")
-    empty_column = next(column for column in columns.texts if not row[column].strip())
-    return UserError(f"{location}: column {empty_column + 1} holds no text")
-
-
-def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], location: str) -> Example:
-    first, *second = (clean_text(row[column].strip()) for column in columns.texts)
-    label = _label(form, row[columns.label].strip(), location)
-    return Example(((first, second[0] if second else None),), label)
 
 
 def _label(form: GlueFormat, word: str, location: str) -> int | float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json, read_lines
@@ -56,7 +55,10 @@ def _questions(line: str, location: str) -> Iterator[Example]:
     article = passage.get("article")
     if not isinstance(article, str) or not article.strip():
         raise UserError(f"{location}: article must be a text")
-    questions, options, answers = (_list(passage, name, location) for name in ("questions", "options", "answers"))
+    for name in ("questions", "options", "answers"):
+        if not isinstance(passage.get(name), list):
+            raise UserError(f"{location}: {name} must be a list")
+    questions, options, answers = passage["questions"], passage["options"], passage["answers"]
     if not len(questions) == len(options) == len(answers):
         raise UserError(
             f"{location}: has {len(questions)} questions, {len(options)} options and {len(answers)} answers; "
@@ -72,13 +74,6 @@ def _questions(line: str, location: str) -> Iterator[Example]:
         if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
             raise UserError(f"{question_location}: the answer {format_value(answer)} is none of {', '.join(_LETTERS)}")
         yield Example(tuple((_with(question, option), text) for option in texts), _LETTERS.index(answer))
-
-
-def _list(passage: Mapping[str, Any], name: str, location: str) -> list[Any]:
-    value = passage.get(name)
-    if not isinstance(value, list):
-        raise UserError(f"{location}: {name} must be a list")
-    return value
 
 
 def _with(question: str, answer: str) -> str:
