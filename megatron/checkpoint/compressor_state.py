@@ -146,7 +146,8 @@ class CompressorCheckpoint:
         for item in (entry.item for entry in entries if entry.item.kind.startswith(COUNTER)):
             item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for entry in entries:
-            entry.put()
+            if entry.value is not None:
+                entry.item.put(entry.value)
         restored: set[str] = set()  # by any rank
         for text in gather_texts(group, json.dumps(sorted({entry.item.name for entry in entries}))):
             restored.update(json.loads(text))
@@ -353,7 +354,7 @@ class _Loaded:
 
     def __init__(self, item: _LoadableState) -> None:
         self.item = item
-        self._value: Tensor | None = None
+        self.value: Tensor | None = None
         self._weights: Tensor | None = None
 
     def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
@@ -361,21 +362,16 @@ class _Loaded:
 
         Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
         """
-        if self._value is None:
-            self._value, self._weights = values, counts
+        if self.value is None:
+            self.value, self._weights = values, counts
         elif counts is not None and self._weights is not None:
             self._weights = self._weights + counts
             share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (values.dim() - 1))
-            self._value.add_(share * (values - self._value))
+            self.value.add_(share * (values - self.value))
         elif self.item.kind == RESIDUAL:
-            self._value.add_(values)
+            self.value.add_(values)
         else:
-            self._value = torch.maximum(self._value, values)
-
-    def put(self) -> None:
-        """Writes the accumulated tensor to its place."""
-        if self._value is not None:
-            self.item.put(self._value)
+            self.value = torch.maximum(self.value, values)
 
 
 def _loadable_states(

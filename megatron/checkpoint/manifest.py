@@ -29,7 +29,6 @@ from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
 MANIFEST = "metadata.json"
 FORMAT = 1
-_BEYOND = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
 def _count(value: object, description: str, least: int = 0) -> int:
     """Checks that a value read from a file is an integer in range."""
-    if type(value) is not int or not least <= value < _BEYOND:
+    if type(value) is not int or not least <= value < 1 << 62:
         raise ValueError(f"{description} is {str(value)[:40]}")
     return value
 
