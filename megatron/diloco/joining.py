@@ -27,7 +27,6 @@ MOST_JOINS = 4
 """Attempts to join before the island gives up."""
 _MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
 """Limit on the elements of received compressor states: a multiple of the model's parameters, plus a constant."""
-_SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 
 class Joining:
@@ -146,7 +145,7 @@ class Joining:
                 raise ValueError("some of it is not finite")
             for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
-            self.stateful_parts.load_state_dict(common, _SCOPES)
+            self.stateful_parts.load_state_dict(common, (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION))
         except CommunicationError:
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.diloco.fragments import Fragment, bucket_memory, fragment_index
+from megatron.diloco.fragments import Fragment, ShardRange, bucket_memory, fragment_index
 from megatron.diloco.outer_optimizer import OuterOptimizer
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
@@ -173,23 +173,16 @@ class OuterSync:
 
     def pseudo_gradient_norm(self, number: int) -> float:
         """L2 norm of a fragment's pseudo-gradient, over the whole island."""
-        fragment, tp = self.fragments[number], self.topology.tp.rank
-        counted_tensors = [
-            fragment.shard_view(shard_range)
-            for shard_range in fragment.shard_ranges
-            if shard_range.shard.counts_in_norm(tp)
-        ]
-        return math.sqrt(self._sum_over_island(sum_of_squares(counted_tensors)))
+        return self._norm(number, self.fragments[number].shard_view)
 
     def outer_param_norm(self, number: int) -> float:
         """L2 norm of a fragment's outer parameters, over the whole island."""
-        fragment, tp = self.fragments[number], self.topology.tp.rank
-        counted_tensors = [
-            self.outer.outer_params[shard_range.index]
-            for shard_range in fragment.shard_ranges
-            if shard_range.shard.counts_in_norm(tp)
-        ]
-        return math.sqrt(self._sum_over_island(sum_of_squares(counted_tensors)))
+        return self._norm(number, lambda shard_range: self.outer.outer_params[shard_range.index])
+
+    def _norm(self, number: int, tensor_of: Callable[[ShardRange], Tensor]) -> float:
+        shard_ranges, tp = self.fragments[number].shard_ranges, self.topology.tp.rank
+        tensors = [tensor_of(shard_range) for shard_range in shard_ranges if shard_range.shard.counts_in_norm(tp)]
+        return math.sqrt(self._sum_over_island(sum_of_squares(tensors)))
 
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
         """L2 norm of the mean from ``finish_transfer``, over the whole island, before ``accept_mean``.

@@ -127,9 +127,12 @@ class Rounds:
     def catch_up(self, done: int) -> None:
         """Run the rounds that are due after ``done`` iterations, unless they have been run; see ``after_step``."""
         if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
-            for fragment in self.schedule.sent(done):
-                self._send(fragment, done, later=self.schedule.applied_at(done) > done)
-            if self.schedule.sent(done):
+            fragments, later = self.schedule.sent(done), self.schedule.applied_at(done) > done
+            for fragment in fragments:
+                in_flight = None if self.left_behind else self._begin_attempt(fragment, done, 0)
+                if in_flight is not None and not (later and not in_flight.failed):
+                    self._apply_fragment(in_flight)
+            if fragments:
                 self.sync.last_round_iteration = done
                 self._losses.clear()
                 if done == self.schedule.end or self.sync.options.meets:
@@ -184,14 +187,6 @@ class Rounds:
                 time.sleep(POLL_SECONDS)
         except CommunicationError as error:  # only late islands are affected: the checkpoint is complete
             self.tell(f"late islands can no longer join: {error}", {})
-
-    def _send(self, fragment: int, done: int, later: bool) -> None:
-        """Send a fragment, and apply it now unless it is due later."""
-        if self.left_behind:
-            return
-        in_flight = self._begin_attempt(fragment, done, 0)
-        if in_flight is not None and not (later and not in_flight.failed):
-            self._apply_fragment(in_flight)
 
     def _begin_attempt(
         self, fragment: int, done: int, attempt: int, without: int | None = None
