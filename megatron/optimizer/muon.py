@@ -17,8 +17,6 @@ from megatron.parallel.tensor.shards import ParamSpec
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration that raise small singular values fastest."""
 
-_LEAST_NORM = 1e-7
-
 
 def newton_schulz(x_mn: Tensor, steps: int) -> Tensor:
     """The matrix with the same singular vectors and all singular values about 1 (0.7 to 1.2 after 5 steps).
@@ -30,7 +28,7 @@ def newton_schulz(x_mn: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = x_mn.shape[0] > x_mn.shape[1]
     x = x_mn.mT if tall else x_mn
-    x = x / x.norm().clamp(min=_LEAST_NORM)
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
