@@ -42,19 +42,15 @@ def _scale(radii: Tensor, model: ModelConfig) -> Tensor:
         turns = model.rotary_scaling_original_length / (2 * math.pi * radii)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        first, last = (_channel_of(turns, 2 * len(radii), model) for turns in (high, low))
+        # Channel indices, among half the rotated channels, with so many turns within the original length.
+        bounds = [model.rotary_scaling_original_length / (2 * math.pi * turns) for turns in (high, low)]
+        first, last = (2 * len(radii) * math.log(radius) / (2 * math.log(model.rotary_base)) for radius in bounds)
         if model.yarn_correction_range_round_to_int:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * len(radii) - 1)
         channels = torch.arange(len(radii), device=radii.device, dtype=radii.dtype)
         unscaled = 1 - ((channels - first) / (last - first or 0.001)).clamp(0, 1)
     return radii / (unscaled + (1 - unscaled) / model.rotary_scaling_factor)
-
-
-def _channel_of(turns: float, rotary_dim: int, model: ModelConfig) -> float:
-    """Channel index, among half the rotated channels, with ``turns`` turns within the original length."""
-    radius = model.rotary_scaling_original_length / (2 * math.pi * turns)
-    return rotary_dim * math.log(radius) / (2 * math.log(model.rotary_base))
 
 
 def apply_rotary(x_sbnd: Tensor, tables: Tables) -> Tensor:
