@@ -50,7 +50,13 @@ class BertDataset(MaskedDataset):
         sample_id = self.order.sample_id(index)
         begin, end, target = self.order.sentences(sample_id)
         random = self.order.random(sample_id)
-        first_t, second_t, swapped = self._halves(begin, end, random)
+        pivot, swapped = end - begin, False
+        if self.binary_head:
+            pivot = int(random.randint(low=1, high=end - begin)) if end - begin >= 3 else 1
+            swapped = bool(random.random_sample() < 0.5)
+        first_t, second_t = self.indexed.run(begin, begin + pivot), self.indexed.run(begin + pivot, end)
+        if swapped:
+            first_t, second_t = second_t, first_t
         # Tokens are removed singly from either end of the longer text until ``target`` tokens remain in total.
         sizes, begins = [len(first_t), len(second_t)], [0, 0]
         excess = max(0, sum(sizes) - target)
@@ -94,14 +100,3 @@ class BertDataset(MaskedDataset):
             segment_ids_bs=padding(rows_bt[:, -2], length),
             order_b=torch.from_numpy(rows_bt[:, -1].copy()),
         )
-
-    def _halves(
-        self, begin: int, end: int, random: np.random.RandomState
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
-        pivot, swapped = end - begin, False
-        if self.binary_head:
-            pivot = int(random.randint(low=1, high=end - begin)) if end - begin >= 3 else 1
-            swapped = bool(random.random_sample() < 0.5)
-        first_t = self.indexed.run(begin, begin + pivot)
-        second_t = self.indexed.run(begin + pivot, end)
-        return (second_t, first_t, True) if swapped else (first_t, second_t, False)

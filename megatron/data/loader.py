@@ -66,12 +66,12 @@ class MicroBatches(Iterator[Batch]):
         if self._closed:
             raise StopIteration
         if self._pool is None:
-            if not self._has_more():
+            if self._next_number >= self._count:
                 self.close()
                 raise StopIteration
             self._next_number += 1
             return self._make(self._next_number - 1)
-        while len(self._pending) < self._ahead and self._has_more():
+        while len(self._pending) < self._ahead and self._next_number < self._count:
             self._pending.append(self._pool.submit(self._make, self._next_number))
             self._next_number += 1
         if not self._pending:
@@ -104,9 +104,6 @@ class MicroBatches(Iterator[Batch]):
     def __del__(self) -> None:
         if getattr(self, "_pool", None) is not None:
             self.close()
-
-    def _has_more(self) -> bool:
-        return self._next_number < self._count
 
     def _make(self, number: int) -> Batch:
         start = self._first + number * self._stride

@@ -49,7 +49,13 @@ class T5Dataset(MaskedDataset):
         sample_id = self.order.sample_id(index)
         begin, end, target = self.order.sentences(sample_id)
         text_t = self.indexed.run(begin, end)[:target].astype(np.int64)
-        spans = self._spans(text_t, target, self.order.random(sample_id))
+        spans: list[NDArray[np.int64]] = []
+        room = self.decoder_length - 1
+        for span in self.masker.ngrams(text_t, target, self.order.random(sample_id)):
+            if len(spans) < len(self.ids.sentinels) and len(span) + 1 <= room:
+                spans.append(span)
+                room -= len(span) + 1
+        spans.sort(key=lambda span: int(span[0]))
         encoder: list[int] = []
         decoder: list[int] = []
         position = 0
@@ -83,13 +89,3 @@ class T5Dataset(MaskedDataset):
             decoder_tokens_bs=take(rows_bt, length, decoder_length),
             decoder_segment_ids_bs=decoder_segments_bs,
         )
-
-    def _spans(self, text_t: NDArray[np.int64], target: int, random: np.random.RandomState) -> list[NDArray[np.int64]]:
-        """Token positions of the spans, in text order."""
-        spans: list[NDArray[np.int64]] = []
-        room = self.decoder_length - 1
-        for span in self.masker.ngrams(text_t, target, random):
-            if len(spans) < len(self.ids.sentinels) and len(span) + 1 <= room:
-                spans.append(span)
-                room -= len(span) + 1
-        return sorted(spans, key=lambda span: int(span[0]))

@@ -73,8 +73,5 @@ def _questions(line: str, location: str) -> Iterator[Example]:
             raise UserError(f"{question_location}: has {len(texts)} options instead of {CHOICES}")
         if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
             raise UserError(f"{question_location}: the answer {format_value(answer)} is none of {', '.join(_LETTERS)}")
-        yield Example(tuple((_with(question, option), text) for option in texts), _LETTERS.index(answer))
-
-
-def _with(question: str, answer: str) -> str:
-    return clean_text(question.replace("_", answer) if "_" in question else f"{question} {answer}")
+        filled = [question.replace("_", option) if "_" in question else f"{question} {option}" for option in texts]
+        yield Example(tuple((clean_text(sequence), text) for sequence in filled), _LETTERS.index(answer))
