@@ -28,7 +28,8 @@ def _merged(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tensor]
         merged_means.add_slice(table.clone(), count.clone())
         merged_counts.add_slice(count.clone(), None)
     for loaded in (merged_means, merged_counts):
-        loaded.put()
+        assert loaded.value is not None
+        loaded.item.put(loaded.value)
     tensors = [loaded.item.state_slice.state.tensors[loaded.item.kind] for loaded in (merged_means, merged_counts)]
     return tensors[0], tensors[1]
 
