@@ -248,8 +248,10 @@ def _merged(
             # To rows [head, query/key/value, channel], the order since version 2.
             heads, width = model.num_attention_heads // len(shards), model.kv_channels
             sizes, first = ((3, heads, width), 0) if version == 0 else ((heads, width, 3), 1)
-            views = [shard.view(*sizes, *shard.shape[1:]).transpose(first, first + 1) for shard in shards]
-            shards = [view.reshape(shard.shape) for view, shard in zip(views, shards, strict=True)]
+            shards = [
+                shard.view(*sizes, *shard.shape[1:]).transpose(first, first + 1).reshape(shard.shape)
+                for shard in shards
+            ]
         if stacks_gate_and_up(model, name):
             shards = [shard.view(2, -1, *shard.shape[1:]) for shard in shards]
         merged = torch.cat(shards, dim=spec.dim or 0) if len(shards) > 1 else shards[0]
