@@ -216,10 +216,16 @@ def build_engines(
     )
     channel = None
     if layout.pp > 1:
-        links, shapes = (topology.forward_link, topology.backward_link), _message_shapes(config, layout)
-        dtype = config.model.residual_dtype(config.precision.params_dtype)
-        split_comm = comm if parallel.splits_messages else None
-        channel = PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, split_comm)
+        channel = PipelineChannel(
+            topology.forward_link,
+            topology.backward_link,
+            plan,
+            ledger,
+            _message_shapes(config, layout),
+            config.model.residual_dtype(config.precision.params_dtype),
+            topology.device,
+            comm if parallel.splits_messages else None,
+        )
     optimizer = Optimizer(
         buffers,
         topology,
@@ -233,11 +239,11 @@ def build_engines(
         sync_warmup=sync_warmup,
     )
     replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
-    rounds = None
+    outer_sync = None
     if outer is not None:  # a single island has rounds, too
         named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
         layers = config.model.num_layers
-        rounds = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
+        outer_sync = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
     return Engines(
         config=config,
         topology=topology,
@@ -258,7 +264,7 @@ def build_engines(
         plan=plan,
         experts=ExpertTally(config.model, stages, topology, ledger, sync_warmup),
         sync_warmup=sync_warmup,
-        outer=rounds,
+        outer=outer_sync,
     )
 
 

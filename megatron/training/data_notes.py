@@ -52,7 +52,8 @@ def epochs_of_run(dataset: Dataset) -> str:
 
 def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
     dataset, rounds, batch = evaluation_set.dataset, evaluation_set.rounds, evaluation_set.batch
-    notes, drawn, samples = [*_short(dataset, batch, name)], rounds * batch, dataset.epoch_samples
+    drawn, samples = rounds * batch, dataset.epoch_samples
+    notes = list(_short(dataset, batch, name))
     if drawn > samples >= batch:
         notes.append(
             f"--eval-iters {rounds} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} has "
