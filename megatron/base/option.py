@@ -170,7 +170,7 @@ def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
-        described = field.metadata.get(_METADATA_KEY, Option(help=""))  # undeclared: of a compressor
+        described = field.metadata.get(_METADATA_KEY, Option(help=""))  # a compressor's fields need no option()
         hint = hints[field.name]
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
             (hint,) = (member for member in typing.get_args(hint) if member is not type(None))

@@ -107,10 +107,12 @@ def _of_experts(config: RunConfig, layers: range) -> int:
 
 
 def _format_flags(section: object, *names: str) -> tuple[str, ...]:
-    values = ((name.replace("_", "-"), getattr(section, name)) for name in names)
-    return tuple(
-        f"--{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}" for flag, value in values
-    )
+    flags = []
+    for name in names:
+        value = getattr(section, name)
+        words = value if isinstance(value, list) else [value]
+        flags.append(f"--{name.replace('_', '-')} {' '.join(map(str, words))}")
+    return tuple(flags)
 
 
 def _width(config: RunConfig) -> int:

@@ -114,9 +114,11 @@ class GPT2BPETokenizer:
         for match in _NON_ASCII.finditer(text):
             if match.start() < position:
                 continue
-            start, cut = match.start(), _CUT.search(text, match.end())
+            # A stretch beyond ASCII, from the last place before it where the text may be split to the first after it.
+            start = match.start()
             while start > position and not (text[start] in _SPACES and "!" <= text[start - 1] <= "~"):
                 start -= 1
+            cut = _CUT.search(text, match.end())
             end = len(text) if cut is None else cut.start()
             ids += self._ascii(text[position:start])
             ids += self._word_ids[text[start:end]]

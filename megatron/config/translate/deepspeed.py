@@ -121,8 +121,8 @@ class _File:
             self._key(str(key), value)
         steps = self.content.get("gradient_accumulation_steps")
         if steps not in (None, _AUTO):
-            batch_sizes = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
-            global_batch, micro_batch = batch_sizes
+            global_batch = self.explicit.get("training.global_batch_size")
+            micro_batch = self.explicit.get("training.micro_batch_size")
             location = f"{self.path}: gradient_accumulation_steps {steps}"
             if global_batch is None or micro_batch is None:
                 raise UserError(f"{location} needs both batch sizes; add --global-batch-size and --micro-batch-size")
