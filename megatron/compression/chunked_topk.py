@@ -265,7 +265,7 @@ def register(registry: Registry) -> None:
             rounds=ChunkedTopK,
             points=points,
             feedback=dict.fromkeys(points, "local"),
-            instead=("fixpoint",),
+            alternatives=("fixpoint",),
             source="SparseLoCo, Sarfi et al. 2025; the defaults are those of Covenant-72B",
             example="dp-grad=chunked-topk,chunk=4096,k=512,bits=2",
         ),

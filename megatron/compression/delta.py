@@ -306,7 +306,7 @@ def register(registry: Registry) -> None:
                 points=frozenset({Point.PP_FWD}),
                 no_feedback="makes up for what it left out when the sample comes again",
                 advice="samples are met again in activations only",
-                instead=("fixpoint",),
+                alternatives=("fixpoint",),
                 needs="predict=sample only with --sample-order fixed, for several epochs",
                 source="AQ-SGD, Wang et al. 2022, algorithm 1",
                 example=f"pp-forward={name},bits=4",

@@ -352,7 +352,7 @@ def register(registry: Registry) -> None:
             rounds=EDGC,
             points=frozenset({Point.DP_GRAD}),
             feedback={Point.DP_GRAD: "local"},
-            instead=("powersgd,rank=64@0/32@1000", "lowrank,rank=64@0/32@1000", "fixpoint"),
+            alternatives=("powersgd,rank=64@0/32@1000", "lowrank,rank=64@0/32@1000", "fixpoint"),
             source="EDGC, arXiv 2511.10333",
             example="dp-grad=edgc,rank=64,warmup=0.1",
         ),

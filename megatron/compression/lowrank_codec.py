@@ -134,7 +134,7 @@ def register(registry: Registry) -> None:
             LowRankConfig,
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
-            instead=("powersgd", "fixpoint"),
+            alternatives=("powersgd", "fixpoint"),
             source="Optimus-CC, Song et al. 2023, section 5.1",
             example="pp-backward=lowrank,rank=16,when=epilogue",
         ),

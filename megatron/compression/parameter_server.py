@@ -73,7 +73,7 @@ def register(registry: Registry) -> None:
             rounds=ParameterServer,
             points=frozenset({Point.DP_GRAD}),
             no_feedback="leaves no error",
-            instead=("none",),
+            alternatives=("none",),
             source="AQ-SGD's --dp-mode, Wang et al. 2022",
             example="dp-grad=parameter-server,server=central",
         ),

@@ -90,7 +90,7 @@ def register(registry: Registry) -> None:
             rounds=PowerSGD,
             points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD}),
             feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
-            instead=("lowrank", "fixpoint"),
+            alternatives=("lowrank", "fixpoint"),
             source="PowerSGD, Vogels et al. 2019, algorithm 1",
             example="dp-grad=powersgd,rank=32,factors=fixpoint8",
         ),

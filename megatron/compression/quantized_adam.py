@@ -117,7 +117,7 @@ def register(registry: Registry) -> None:
             rounds=QuantizedAdam,
             points=frozenset({Point.DP_GRAD}),
             no_feedback="has a residual of its own",
-            instead=("fixpoint,error-feedback=on", "fixpoint"),
+            alternatives=("fixpoint,error-feedback=on", "fixpoint"),
             needs="only with --optimizer adam, beta equal to --adam-beta1, all stages, and a warm-up",
             source="AQ-SGD, Wang et al. 2022; 1-bit Adam, Tang et al. 2021, algorithm 1",
             example="dp-grad=quantized-adam,bits=8,warmup=0.1",

@@ -23,8 +23,8 @@ class Registration:
         feedback: default residual by point; "off" for points not listed.
         no_feedback: reason why it cannot have a residual; empty if it can.
         advice: reason why it does not serve other points; empty if the missing implementation is the reason.
-        instead: alternatives for other points, as specs without the point, best first. An error message suggests the
-            first alternative that the point accepts.
+        alternatives: compressors for other points, as specs without the point, best first. An error message suggests
+            the first that the point accepts.
         needs: required flags, shown by ``--list-compressors`` and enforced by ``Compressor.check``.
         source: the paper or specification.
         example: a complete value of ``--compress``.
@@ -38,7 +38,7 @@ class Registration:
     feedback: Mapping[Point, str] = field(default_factory=dict)
     no_feedback: str = ""
     advice: str = ""
-    instead: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
     needs: str = ""
     source: str = ""
     example: str = ""
@@ -48,7 +48,7 @@ class Registration:
         """Default residual at a point. The default at ``outer`` is the default at ``dp-grad``."""
         return self.feedback.get(point, self.feedback.get(Point.DP_GRAD, "off") if point is Point.OUTER else "off")
 
-    def check_point(self, point: Point, name: str) -> None:
+    def check_serves(self, point: Point, name: str) -> None:
         """Check that the compressor can serve a point.
 
         Raises:

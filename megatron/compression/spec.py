@@ -204,10 +204,12 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     except KeyError as error:
         raise UserError(f"{error.args[0]}{nearest(name, registry.names)}") from None
     try:
-        registration.check_point(point, name)
+        registration.check_serves(point, name)
     except UserError as error:
         fitting = [other for other in registry.names if can_serve(registry[other], point, other)]
-        use = [f"; use {other}" for other in registration.instead if _accepts_spec(point, other, registry, length)][:1]
+        use = [
+            f"; use {other}" for other in registration.alternatives if _accepts_spec(point, other, registry, length)
+        ][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: values.pop(key).lower() for key in COMMON if key in values}
     preset, point_options = _pop_point_options(point, values)
@@ -387,7 +389,7 @@ def _accepts_spec(point: Point, spec: str, registry: Registry, length: RunLength
 def can_serve(registration: Registration, point: Point, name: str) -> bool:
     """Whether a compressor can serve a point."""
     try:
-        registration.check_point(point, name)
+        registration.check_serves(point, name)
     except UserError:
         return False
     return True

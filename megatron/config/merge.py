@@ -20,13 +20,13 @@ def merge_checkpoint_config(
     cli_config: RunConfig,
     explicit_flags: Collection[str],
     saved: RunConfig,
-    instead: str = ", or leave out --use-checkpoint-args",
+    advice: str = ", or leave out --use-checkpoint-args",
 ) -> RunConfig:
     """`cli_config` (unresolved) with the model shape and the tokenizer of `saved` (resolved).
 
     explicit_flags: dotted names of the fields set by the user, as in `ParsedRun.explicit`. An explicit shape field
     must match the checkpoint (UserError naming the flag otherwise); an explicit sequence length, tokenizer or
-    vocabulary padding overrides the checkpoint. instead: advice appended to the message about a mismatch.
+    vocabulary padding overrides the checkpoint. ``advice`` ends the message about a mismatch.
     """
     merged: dict[str, Any] = {}
     for section, cls in run_sections().items():
@@ -43,7 +43,7 @@ def merge_checkpoint_config(
             if described.option.checkpoint == "shape" and explicit_value != value:
                 raise UserError(
                     f"--{described.flag}: {explicit_value} was given but the checkpoint has {value}; leave the flag "
-                    f"out{instead}"
+                    f"out{advice}"
                 )
         merged[section] = dataclasses.replace(ours, **adopted_values)
     return RunConfig(**merged)

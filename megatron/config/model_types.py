@@ -26,19 +26,19 @@ def describe_model_type(model_type: str, task_head: str = "none", task_classes: 
     return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
 
 
-def check_model_type(location: str, saved_type: str, expected_type: str, instead: str = "") -> None:
+def check_model_type(location: str, saved_type: str, expected_type: str, advice: str = "") -> None:
     """Check that a checkpoint's model is of the expected type; raise UserError starting with ``location`` otherwise.
 
-    ``instead`` replaces the default advice of the message.
+    ``advice`` replaces the default ending of the message.
     """
     if saved_type != expected_type:
         raise UserError(
             f"{location} holds a model of kind {saved_type}, not {expected_type}; "
-            f"{instead or _instead(saved_type, expected_type)}"
+            f"{advice or _default_advice(saved_type, expected_type)}"
         )
 
 
-def _instead(saved_type: str, expected_type: str) -> str:
+def _default_advice(saved_type: str, expected_type: str) -> str:
     programs = {str(kind): name for kind, name in PROGRAMS.items()}
     if expected_type not in programs and saved_type in programs:
         return "begin with it by --pretrained-checkpoint"

@@ -37,7 +37,7 @@ class InFlightFragment:
         norm: L2 norm of this island's pseudo-gradient.
         failed: whether the exchange failed on this rank.
         arrived: whether the mean has arrived and is not applied yet.
-        without: island excluded from the attempt, to test whether it spoils the mean; None for no island.
+        excluded_island: island excluded from the attempt, to test whether it spoils the mean; None for no island.
         mean_norm: L2 norm of the received mean.
     """
 
@@ -50,7 +50,7 @@ class InFlightFragment:
     norm: float
     failed: bool = False
     arrived: bool = False
-    without: int | None = None
+    excluded_island: int | None = None
     mean_norm: float = 0.0
 
     @property

@@ -100,13 +100,13 @@ class Decision:
         members: numbers of the islands whose pseudo-gradients are summed.
         arrivals: the reports of the islands that came, by number.
         left_out: reasons why other islands that came take no part.
-        without: an island that came and is left out, to see whether it spoils the mean; None for none.
+        excluded_island: an island that came and is left out, to see whether it spoils the mean; None for none.
     """
 
     members: tuple[int, ...]
     arrivals: Mapping[int, RoundReport] = field(default_factory=dict)
     left_out: Mapping[int, str] = field(default_factory=dict)
-    without: int | None = None
+    excluded_island: int | None = None
 
     @property
     def mean_loss(self) -> float:
@@ -119,7 +119,7 @@ class Decision:
         """The decision without an island, if it is one of several members."""
         if island not in self.members or len(self.members) == 1:
             return self
-        return replace(self, members=tuple(k for k in self.members if k != island), without=island)
+        return replace(self, members=tuple(k for k in self.members if k != island), excluded_island=island)
 
     @property
     def stop(self) -> int:
@@ -131,7 +131,7 @@ class Decision:
             "members": self.members,
             "arrivals": {str(k): a.encode() for k, a in self.arrivals.items()},
             "left_out": {str(k): why for k, why in self.left_out.items()},
-            "without": self.without,
+            "without": self.excluded_island,
         }
 
     @staticmethod

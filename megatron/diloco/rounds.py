@@ -215,13 +215,15 @@ class Rounds:
             self._absent_islands = absent
         for island, reason in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {reason}", {})
-        watches = self.islands is not None and self.islands.island == decision.without
+        watches = self.islands is not None and self.islands.island == decision.excluded_island
         if self.islands is not None and self.islands.island not in decision.members and not watches:
             self._leave()
             return None
         self.stop_reason = max(self.stop_reason, decision.stop)
         losses, norm = (arrival.loss, decision.mean_loss), arrival.norm
-        in_flight = InFlightFragment(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
+        in_flight = InFlightFragment(
+            fragment, done, attempt, decision.members, *losses, norm, excluded_island=decision.excluded_island
+        )
         self.sync.in_flight = in_flight
         self._sent_at, self._waited_seconds = time.monotonic(), 0.0
         if not watches:
@@ -295,13 +297,13 @@ class Rounds:
 
     def _accept_attempt(self, in_flight: InFlightFragment) -> InFlightFragment | None:
         """Accept an attempt; None if it excluded this island, because its contribution spoiled the mean."""
-        if in_flight.without is not None:
+        if in_flight.excluded_island is not None:
             self.tell(
-                f"warning: island {in_flight.without} is left out of the round at iteration {in_flight.sent}: the mean "
-                "is within limits without its contribution",
+                f"warning: island {in_flight.excluded_island} is left out of the round at iteration {in_flight.sent}: "
+                "the mean is within limits without its contribution",
                 {},
             )
-        if self.islands is not None and self.islands.island == in_flight.without:
+        if self.islands is not None and self.islands.island == in_flight.excluded_island:
             self._leave()
             return None
         self.sync.accept_mean(in_flight.fragment, len(in_flight.members))

@@ -68,7 +68,7 @@ def _accepted(spec: str) -> bool:
 def test_a_point_accepts_the_advice_of_its_refusals(point: Point, name: str) -> None:
     """A refusal advises a lossy spec (an exact spec only instead of an exact compressor) and lists accepted names."""
     try:
-        BUILTIN[name].check_point(point, name)
+        BUILTIN[name].check_serves(point, name)
     except UserError:
         with pytest.raises(UserError) as refused:
             read_spec(f"{point.value}={name}", Registry(BUILTIN), RunLength(1000))
