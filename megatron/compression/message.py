@@ -1,4 +1,4 @@
-"""Messages of codes with shared scales: layout, seeds of the rounding noise, and a codec."""
+"""Message formats, the layout of codes with shared scales, seeds of the rounding noise, and a codec."""
 
 from __future__ import annotations
 

@@ -154,8 +154,9 @@ class Islands:
         def poll() -> None:
             reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
+            silent_islands = monitor.silent()
             joining_islands = {k for k, _ in self._tickets()}  # they do not report to rounds
-            missing = set(awaited_islands) - arrivals.keys() - monitor.silent() - joining_islands
+            missing = set(awaited_islands) - arrivals.keys() - silent_islands - joining_islands
             wait_notice.update(missing)
             if missing and time.monotonic() < deadline:
                 return

@@ -236,8 +236,10 @@ class Rounds:
         self.left_behind, self.sync.in_flight = True, None
 
     def _start_transfer(self, in_flight: InFlightFragment, decision: Decision, key: str) -> None:
-        alone = Group(None, (0,), 0, "islands", "none")
-        group = alone if self.islands is None else self.islands.group(decision, key)
+        if self.islands is None:
+            group = Group(None, (0,), 0, "islands", "none")
+        else:
+            group = self.islands.group(decision, key)
         self.sync.start_transfer(in_flight.fragment, group, in_flight.sent - 1)
 
     def _run_guarded(self, call: Callable[[], object]) -> bool:

@@ -113,6 +113,7 @@ def build_topology(
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
     assert dist.group.WORLD is not None
+    # ``new_group`` would use torch's default instead.
     timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _backend_options(device, timeout)) for dim in dims}

@@ -221,8 +221,8 @@ class Experts(nn.Module):
             by_expert = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
             back = torch.empty_like(by_expert)
             back[by_expert] = torch.arange(len(by_expert), device=rows.device)
-            out = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
-            rows = comm.move(out.index_select(0, back), combine_leg)
+            rows = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
+            rows = comm.move(rows.index_select(0, back), combine_leg)
         return combined(rows, choices.weights_tk, order, shape)
 
     def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:

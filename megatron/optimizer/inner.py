@@ -35,9 +35,8 @@ def make_inner(
         kind = _orthogonalizes(config, shard), shard.decays, shard.slot.spec.of_vocabulary
         by_kind.setdefault(kind, []).append(shard.main)
     groups: list[dict[str, Any]] = []
-    for (matrices_of_muon, decays, of_vocabulary), mains in sorted(
-        by_kind.items(), key=lambda item: item[0], reverse=True
-    ):
+    for kind, mains in sorted(by_kind.items(), key=lambda item: item[0], reverse=True):
+        matrices_of_muon, decays, of_vocabulary = kind
         group: dict[str, Any] = {"params": mains, "decays": decays, "of_vocabulary": of_vocabulary}
         if matrices_of_muon:
             group["matrices"] = True

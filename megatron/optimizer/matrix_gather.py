@@ -108,14 +108,16 @@ class MatrixGather:
             sizes = [[_length(job.ranges[source]) for job in own_jobs] for source in range(size)]
             received = self._exchange(wave.replicas, sent, sizes, empty)
             slices = [torch.cat(ranges) for ranges in zip(*received, strict=True)]
+            del received  # frees its memory before the matrices change
             self._change_slices(own_jobs, slices, empty, change)
             own_slices = list(zip(own_jobs, slices, strict=True))
             sent = [[slice_n[slice(*job.ranges[target])] for job, slice_n in own_slices] for target in range(size)]
             sizes = [[_length(job.ranges[rank]) for job in jobs] for jobs in jobs_by_owner]
-            received = self._exchange(wave.replicas, sent, sizes, empty)
-            for job, new_values in zip(chain(*jobs_by_owner), chain(*received), strict=True):
+            changed = self._exchange(wave.replicas, sent, sizes, empty)
+            for job, new_values in zip(chain(*jobs_by_owner), chain(*changed), strict=True):
                 if new_values.numel():
                     values_by_slot[id(job.slot)].copy_(new_values)
+            del changed
 
     def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
         """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""

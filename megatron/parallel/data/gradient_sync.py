@@ -85,7 +85,7 @@ class GradientSync:
         layout = topology.layout
         fused = plan.fused_embedding and layout.pp > 1
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-        self.ties = [
+        self.ties = [  # in the same order on all stages
             TiedEmbedding(buffer, bucket, EmbeddingSync(group, plan, ledger, topology.dp.size if fused else 1))
             for tie, group in (topology.fused_embedding if fused else topology.embedding).items()
             for buffer, bucket in self._buckets

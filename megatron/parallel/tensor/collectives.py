@@ -33,7 +33,7 @@ _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingReduce:
     """A pending tensor-parallel all-reduce or reduce-scatter; see ``TensorComm.start_reduce``."""
 
