@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from megatron.base.errors import UserError
@@ -89,19 +90,23 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
         broken: iteration of the checkpoint that cannot be loaded.
         flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
     """
-    complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
-    if not complete:
-        return f"; {root} has no other complete checkpoint"
+    others = [iteration for iteration in saved_iterations(root) if iteration != broken]
     try:
         tracked = iteration_of(tracked_text(root))
     except OSError:
         tracked = None
-    # The broken checkpoint was named explicitly, since it is not the tracker's.
-    if flag is not None or (broken is not None and tracked not in (None, broken)):
-        names = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
-        example = f" ({flag} {complete[0]})" if flag else ""
-        return f"; complete are, newest first: {names}; name one of them{example}"
-    nearest = complete[0]
-    if isinstance(broken, int):
-        nearest = min(complete, key=lambda iteration: (iteration > broken, -iteration))
-    return f"; iteration {nearest} is complete: to load it, write {nearest} into {root / TRACKER}"
+    # A broken checkpoint that is not the tracker's was named explicitly.
+    named = flag is not None or (broken is not None and tracked not in (None, broken))
+    if isinstance(broken, int) and not named:
+        others.sort(key=lambda iteration: (iteration > broken, -iteration))
+    # Only as many are checked as the message needs: every rank calls this, and a folder may hold hundreds.
+    complete = (iteration for iteration in others if _looks_complete(root, iteration))
+    first = next(complete, None)
+    if first is None:
+        return f"; {root} has no other complete checkpoint"
+    if not named:
+        return f"; iteration {first} is complete: to load it, write {first} into {root / TRACKER}"
+    shown = [first, *islice(complete, SHOWN_ITERATIONS)]
+    names = ", ".join(map(str, shown[:SHOWN_ITERATIONS])) + ", ..." * (len(shown) > SHOWN_ITERATIONS)
+    example = f" ({flag} {first})" if flag else ""
+    return f"; complete are, newest first: {names}; name one of them{example}"
