@@ -70,10 +70,11 @@ class ParallelConfig:
         unit="chunks",
         minimum=1,
     )
-    pipeline_schedule: Literal["1f1b", "eager-1f1b", "gpipe"] = option(
+    pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe"] = option(
         "1f1b",
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
-        "over slow links behind twice the warm-up, for up to twice the activations.",
+        "over slow links behind twice the warm-up, for up to twice the activations; zb-h1 computes weight gradients "
+        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024).",
         only_if=(_STAGES,),
         common="layout",
     )

@@ -305,6 +305,11 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
         )
     if model.model_type == "deberta":
         return "DeBERTa's layers are not compiled; leave the flag out"
+    if parallel.pipeline_schedule == "zb-h1":
+        return (
+            "compiled layers do not compute weight gradients apart, as --pipeline-schedule zb-h1 needs; leave one of "
+            "them out"
+        )
     if training.deterministic_mode:
         return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"
     return None

@@ -23,7 +23,7 @@ class Choice:
         folded: experts are not split over tensor-parallel ranks, which join the expert-parallel group; ``ep`` divides
             ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
-        schedule: 1f1b, eager-1f1b or gpipe.
+        schedule: 1f1b, eager-1f1b, zb-h1 or gpipe.
         micro_batch: sequences per micro-batch.
         micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
@@ -39,7 +39,7 @@ class Choice:
     dp: int
     ep: int = 1
     chunks: int = 1
-    schedule: Literal["1f1b", "eager-1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe"] = "1f1b"
     micro_batch: int = 1
     micro_batches: int = 1
     sequence_parallel: bool = False

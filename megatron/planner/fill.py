@@ -10,7 +10,7 @@ from functools import cache
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
-from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, find_epilogue, make_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
 from megatron.planner.dry_run import CostTally
@@ -33,10 +33,14 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 @cache
 def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
     """Peak number of chunk activations that a rank holds."""
+    operations = _operations(kind, pp, rank, chunks, micro_batches)
+    releasing = Pass.WEIGHT if any(op.computation is Pass.WEIGHT for op in operations) else Pass.BACKWARD
     activations = peak = 0
-    for op in _operations(kind, pp, rank, chunks, micro_batches):
-        activations += 1 if op.is_forward else -1
+    for op in operations:
+        activations += op.is_forward
         peak = max(peak, activations)
+        # The records of a weight pass hold most of the activations.
+        activations -= op.computation is releasing
     return peak
 
 

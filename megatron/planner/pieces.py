@@ -27,6 +27,7 @@ from megatron.parallel.data.gradient_sync import main_grad_dtype, reduced_bucket
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.main_grad import WeightGrads
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad, SavedTensors
 from megatron.planner.piece_costs import EMBEDDING, HEAD, MessageCost, PieceCost, ReductionCost, piece_of
@@ -38,6 +39,7 @@ class _Built:
 
     stage: Stage
     buffer: FlatBuffer
+    weight_grads: WeightGrads
     recorder: Any
 
 
@@ -111,6 +113,8 @@ class Pieces:
             params = [param for param in params if (ep > 1 and param[2].of_expert) is experts_only]
         if not params and experts_only is not None:
             return None
+        weight_grads = WeightGrads()
+        weight_grads.begin_step(separate=True)
         buffer = FlatBuffer(
             params,
             main_grad_dtype(dtype, exact or config.parallel.accumulate_allreduce_grads_in_fp32),
@@ -118,9 +122,10 @@ class Pieces:
             None,
             sharded=shares > 1,
             tensor_parallel=tp > 1,
+            weight_grads=weight_grads,
         )
         self.backend.fill(buffer.params_flat)
-        return _Built(stage, buffer, recorder)
+        return _Built(stage, buffer, weight_grads, recorder)
 
     def piece(self, name: str) -> PieceCost:
         """Run forward and backward of a piece."""
@@ -144,6 +149,7 @@ class Pieces:
         x: Tensor = tokens_bs if stage.stage_part.first else self.backend.fill(activation).requires_grad_()
         forwards: list[CostTally] = []
         backwards: list[CostTally] = []
+        weights: list[CostTally] = []
         saved = SavedTensors()
         for _ in range(self.backend.repeats):
             saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
@@ -154,8 +160,12 @@ class Pieces:
                 if stage.stage_part.layers:
                     saved.add(x)
                 forwards.append(recorder.take())
-                torch.autograd.backward(out, torch.ones_like(out))
-                backwards.append(recorder.take())
+                with built.weight_grads.recording(None):
+                    torch.autograd.backward(out, torch.ones_like(out))
+                of_inputs = recorder.take()
+                built.weight_grads.compute(None)
+                weights.append(recorder.take())
+                backwards.append(of_inputs + weights[-1])
         working = 0.0
         if name == "head":
             itemsize = config.precision.params_dtype.itemsize
@@ -166,6 +176,7 @@ class Pieces:
         return PieceCost(
             CostTally.median(forwards),
             CostTally.median(backwards),
+            CostTally.median(weights),
             float(saved.nbytes),
             working,
             sum(parameter.numel() for parameter in stage.parameters()),

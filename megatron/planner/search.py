@@ -141,6 +141,7 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
     yield plain
     if plain.pp > 1:
         yield replace(plain, schedule="eager-1f1b")
+        yield replace(plain, schedule="zb-h1")
         yield replace(plain, schedule="gpipe")
         for chunks in CHUNKS[1:]:
             if layers // plain.pp % chunks == 0 and plain.micro_batches % plain.pp == 0:

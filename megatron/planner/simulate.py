@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.parallel.pipeline.schedule import PipelineOp, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
 
 _MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
@@ -28,6 +28,11 @@ class Hop:
     transfer_s: float = 0.0
     latency_s: float = 0.0
     decode_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of encoding to the end of decoding."""
+        return self.encode_s + self.transfer_s + self.latency_s + self.decode_s
 
 
 Hops = Callable[[bool, int, bool], Hop]
@@ -54,8 +59,9 @@ class Pipeline:
     """The shape of a pipeline and the times of its chunks.
 
     Args:
-        kind: schedule: 1f1b, eager-1f1b or gpipe.
+        kind: schedule: 1f1b, eager-1f1b, zb-h1 or gpipe.
         forward_s, backward_s: seconds of a micro-batch, by virtual stage.
+        weight_s: the part of ``backward_s`` that a weight pass computes, if the schedule has weight passes.
         stages: number of pipeline ranks; virtual stage v is on rank v % stages.
         hops: messages between the virtual stages.
     """
@@ -63,6 +69,7 @@ class Pipeline:
     kind: str
     forward_s: Sequence[float]
     backward_s: Sequence[float]
+    weight_s: Sequence[float]
     stages: int
     hops: Hops
 
@@ -74,19 +81,17 @@ class Pipeline:
     def lower_bound(self, micro_batches: int) -> float:
         """Lower bound on the step time over all orders of operations, in seconds.
 
-        A rank computes all micro-batches after the first forward has passed the preceding ranks and before the last
-        backward passes them again.
+        A rank computes all micro-batches after the first forward has passed the preceding ranks. The last backward,
+        without its weight gradients, passes these ranks again.
         """
-        bound = ramp_s = 0.0
+        bound = forth_s = back_s = 0.0
         for rank in range(self.stages):
             compute_s = sum(self.forward_s[rank :: self.stages]) + sum(self.backward_s[rank :: self.stages])
-            bound = max(bound, ramp_s + micro_batches * compute_s)
+            late_s = back_s - micro_batches * sum(self.weight_s[rank :: self.stages])
+            bound = max(bound, forth_s + micro_batches * compute_s + max(late_s, 0.0))
             if rank < self.stages - 1:
-                forward_hop, backward_hop = self.hops(True, rank, False), self.hops(False, rank, True)
-                ramp_s += self.forward_s[rank] + self.backward_s[rank]
-                ramp_s += sum(
-                    hop.encode_s + hop.transfer_s + hop.latency_s + hop.decode_s for hop in (forward_hop, backward_hop)
-                )
+                forth_s += self.forward_s[rank] + self.hops(True, rank, False).seconds
+                back_s += self.backward_s[rank] - self.weight_s[rank] + self.hops(False, rank, True).seconds
         return bound
 
     def run(self, micro_batches: int) -> list[RankTimes]:
@@ -135,6 +140,7 @@ class _Rank:
 
     Args:
         ops: the rank's operations.
+        separate: chunks and micro-batches with a weight pass.
         late: number of operations before the epilogue.
         next: number of completed operations.
         clock: time at which the rank is free.
@@ -142,6 +148,7 @@ class _Rank:
     """
 
     ops: Sequence[PipelineOp]
+    separate: frozenset[tuple[int, int]]
     late: int
     next: int = 0
     clock: float = 0.0
@@ -188,7 +195,8 @@ class _Play:
         for ops in schedules:
             # Nothing overlaps backward messages after the last forward.
             late = max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
-            self.ranks.append(_Rank(ops, late))
+            separate = frozenset((op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT)
+            self.ranks.append(_Rank(ops, separate, late))
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, tuple[float, float]] = {}
         """Arrived messages: arrival time and seconds of decoding."""
@@ -225,7 +233,8 @@ class _Play:
         op = rank.ops[rank.next]
         virtual = op.chunk * self.pipeline.stages + number
         boundary = virtual - 1 if op.is_forward else virtual
-        needs = (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
+        receives = 0 <= boundary < self.last and op.computation is not Pass.WEIGHT
+        needs = (op.is_forward, boundary, op.micro_batch) if receives else None
         if needs is None or needs in self.arrived:
             start = rank.clock if needs is None else max(rank.clock, self.arrived[needs][0])
             self._at(start, self._do, number, needs)
@@ -240,11 +249,17 @@ class _Play:
             arrival, decode = self.arrived.pop(needs)
             rank.clock = max(rank.clock, arrival) + decode
             rank.coding += decode
-        spent = (pipeline.forward_s if op.is_forward else pipeline.backward_s)[virtual]
+        if op.is_forward:
+            spent = pipeline.forward_s[virtual]
+        elif op.is_backward:
+            separate = (op.chunk, op.micro_batch) in rank.separate
+            spent = pipeline.backward_s[virtual] - separate * pipeline.weight_s[virtual]
+        else:
+            spent = pipeline.weight_s[virtual]
         rank.clock += spent
         rank.busy += spent
         boundary = virtual if op.is_forward else virtual - 1
-        if 0 <= boundary < self.last:
+        if 0 <= boundary < self.last and op.computation is not Pass.WEIGHT:
             hop = pipeline.hops(op.is_forward, boundary, not op.is_forward and rank.next >= rank.late)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s

@@ -51,6 +51,7 @@ class Passes:
 
     Args:
         forward_s, backward_s: the passes of one micro-batch.
+        weight_s: the part of ``backward_s`` that a weight pass computes, if the schedule has weight passes.
         tensor_s: exposed tensor-parallel collectives in both passes.
         coding_s: encoding and decoding in both passes.
         experts_s: expert-parallel all-to-alls in both passes.
@@ -61,6 +62,7 @@ class Passes:
     tensor_s: float
     coding_s: float
     experts_s: float
+    weight_s: float
 
 
 class Stages:
@@ -101,7 +103,7 @@ class Stages:
         passes = {}
         for name in self.names:
             piece = self.book.piece(choice, name)
-            row = [0.0, 0.0, 0.0, 0.0, 0.0]
+            row = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
             for way, tally in enumerate((piece.forward, piece.backward)):
                 part_name = f"{kind_of(name)} {'backward' if way else 'forward'}"
                 computed = tally.seconds * self.cluster.correction(part_name)
@@ -118,6 +120,7 @@ class Stages:
                 row[2] += tp_s - hidden
                 row[3] += coding
                 row[4] += ep_s
+            row[5] = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
             passes[name] = Passes(*row)
         return passes
 
@@ -155,6 +158,7 @@ class Stages:
             choice.schedule,
             [sum(n * passes[name].forward_s for name, n in count.items()) for count in counts],
             [sum(n * passes[name].backward_s for name, n in count.items()) for count in counts],
+            [sum(n * passes[name].weight_s for name, n in count.items()) for count in counts],
             choice.pp,
             hop,
         )

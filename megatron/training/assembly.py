@@ -36,6 +36,7 @@ from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.main_grad import WeightGrads
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.training.experts import ExpertTally
 from megatron.training.observers import build_experiments, build_traces
@@ -200,7 +201,8 @@ def build_engines(
     stages = _build_stages(config, topology, vocab_size, rank)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = parallel.use_distributed_optimizer and layout.dp > 1
-    buffers = _build_buffers(config, topology, stages, sharded or config.islands.several)
+    weight_grads = WeightGrads()
+    buffers = _build_buffers(config, topology, stages, sharded or config.islands.several, weight_grads)
     ledger.observers += build_experiments(config.logging, topology, buffers)
     reduces = not (torch_ddp or parallel.no_allreduce)
     sync = GradientSync(
@@ -254,7 +256,7 @@ def build_engines(
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(
-            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.begin_last_backward
+            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.begin_last_backward, weight_grads
         ),
         optimizer=optimizer,
         replicas=replicas,
@@ -293,7 +295,9 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
     return stages
 
 
-def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:
+def _build_buffers(
+    config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool, weight_grads: WeightGrads
+) -> list[FlatBuffer]:
     """Build the flat buffers of each chunk, with a separate buffer for experts under expert parallelism. With
     ``shares``, buckets divide into equal shares of the replicas."""
     parallel, layout = config.parallel, topology.layout
@@ -313,6 +317,7 @@ def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage
                         sharded=shares,
                         tensor_parallel=layout.tp > 1,
                         chunk=chunk,
+                        weight_grads=weight_grads,
                     )
                 )
     return buffers

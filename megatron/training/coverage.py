@@ -184,5 +184,6 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     last = layout.num_virtual_stages - 1
     for op in ops:
         at = layout.virtual_stage(stage, op.chunk)
-        if op.is_forward == (point is Point.PP_FWD) and at != (last if op.is_forward else 0):
+        sends = op.is_forward if point is Point.PP_FWD else op.is_backward
+        if sends and at != (last if op.is_forward else 0):
             yield at if op.is_forward else at - 1, op in late or not only_late

@@ -23,7 +23,7 @@ STEPS = 4
 """Enough for a warm-up, a schedule, an interval and a second visit of each sample: all take a step or two here."""
 
 FACTORS: dict[str, list[str]] = {
-    "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe"],
+    "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe", "pp2 dp2 zb-h1"],
     "precision": ["fp32", "bf16", "fp16"],
     "dp-grad": [
         "none",
@@ -89,8 +89,8 @@ def changes_of(case: Case) -> dict[str, dict[str, Any]]:
     }
     if "virtual" in words:
         parallel["num_layers_per_virtual_pipeline_stage"] = 1
-    if "gpipe" in words:
-        parallel["pipeline_schedule"] = "gpipe"
+    if words[-1] in ("gpipe", "zb-h1"):
+        parallel["pipeline_schedule"] = words[-1]
     if case["overlap"] == "yes":
         parallel["ddp_bucket_size"] = 3000
     points = ["dp-grad", "pp-forward", "pp-backward", "embedding", "param-gather"]

@@ -123,6 +123,7 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
     8: {
         "ep2 tp2 pp2": _parallel(tp=2, pp=2, ep=2),
         "ep4 of tp2 dp2, pp2": _parallel(tp=2, pp=2, ep=4, **FOLDED),
+        "ep2 of dp4 pp2 sharded overlap zb-h1": _parallel(pp=2, ep=2, pipeline_schedule="zb-h1", **DIST, **OVERLAP),
         "ep2 of dp4 pp2 sharded gpipe": _parallel(pp=2, ep=2, pipeline_schedule="gpipe", **DIST),
     },
 }

@@ -254,6 +254,24 @@ def test_gemma_like_model_agrees(world_size: int) -> None:
     _agree(world_size, merge(GEMMA, ODD), layouts=_chosen(world_size, OF_GEMMA))
 
 
+ZERO_BUBBLE: dict[str, Any] = {"pipeline_schedule": "zb-h1"}
+WITH_WEIGHT_PASSES: dict[int, dict[str, Changes]] = {
+    2: {"pp2": _parallel(pp=2, **ZERO_BUBBLE)},
+    4: {
+        "pp4": _parallel(pp=4, **ZERO_BUBBLE),
+        "tp2 pp2 sp uniform": {**_parallel(tp=2, pp=2, **ZERO_BUBBLE, **SP), **UNIFORM},
+        "tp2 pp2 selective": {**_parallel(tp=2, pp=2, **ZERO_BUBBLE), **SELECTIVE},
+        "pp2 dp2 sharded overlap": _parallel(pp=2, **ZERO_BUBBLE, **DIST, **OVERLAP),
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", WITH_WEIGHT_PASSES)
+@pytest.mark.parametrize("base", [merge(DOUBLE, DROPOUT), RICH], ids=["gpt", "llama"])
+def test_weight_passes_agree(world_size: int, base: Changes) -> None:
+    _agree(world_size, merge(base, ODD), 3, WITH_WEIGHT_PASSES[world_size], masked=True)
+
+
 BERT: Changes = {"model": {"model_type": "bert", "attention_dropout": 0.1, "hidden_dropout": 0.2}, **DOUBLE}
 OF_BERT = {
     1: ("selective", "micro 2", "padded"),
@@ -319,7 +337,7 @@ SPLITS: dict[int, dict[str, Changes]] = {
         for name in ("tp2", "tp2 sp uniform micro 2", "pp2", "dp2 sharded overlap micro 2", "dp2 torch")
     },
     3: {
-        "pp3": _parallel(pp=3),
+        "pp3": _parallel(pp=3, **ZERO_BUBBLE),
         "pp3 split at 2": {**_parallel(pp=3, pipeline_model_parallel_split_rank=2, **OVERLAP), **BLOCK},
     },
     4: {

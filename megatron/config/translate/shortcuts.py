@@ -87,6 +87,11 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         note="--no-pipeline-parallel is known but has no effect here: one stage is no pipeline",
     ),
     Shortcut(
+        name="enable-zbh1-pipeline",
+        help="Same as --pipeline-schedule zb-h1.",
+        sets={"parallel.pipeline_schedule": "zb-h1"},
+    ),
+    Shortcut(
         name="fp8-format",
         arity=VALUE,
         help="Megatron-LM's: hybrid is the same as --fp8 tensorwise, e4m3 as --fp8 rowwise.",

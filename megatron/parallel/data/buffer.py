@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.distributed.group import Group
-from megatron.parallel.tensor.main_grad import MainGrad, attach_main_grad
+from megatron.parallel.tensor.main_grad import MainGrad, WeightGrads, attach_main_grad
 from megatron.parallel.tensor.shards import ParamSpec
 
 _ALIGNMENT = 8
 """Alignment in elements: 16 bytes in the narrowest dtype, for GPU matrix products."""
-_CONVERTED_ELEMENTS = 1 << 18
-"""Elements per conversion, few enough to stay in the CPU cache until they are added."""
-
 
 NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
 """(local name, logical name, spec, parameter)."""
@@ -80,6 +77,7 @@ class FlatBuffer:
         sharded: every bucket must divide into equal shares, one per replica.
         tensor_parallel: there are several tensor-parallel ranks.
         chunk: number of the chunk on this rank.
+        weight_grads: records of gradients that weight passes compute.
 
     After construction, the parameters are views of ``params_flat``. If the dtypes agree, their ``grad`` is a view of
     ``grads_flat`` into which autograd accumulates, else a hook adds each gradient to ``grads_flat``. On CPUs, where
@@ -97,8 +95,10 @@ class FlatBuffer:
         sharded: bool = False,
         tensor_parallel: bool = False,
         chunk: int = 0,
+        weight_grads: WeightGrads | None = None,
     ) -> None:
         self.group, self.chunk = group, chunk
+        self._weight_grads = weight_grads or WeightGrads()
         shares = group.size if sharded else 1
         self.buckets = plan_buckets(params, shares, bucket_elements, tensor_parallel)
         first = params[0][3]
@@ -122,8 +122,6 @@ class FlatBuffer:
         view.copy_(param.data)
         param.data = view
         memory = self.grads_flat[slot.start : slot.stop].view(param.shape)
-        main_grad = attach_main_grad(param, memory) if self.direct and self._replaces else MainGrad(memory)
-        self._main_grads.append((param, main_grad))
         if self.direct:
             param.grad = memory
         has_finished = False  # in the running backward
@@ -147,13 +145,16 @@ class FlatBuffer:
             finish()
 
         def finish() -> None:
-            # Without a gradient, or while a forward pass has claimed the memory, the range is not final: the reducer
-            # then launches the bucket after the last backward.
-            if self._on_bucket_full is not None and main_grad.written:
+            # The range is not final without a gradient, while a forward pass has claimed the memory, or before all
+            # weight passes. Without a gradient, the reducer launches the bucket after the last backward.
+            if self._on_bucket_full is not None and main_grad.written and not main_grad.num_recorded:
                 self._num_missing[bucket] -= 1
                 if self._num_missing[bucket] == 0:
                     self._on_bucket_full(bucket)
 
+        main_grad = MainGrad(memory, self._weight_grads, self.direct, finish)
+        attach_main_grad(param, main_grad)
+        self._main_grads.append((param, main_grad))
         # The hooks live as long as a reference to the node.
         node = get_gradient_edge(param).node
         node.register_prehook(before_accumulation)
@@ -163,17 +164,10 @@ class FlatBuffer:
     def _move_grad(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
         """Moves a gradient from autograd's memory to the main gradient."""
         param.grad = None
-        if not main_grad.written:
-            main_grad.accumulate(lambda _: grad.detach())
-        elif self.direct:  # a recorded backward (create_graph) has added to the main gradient out of place
+        if main_grad.written and self.direct:  # a recorded backward (create_graph) has added to it out of place
             main_grad.memory.copy_(grad.detach())
-        elif not grad.is_cpu:
-            main_grad.memory.add_(grad)
-        else:  # in chunks, because torch would convert a copy of the whole gradient
-            flat, addends = main_grad.memory.view(-1), grad.reshape(-1)
-            for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
-                chunk = slice(start, start + _CONVERTED_ELEMENTS)
-                flat[chunk].add_(addends[chunk])
+        else:
+            main_grad.add(grad.detach())
         if self.direct and main_grad.written:
             param.grad = main_grad.memory
 
@@ -184,6 +178,8 @@ class FlatBuffer:
         zeroed now, because a bucket may be launched as soon as its parameters have gradients.
         """
         self._on_bucket_full = None
+        for _, main_grad in self._main_grads:
+            main_grad.num_recorded = 0
         if not self._replaces:
             self.grads_flat.zero_()
             return

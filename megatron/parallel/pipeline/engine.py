@@ -16,6 +16,7 @@ from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
 from megatron.parallel.pipeline.timetable import Timetable, build_timetable
+from megatron.parallel.tensor.main_grad import WeightGrads
 
 
 class StageProgram(Protocol):
@@ -44,6 +45,7 @@ class PipelineEngine:
         channel: channel to the neighboring stages; None with a single stage.
         before_micro_batch: called with the index of a micro-batch before its forward and before its backward.
         begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
+        weight_grads: records of weight gradients between a backward and its weight pass.
 
     Attributes:
         loads_kernels_lazily: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
@@ -56,12 +58,14 @@ class PipelineEngine:
         channel: PipelineChannel | None,
         before_micro_batch: Callable[[int], None],
         begin_last_backward: Callable[[int], None],
+        weight_grads: WeightGrads,
     ) -> None:
         self.layout = layout
         self.stage = stage
         self.channel = channel
         self.before_micro_batch = before_micro_batch
         self.begin_last_backward = begin_last_backward
+        self.weight_grads = weight_grads
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
@@ -103,7 +107,9 @@ class PipelineEngine:
         """
         ops = table.schedules[self.stage]
         activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        backwards_left = [sum(not op.is_forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
+        backwards_left = [sum(op.is_backward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
+        separate = {(op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT}
+        self.weight_grads.begin_step(bool(separate))
         run = _StepMessages(self, table, iteration, num_micro_batches, programs, signatures)
         if ops:
             run.expect(ops[0])
@@ -112,6 +118,10 @@ class PipelineEngine:
             if following is not None:
                 run.expect(following)
             slot = (op.chunk, op.micro_batch)
+            if op.computation is Pass.WEIGHT:
+                with span("backward-compute", op):
+                    self.weight_grads.compute(slot)
+                continue
             self.before_micro_batch(op.micro_batch)
             if op.is_forward:
                 with span("forward-recv", op):
@@ -131,7 +141,8 @@ class PipelineEngine:
             x_sbh, out = activations.pop(slot)
             with span("backward-recv", op):
                 grad = run.receive(op)
-            with span("backward-compute", op):
+            recording = self.weight_grads.recording(slot) if slot in separate else nullcontext()
+            with span("backward-compute", op), recording:
                 torch.autograd.backward(out, loss_grad if grad is None else grad)
             if x_sbh is not None:
                 assert x_sbh.grad is not None
@@ -179,12 +190,12 @@ class _StepMessages:
         self._due = iter(table.messages_due[self.stage])
         ops = table.schedules[self.stage]
         self._incoming = {
-            forward: deque(
+            computation is Pass.FORWARD: deque(
                 message
                 for op in ops
-                if op.is_forward is forward and (message := self._message(op, incoming=True)) is not None
+                if op.computation is computation and (message := self._message(op, incoming=True)) is not None
             )
-            for forward in (True, False)
+            for computation in (Pass.FORWARD, Pass.BACKWARD)
         }
         self._posted = {True: 0, False: 0}
         self._received = {True: 0, False: 0}
@@ -198,7 +209,12 @@ class _StepMessages:
             self._posts_ahead = self._completed.covers(self._signatures)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
-        """Message with the input or the output of an operation; None at the model's first input and last output."""
+        """Message with the input or the output of an operation.
+
+        None at the model's first input and last output, and for weight passes.
+        """
+        if op.computation is Pass.WEIGHT:
+            return None
         stage = self.layout.virtual_stage(self.stage, op.chunk)
         before = op.is_forward == incoming
         boundary = stage - 1 if before else stage

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: the list of forward and backward passes of each rank, in order."""
+"""Pipeline schedules as data: the list of passes of each rank, in order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ class Pass(enum.Enum):
 
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
+    """Gradients of the inputs; also those of the weights, if the schedule has no weight pass for the micro-batch."""
+    WEIGHT = enum.auto()
+    """Gradients of the weights, after the backward of the same chunk and micro-batch. Sends nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class PipelineOp:
     @property
     def is_forward(self) -> bool:
         return self.computation is Pass.FORWARD
+
+    @property
+    def is_backward(self) -> bool:
+        return self.computation is Pass.BACKWARD
 
 
 def make_forward_schedule(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
@@ -55,6 +62,21 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int, eager: bool = False
     )
 
 
+def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
+    """1F1B whose weight gradients fill the gaps in which a stage waits for the next stage's backward.
+
+    Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.3, schedule H1. The weight pass of a micro-batch comes
+    ``stage`` backward passes after its own, so that on every stage at most pp micro-batches are between their forward
+    and their weight pass, as on the first stage of 1F1B.
+    """
+    ops = []
+    for op in one_f_one_b(pp, stage, num_micro_batches):
+        ops.append(op)
+        if op.is_backward and op.micro_batch >= stage:
+            ops.append(PipelineOp(Pass.WEIGHT, 0, op.micro_batch - stage))
+    return ops + [PipelineOp(Pass.WEIGHT, 0, m) for m in range(max(num_micro_batches - stage, 0), num_micro_batches)]
+
+
 def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B over several chunks per rank (Narayanan et al. 2021, section 2.2.2).
 
@@ -81,7 +103,7 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
     return ops + backwards[len(forwards) - warm_up :]
 
 
-SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
+SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
 
 
 def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
@@ -107,6 +129,8 @@ def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches
         return interleaved(pp, stage, chunks, num_micro_batches)
     if kind == "gpipe":
         return gpipe(num_micro_batches)
+    if kind == "zb-h1":
+        return zero_bubble_h1(pp, stage, num_micro_batches)
     return one_f_one_b(pp, stage, num_micro_batches, eager=kind == "eager-1f1b")
 
 
@@ -117,4 +141,4 @@ def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
     Song et al. 2023, section 5.1).
     """
     last = max((index for index, op in enumerate(ops) if op.is_forward), default=-1)
-    return frozenset(op for op in ops[last + 1 :] if not op.is_forward)
+    return frozenset(op for op in ops[last + 1 :] if op.is_backward)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, find_epilogue
 
-_Position = tuple[bool, int, int]
-"""An operation's place in the model: (forward, virtual stage, micro-batch)."""
+_Position = tuple[Pass, int, int]
+"""An operation's place in the model: (computation, virtual stage, micro-batch)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -
         ValueError: when the ranks would deadlock.
     """
     positions = [
-        [(op.is_forward, layout.virtual_stage(stage, op.chunk), op.micro_batch) for op in ops]
+        [(op.computation, layout.virtual_stage(stage, op.chunk), op.micro_batch) for op in ops]
         for stage, ops in enumerate(schedules)
     ]
     levels = _levels(layout, positions)
@@ -59,10 +59,12 @@ def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -
 
 
 def _source(layout: Layout, position: _Position) -> _Position | None:
-    """The operation that sends the message needed by this operation; None at the model's ends."""
-    forward, stage, micro_batch = position
-    source = stage - 1 if forward else stage + 1
-    return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
+    """The operation that sends the message needed by this operation; None without a message."""
+    computation, stage, micro_batch = position
+    if computation is Pass.WEIGHT:
+        return None
+    source = stage - 1 if computation is Pass.FORWARD else stage + 1
+    return (computation, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
 
 def _levels(layout: Layout, positions: Sequence[Sequence[_Position]]) -> dict[_Position, int]:
@@ -89,9 +91,11 @@ def _levels(layout: Layout, positions: Sequence[Sequence[_Position]]) -> dict[_P
 
 def _count_due(layout: Layout, positions: Sequence[_Position], levels: dict[_Position, int]) -> list[Due]:
     # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
-    sent: dict[bool, list[int]] = {True: [], False: []}
+    sent: dict[Pass, list[int]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
     for position in positions:
         source = _source(layout, position)
         if source is not None:
             sent[position[0]].append(levels[source])
-    return [Due(*(bisect_left(sent[forward], levels[position]) for forward in (True, False))) for position in positions]
+    return [
+        Due(*(bisect_left(levels_sent, levels[position]) for levels_sent in sent.values())) for position in positions
+    ]

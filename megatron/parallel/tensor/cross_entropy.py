@@ -115,7 +115,7 @@ class _HeadLoss(torch.autograd.Function):
             if ctx.claim is not None:
                 ctx.main_grad.add_claimed(ctx.claim, lambda memory: _scale_((memory,), factor))
             elif ctx.main_grad is not None and ctx.main_grad.open and not torch.is_grad_enabled():
-                ctx.main_grad.accumulate(lambda _: grad_weight.view(ctx.main_grad.memory.shape))
+                ctx.main_grad.add(grad_weight.view(ctx.main_grad.memory.shape))
                 grad_weight = None
             return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 7
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors

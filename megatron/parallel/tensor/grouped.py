@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.products import grouped_product
-from megatron.parallel.tensor.main_grad import main_grad_of, store_grad
+from megatron.parallel.tensor.main_grad import store_grads
 
 _ROW_STEP = 32
 """Least step between padded row counts, which keeps the number of different counts small."""
@@ -93,17 +92,12 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = grouped_product(grad, stacked(weights), ends_g)
-        main_grads = [(weight, main_grad_of(weight)) for weight in weights]
-        memory = [
-            main_grad.memory.view(weight.shape)
-            for weight, main_grad in main_grads
-            if main_grad is not None and not main_grad.written
-        ]
-        in_place = len(memory) == len(weights) and adjacent(memory)
-        grads_goi = grouped_product(grad.t(), rows, ends_g, stacked(memory) if in_place else None)
-        pairs = zip(weights, grads_goi.unbind(), strict=True)
-        grads = (store_grad(weight, partial(lambda grad_oi, _: grad_oi, grad_oi)) for weight, grad_oi in pairs)
-        return grad_rows, None, *grads
+
+        def compute(memory: Sequence[Tensor] | None) -> Sequence[Tensor]:
+            memory_goi = stacked(memory) if memory is not None and adjacent(memory) else None
+            return grouped_product(grad.t(), rows, ends_g, memory_goi).unbind()
+
+        return grad_rows, None, *store_grads(weights, compute)
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.compression.points import Point
 from megatron.kernels.fp8 import fits
 from megatron.kernels.products import multiplies
 from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
-from megatron.parallel.tensor.main_grad import store_grad
+from megatron.parallel.tensor.main_grad import records_grad, store_grad
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -54,7 +54,9 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b on a single rank, for x (..., in)."""
-    writes_directly = x.is_cpu and weight.numel() >= _MIN_DIRECT_ELEMENTS and not torch.compiler.is_compiling()
+    writes_directly = not torch.compiler.is_compiling() and (
+        (x.is_cpu and weight.numel() >= _MIN_DIRECT_ELEMENTS) or records_grad(weight)
+    )
     if not writes_directly and not multiplies(x, weight):
         return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, EXACT, None)

@@ -5,6 +5,9 @@ of that size to the system, which clears it page by page for the next gradient. 
 for its weight writes to the bucket and returns None, like Megatron-LM's fused accumulation. Autograd still runs the
 parameter's accumulation node, without a gradient, after all functions of a backward have written.
 
+A schedule may compute weight gradients apart from the input gradients (``WeightGrads``): backward functions then only
+record them.
+
 From ``FlatBuffer.begin_grads`` to ``complete_grads``, only plain ``backward()`` is supported: ``torch.autograd.grad``
 and ``backward(inputs=...)`` would write the gradients of all weights in the graph and return none of them, and hooks on
 a weight receive None.
@@ -12,69 +15,139 @@ a weight receive None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "main_grad"
+_CONVERTED_ELEMENTS = 1 << 18
+"""Elements per conversion, few enough to stay in the CPU cache until they are added."""
+
+Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
+"""Computes the gradients of some weights, in their shapes. If its argument is not None, it may write them there."""
+
+
+class WeightGrads:
+    """Weight gradients of backward passes that only record them, for weight passes that compute them later.
+
+    The previous pipeline stage waits only for the gradients of inputs (zero bubble schedules, Qi et al. 2024, section
+    2). A record holds a layer's input and the gradient of its output.
+
+    ``separate``: the schedule of the running step has weight passes.
+    """
+
+    def __init__(self) -> None:
+        self.separate = False
+        self._records: dict[Hashable, list[tuple[list[MainGrad], Compute]]] = {}
+        self._recording: list[tuple[list[MainGrad], Compute]] | None = None
+
+    def begin_step(self, separate: bool) -> None:
+        """Begin a step; forget the records of an abandoned step."""
+        self.separate = separate
+        self._records.clear()
+
+    @contextmanager
+    def recording(self, key: Hashable) -> Iterator[None]:
+        """Record weight gradients inside the context, a backward pass, under a key."""
+        self._recording = self._records[key] = []
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    def record(self, main_grads: list[MainGrad], compute: Compute) -> bool:
+        """Record weight gradients; return False, without an effect, outside ``recording``."""
+        if self._recording is None:
+            return False
+        self._recording.append((main_grads, compute))
+        for main_grad in main_grads:
+            main_grad.num_recorded += 1
+        return True
+
+    @torch.no_grad()
+    def compute(self, key: Hashable) -> None:
+        """Compute the gradients that were recorded under a key, and add them to the main gradients."""
+        records = self._records.pop(key)
+        records.reverse()
+        while records:  # frees the memory of each record
+            main_grads, compute = records.pop()
+            add_grads(main_grads, compute)
+            for main_grad in main_grads:
+                main_grad.num_recorded -= 1
+                main_grad.on_added()
 
 
 class MainGrad:
     """Gradient of a parameter in its bucket; undefined from ``begin_step`` to the first write.
 
     Args:
-        memory: range of the bucket, in the parameter's shape and dtype.
+        memory: range of the bucket, in the parameter's shape.
+        weight_grads: records of the parameter's gradients.
+        direct: ``memory`` has the parameter's dtype.
+        on_added: called after a recorded gradient has been added.
 
-    ``open``: a step accumulates gradients. ``written``: ``memory`` holds the sum of the step's gradients so far.
+    ``open``: a step accumulates gradients, and backward functions may write to ``memory``. ``written``: ``memory``
+    holds the sum of the step's gradients so far. ``num_recorded``: gradients that are recorded and not yet added.
     """
 
-    __slots__ = ("_claim", "_deferred", "memory", "open", "written")
+    __slots__ = ("_claim", "_unclaimed_sum", "direct", "memory", "num_recorded", "on_added", "open", "weight_grads",
+                 "written")  # fmt: skip
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+    def __init__(self, memory: Tensor, weight_grads: WeightGrads, direct: bool, on_added: Callable[[], None]) -> None:
+        self.memory, self.weight_grads, self.direct, self.on_added = memory, weight_grads, direct, on_added
         self.open, self.written = False, True
+        self.num_recorded = 0
         self._claim: object | None = None
-        self._deferred: Tensor | None = None  # sum of gradients added while the memory was claimed
+        self._unclaimed_sum: Tensor | None = None  # of gradients added while the memory was claimed
 
     def begin_step(self) -> None:
         """Begin the gradients of a step."""
-        self.open, self.written = True, False
-        self._claim = self._deferred = None
+        self.open, self.written = self.direct, False
+        self._claim = self._unclaimed_sum = None
 
     def end_step(self) -> None:
         """End the gradients of a step; zero the memory if there was no gradient."""
         if not self.written:
-            self.memory.zero_() if self._deferred is None else self.memory.copy_(self._deferred)
+            self.memory.zero_() if self._unclaimed_sum is None else self.memory.copy_(self._unclaimed_sum)
         self.open, self.written = False, True
-        self._claim = self._deferred = None
+        self._claim = self._unclaimed_sum = None
 
-    def accumulate(self, compute: Callable[[Tensor | None], Tensor]) -> None:
-        """Add a gradient.
+    @property
+    def free_memory(self) -> Tensor | None:
+        """Memory for the step's first gradient; None if it is in use or has another dtype."""
+        return self.memory if self.direct and not self.written and self._claim is None else None
 
-        Args:
-            compute: returns the gradient. If its argument is not None, it may write the gradient there.
-        """
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient, which may have been computed in ``free_memory``."""
         if self.written:
-            self.memory.add_(compute(None))
-        elif self._claim is None:
-            gradient = compute(self.memory)
-            if gradient.data_ptr() != self.memory.data_ptr():
-                self.memory.copy_(gradient)
-            self.written = True
+            self._add_to_memory(grad)
+        elif self._claim is not None:
+            self._unclaimed_sum = grad.clone() if self._unclaimed_sum is None else self._unclaimed_sum.add_(grad)
         else:
-            gradient = compute(None)
-            self._deferred = gradient.clone() if self._deferred is None else self._deferred.add_(gradient)
+            if grad.data_ptr() != self.memory.data_ptr():
+                self.memory.copy_(grad)
+            self.written = True
+
+    def _add_to_memory(self, grad: Tensor) -> None:
+        """Add a gradient, of another dtype in chunks: on a CPU, torch would convert a copy of the complete gradient."""
+        if self.direct or not self.memory.is_cpu:
+            self.memory.add_(grad)
+            return
+        flat, addends = self.memory.view(-1), grad.reshape(-1)
+        for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
+            chunk = slice(start, start + _CONVERTED_ELEMENTS)
+            flat[chunk].add_(addends[chunk])
 
     def add_rows(self, index_n: Tensor, rows_nh: Tensor) -> None:
         """Add a gradient that is zero outside some rows; rows may repeat."""
         if self.written:
             self.memory.index_add_(0, index_n, rows_nh)
         else:
-            memory = self.memory
-            self.accumulate(
-                lambda out: (torch.zeros_like(memory) if out is None else out.zero_()).index_add_(0, index_n, rows_nh)
-            )
+            free = self.free_memory
+            grad = torch.zeros_like(self.memory) if free is None else free.zero_()
+            self.add(grad.index_add_(0, index_n, rows_nh))
 
     def claim(self) -> object | None:
         """Claim the memory for a gradient computed in a forward pass; None if it is in use. See ``add_claimed``."""
@@ -95,21 +168,41 @@ class MainGrad:
                 "begin_grads and complete_grads"
             )
         scale(self.memory)
-        if self._deferred is not None:
-            self.memory.add_(self._deferred)
-        self.written, self._claim, self._deferred = True, None, None
+        if self._unclaimed_sum is not None:
+            self.memory.add_(self._unclaimed_sum)
+        self.written, self._claim, self._unclaimed_sum = True, None, None
 
 
-def attach_main_grad(param: nn.Parameter, memory: Tensor) -> MainGrad:
+def add_grads(main_grads: Sequence[MainGrad], compute: Compute) -> None:
+    """Compute gradients, in their memory if all of it is free, and add them to the main gradients."""
+    free = [memory for main_grad in main_grads if (memory := main_grad.free_memory) is not None]
+    grads = compute(free if len(free) == len(main_grads) else None)
+    for main_grad, grad in zip(main_grads, grads, strict=True):
+        main_grad.add(grad.view(main_grad.memory.shape))
+
+
+def attach_main_grad(param: nn.Parameter, main_grad: MainGrad) -> None:
     """Attach a main gradient to a parameter."""
-    main_grad = MainGrad(memory)
     setattr(param, _ATTRIBUTE, main_grad)
-    return main_grad
 
 
 def detach_main_grad(param: nn.Parameter) -> None:
     """Detach the main gradient from a parameter, so that autograd stores all its gradients."""
     vars(param).pop(_ATTRIBUTE, None)
+
+
+def _attached(weight: Tensor) -> MainGrad | None:
+    param = weight if weight._base is None else weight._base
+    main_grad: MainGrad | None = getattr(param, _ATTRIBUTE, None)
+    if main_grad is None or not param.requires_grad or not weight.is_contiguous():
+        return None
+    return main_grad if weight.numel() == main_grad.memory.numel() else None
+
+
+def records_grad(weight: Tensor) -> bool:
+    """Whether the weight's gradient will be recorded in backward: the schedule has weight passes."""
+    main_grad = _attached(weight)
+    return main_grad is not None and main_grad.weight_grads.separate
 
 
 def main_grad_of(weight: Tensor) -> MainGrad | None:
@@ -121,26 +214,37 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
     # A gradient for higher derivatives needs separate memory, and compiled code manages its memory itself.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    param = weight if weight._base is None else weight._base
-    main_grad: MainGrad | None = getattr(param, _ATTRIBUTE, None)
-    if main_grad is None or not main_grad.open or not param.requires_grad or not weight.is_contiguous():
-        return None
-    return main_grad if weight.numel() == main_grad.memory.numel() else None
+    main_grad = _attached(weight)
+    return main_grad if main_grad is not None and main_grad.open else None
+
+
+def store_grads(weights: Sequence[Tensor], compute: Compute) -> Sequence[Tensor | None]:
+    """Record the gradients or add them to the main gradients, and return None for each weight; return the gradients
+    themselves if a weight has no main gradient to write to.
+
+    Args:
+        weights: see ``main_grad_of``.
+        compute: computes the gradients. It may run after the backward function, so its inputs must not change.
+    """
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        main_grads = [main_grad for weight in weights if (main_grad := _attached(weight)) is not None]
+        if len(main_grads) == len(weights):
+
+            def compute_in_shape(memory: Sequence[Tensor] | None) -> Sequence[Tensor]:
+                if memory is None:
+                    return compute(None)
+                return compute([out.view(weight.shape) for out, weight in zip(memory, weights, strict=True)])
+
+            nothing = [None] * len(weights)
+            if main_grads[0].weight_grads.record(main_grads, compute_in_shape):
+                return nothing
+            if all(main_grad.open for main_grad in main_grads):
+                add_grads(main_grads, compute_in_shape)
+                return nothing
+    return compute(None)
 
 
 def store_grad(weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> Tensor | None:
-    """Add the gradient to the weight's main gradient and return None; without a main gradient, return the gradient.
-
-    Args:
-        weight: see ``main_grad_of``.
-        compute: returns the gradient in the weight's shape. If its argument is not None, it may write there.
-    """
-    main_grad = main_grad_of(weight)
-    if main_grad is None:
-        return compute(None)
-
-    def compute_flat(memory: Tensor | None) -> Tensor:
-        return compute(None if memory is None else memory.view(weight.shape)).view(main_grad.memory.shape)
-
-    main_grad.accumulate(compute_flat)
-    return None
+    """Store a single gradient; see ``store_grads``."""
+    (grad,) = store_grads([weight], lambda memory: [compute(None if memory is None else memory[0])])
+    return grad

@@ -16,7 +16,7 @@ KINDS = ("1f1b", "eager-1f1b", "gpipe")
 
 def _pipeline(kind: str, stages: int, chunks: int, forward: float, backward: float, hop: Hop) -> Pipeline:
     virtual = stages * chunks
-    return Pipeline(kind, [forward] * virtual, [backward] * virtual, stages, lambda *_: hop)
+    return Pipeline(kind, [forward] * virtual, [backward] * virtual, [0.0] * virtual, stages, lambda *_: hop)
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 40), st.floats(0.1, 3), st.floats(0.1, 3))
@@ -28,6 +28,17 @@ def test_the_bubble_without_messages_matches_the_formula(
     assert all(time.busy == pytest.approx(count * (forward + backward)) for time in times)
 
 
+@given(st.integers(1, 6), st.integers(0, 30), st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.0, 1.0))
+def test_weight_passes_fill_the_bubble(stages: int, more: int, forward: float, inputs: float, share: float) -> None:
+    """Up to (p - 1) (f + b - w) of idle time (Qi et al. 2024, table 2)."""
+    count, weight = stages + more, share * min(forward, inputs)
+    backward_s, weight_s = [inputs + weight] * stages, [weight] * stages
+    times = Pipeline("zb-h1", [forward] * stages, backward_s, weight_s, stages, lambda *_: FREE).run(count)
+    bubble = (stages - 1) * (forward + inputs - weight)
+    assert max(time.end for time in times) == pytest.approx(count * (forward + inputs + weight) + bubble)
+    assert all(time.busy == pytest.approx(count * (forward + inputs + weight)) for time in times)
+
+
 @given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 12), st.floats(0.1, 3), st.floats(0.1, 3))
 def test_interleaving_divides_the_bubble(stages: int, chunks: int, groups: int, f: float, b: float) -> None:
     count = groups * stages
@@ -37,7 +48,7 @@ def test_interleaving_divides_the_bubble(stages: int, chunks: int, groups: int, 
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(("1f1b", "eager-1f1b")),
+    st.sampled_from(("1f1b", "eager-1f1b", "zb-h1")),
     st.integers(2, 4),
     st.integers(1025, 2600),
     st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8),
@@ -49,7 +60,8 @@ def test_shortened_simulations_match_full_ones(
     kind: str, stages: int, operations: int, seconds: list[float], hop: Hop
 ) -> None:
     """Also for ranks of nearly the same speed, which reach a steady state late."""
-    pipeline = Pipeline(kind, seconds[:stages], seconds[4 : 4 + stages], stages, lambda *_: hop)
+    backward_s = seconds[4 : 4 + stages]
+    pipeline = Pipeline(kind, seconds[:stages], backward_s, [0.4 * s for s in backward_s], stages, lambda *_: hop)
     count = operations // stages + 1
     with mock.patch.object(Pipeline, "_lengthened", autospec=True, side_effect=Pipeline._lengthened) as lengthened:
         times = pipeline.run(count)
@@ -61,14 +73,15 @@ def test_shortened_simulations_match_full_ones(
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(KINDS),
+    st.sampled_from((*KINDS, "zb-h1")),
     st.integers(2, 4),
     st.integers(1, 60),
     st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8),
     st.builds(Hop, st.floats(0, 0.3), st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.3)),
 )
 def test_no_step_is_shorter_than_its_bound(kind: str, stages: int, count: int, seconds: list[float], hop: Hop) -> None:
-    pipeline = Pipeline(kind, seconds[:stages], seconds[4 : 4 + stages], stages, lambda *_: hop)
+    backward_s = seconds[4 : 4 + stages]
+    pipeline = Pipeline(kind, seconds[:stages], backward_s, [0.4 * s for s in backward_s], stages, lambda *_: hop)
     assert pipeline.lower_bound(count) <= max(time.end for time in pipeline.run(count)) * (1 + 1e-9)
 
 
@@ -92,6 +105,6 @@ def test_late_messages_are_marked() -> None:
         hops_seen.add((forward, boundary, late))
         return FREE
 
-    Pipeline("1f1b", [1.0] * 3, [1.0] * 3, 3, hops).run(6)
+    Pipeline("1f1b", [1.0] * 3, [1.0] * 3, [0.0] * 3, 3, hops).run(6)
     assert hops_seen == {(True, 0, False), (True, 1, False), (False, 0, False), (False, 0, True), (False, 1, False),
                     (False, 1, True)}  # fmt: skip

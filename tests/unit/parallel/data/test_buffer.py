@@ -65,7 +65,7 @@ def test_gradients_of_another_type_are_converted_and_added_in_fp32(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in the type of the parameters would be rounded."""
-    monkeypatch.setattr("megatron.parallel.data.buffer._CONVERTED_ELEMENTS", at_once)
+    monkeypatch.setattr("megatron.parallel.tensor.main_grad._CONVERTED_ELEMENTS", at_once)
     (w, unused), buffer = _buffer({"w": (3, 4), "unused": (2, 2)}, dtype, torch.float32)
     for _ in range(2):
         _begin_stale(buffer)

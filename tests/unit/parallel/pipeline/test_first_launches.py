@@ -26,6 +26,7 @@ from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
 from megatron.parallel.pipeline.timetable import Due, Timetable, build_timetable
+from megatron.parallel.tensor.main_grad import WeightGrads
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
 
 SHAPE = torch.Size((2, 1, 2))
@@ -65,18 +66,25 @@ class Halving(Codec):
 
 
 class _Layer(torch.autograd.Function):
-    """Adds 1 forward, doubles backward, and launches a kernel for each."""
+    """Adds 1 forward, doubles backward, and launches a kernel for each, and for the weight pass if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, device: SpinningDevice, kernel: Hashable) -> Tensor:
-        ctx.device, ctx.kernel = device, kernel
+    def forward(ctx: Any, x: Tensor, device: SpinningDevice, kernel: Hashable, weight_grads: WeightGrads) -> Tensor:
+        ctx.device, ctx.kernel, ctx.weight_grads = device, kernel, weight_grads
         device.launch((kernel, "forward"))
         return x + 1
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.device.launch((ctx.kernel, "backward"))
-        return grads[0] * 2, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        device, kernel = ctx.device, ctx.kernel
+
+        def compute(memory: object) -> list[Tensor]:
+            device.launch((kernel, "weight"))
+            return []
+
+        device.launch((kernel, "backward"))
+        ctx.weight_grads.record([], compute)
+        return grads[0] * 2, None, None, None
 
 
 @dataclass
@@ -90,13 +98,14 @@ class Program:
     kind: Hashable
     shape: torch.Size
     losses: dict[int, float]
+    weight_grads: WeightGrads
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
         x = torch.full(self.shape, float(micro_batch)) if x_sbh is None else x_sbh
         assert x.shape == self.shape
         if x_sbh is None and self.kind[0] == "training":  # type: ignore[index]
             x.requires_grad_()
-        out: Tensor = _Layer.apply(x, self.device, (self.kind, self.chunk, self.shape))
+        out: Tensor = _Layer.apply(x, self.device, (self.kind, self.chunk, self.shape), self.weight_grads)
         if self.last:
             out = out.sum()
             self.losses[micro_batch] = float(out.detach())
@@ -134,11 +143,23 @@ def case(kind: str, pp: int, chunks: int, count: int) -> Case:
 
 CASES = [
     *(case("1f1b", pp, chunks, pp * groups) for pp in (2, 3, 4) for chunks in (2, 3) for groups in (1, 2)),
-    *(case(kind, pp, 1, count) for kind in ("1f1b", "eager-1f1b", "gpipe") for pp in (2, 4, 5) for count in (1, 3, 8)),
+    *(
+        case(kind, pp, 1, count)
+        for kind in ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
+        for pp in (2, 4, 5)
+        for count in (1, 3, 8)
+    ),
 ]
 GROWING = [
     replace(case(kind, pp, chunks, 2 * pp), lengths=(2, 2, 5, 2, 3, 3, 3, 3, 5, 5, 5))
-    for kind, pp, chunks in (("1f1b", 2, 1), ("1f1b", 2, 2), ("1f1b", 3, 3), ("eager-1f1b", 4, 1), ("gpipe", 2, 1))
+    for kind, pp, chunks in (
+        ("1f1b", 2, 1),
+        ("1f1b", 2, 2),
+        ("1f1b", 3, 3),
+        ("eager-1f1b", 4, 1),
+        ("zb-h1", 3, 1),
+        ("gpipe", 2, 1),
+    )
 ]
 """Sequences grow before, with and after the first step of codecs, and with a batch."""
 
@@ -156,7 +177,9 @@ def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
     plan = CompressionPlan(specs, device.rank, case.pp)
     shapes = [SHAPE] * (case.layout.num_virtual_stages - 1)
     channel = PipelineChannel(forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu"))
-    engine = PipelineEngine(case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None)
+    engine = PipelineEngine(
+        case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None, WeightGrads()
+    )
     engine.loads_kernels_lazily = True
     return engine
 
@@ -186,6 +209,7 @@ def _rank(
                     kind=kind,
                     losses=step_losses,
                     shape=case.shape(step),
+                    weight_grads=engine.weight_grads,
                 )
                 for chunk in range(case.chunks)
             ]

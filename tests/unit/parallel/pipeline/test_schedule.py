@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.engine import MAX_POSTED_AHEAD, max_pending_sends
-from megatron.parallel.pipeline.schedule import PipelineOp, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
 
 Message = tuple[bool, int, int]
 """(forward, boundary, micro-batch)"""
@@ -41,7 +41,8 @@ class Case:
         return self._message(op, virtual if op.is_forward else virtual - 1)
 
     def _message(self, op: PipelineOp, boundary: int) -> Message | None:
-        return (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.pp * self.chunks - 1 else None
+        crosses = 0 <= boundary < self.pp * self.chunks - 1 and op.computation is not Pass.WEIGHT
+        return (op.is_forward, boundary, op.micro_batch) if crosses else None
 
     def ends(self, message: Message) -> tuple[int, int]:
         """Sender and receiver."""
@@ -52,7 +53,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *kinds: str) -> Case:
-    kind = draw(st.sampled_from(kinds or ("1f1b", "eager-1f1b", "gpipe", "interleaved", "eval")))
+    kind = draw(st.sampled_from(kinds or ("1f1b", "eager-1f1b", "zb-h1", "gpipe", "interleaved", "eval")))
     if kind == "interleaved":
         pp = draw(st.integers(2, 6))
         return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
@@ -148,15 +149,15 @@ def _tagged(message: Message) -> Hashable:
 
 
 @given(cases())
-def test_every_operation_runs_once_and_forward_before_backward(case: Case) -> None:
+def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
+    passes = {"eval": [Pass.FORWARD], "zb-h1": [*Pass]}.get(case.kind, [Pass.FORWARD, Pass.BACKWARD])
     for schedule in case.schedules():
-        forwards = [(op.chunk, op.micro_batch) for op in schedule if op.is_forward]
-        backwards = [(op.chunk, op.micro_batch) for op in schedule if not op.is_forward]
-        everything = Counter((c, m) for c in range(case.chunks) for m in range(case.count))
-        assert Counter(forwards) == everything
-        assert Counter(backwards) == (Counter() if case.kind == "eval" else everything)
-        index = {(op.is_forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
-        assert all(index[True, c, m] < index[False, c, m] for c, m in backwards)
+        order = [(op.chunk, op.micro_batch, op.computation) for op in schedule]
+        assert Counter(order) == Counter(
+            (c, m, p) for c in range(case.chunks) for m in range(case.count) for p in passes
+        )
+        for chunk, micro_batch, _ in order:
+            assert [p for c, m, p in order if (c, m) == (chunk, micro_batch)] == passes
 
 
 @given(cases(), st.integers(1, 4))
@@ -196,19 +197,23 @@ def test_both_ends_of_a_link_agree_on_the_order(case: Case) -> None:
 
 
 def _most_activations(schedule: list[PipelineOp]) -> int:
-    """Maximum number of activations in memory."""
+    """Maximum number of micro-batches between their forward and their last pass."""
+    last = schedule[-1].computation
     count = most = 0
     for op in schedule:
-        count += 1 if op.is_forward else -1
+        count += op.is_forward
         most = max(most, count)
+        count -= op.computation is last
     return most
 
 
-@given(cases("1f1b", "eager-1f1b", "interleaved"))
+@given(cases("1f1b", "eager-1f1b", "zb-h1", "interleaved"))
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
         if case.kind == "eager-1f1b":
             assert _most_activations(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
+        elif case.kind == "zb-h1":
+            assert _most_activations(schedule) == min(case.count, case.pp)
         elif case.chunks == 1:
             assert _most_activations(schedule) == min(case.count, case.pp - stage)
         else:
@@ -217,7 +222,8 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
 
 
 def _duration(case: Case, forward: int, backward: int, message: int = 0) -> int:
-    """Time until the last rank finishes, with messages that take a fixed time and do not queue."""
+    """Time until the last rank finishes, with messages that take a fixed time and do not queue; ``backward``: of each
+    pass after the forward."""
     ready: dict[Message, int] = {}
     clock = [0] * case.pp
     queues = [deque(schedule) for schedule in case.schedules()]
@@ -262,5 +268,12 @@ def test_combinations_without_a_schedule_are_refused() -> None:
         make_schedule("gpipe", 2, 0, 2, 4)
     with pytest.raises(ValueError, match="eager-1f1b"):
         make_schedule("eager-1f1b", 2, 0, 2, 4)
-    with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, gpipe"):
+    with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, zb-h1, gpipe"):
         make_schedule("zb", 2, 0, 1, 4)
+
+
+@given(cases("zb-h1"), st.integers(1, 3))
+def test_the_zero_bubble_schedule_has_the_published_bubble(case: Case, seconds: int) -> None:
+    """(p - 1) (f + b - w) of idle time for f = b = w (Qi et al. 2024, table 2), with at least p micro-batches."""
+    case = replace(case, count=case.count + case.pp)
+    assert _duration(case, seconds, seconds) == case.count * 3 * seconds + (case.pp - 1) * seconds

@@ -51,8 +51,8 @@ def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[M
     if at == len(table.schedules[stage]):
         return False
     messages = table.messages_due[stage][at]
-    for forward, count in ((True, messages.forward), (False, messages.backward)):
-        incoming = [case.incoming(stage, op) for op in table.schedules[stage] if op.is_forward is forward]
+    for computation, count in ((Pass.FORWARD, messages.forward), (Pass.BACKWARD, messages.backward)):
+        incoming = [case.incoming(stage, op) for op in table.schedules[stage] if op.computation is computation]
         if not sent.issuperset([message for message in incoming if message is not None][:count]):
             return False
     return True
