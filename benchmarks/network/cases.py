@@ -74,6 +74,9 @@ PIPELINE = (
     NetworkCase("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
     DELTA_EAGER,
     NetworkCase("delta 2, fixpoint 4, eager 1F1B", DELTA_2.specs, "eager-1f1b"),
+    NetworkCase("fp32 traffic, zero bubble", schedule="zb-h1"),
+    NetworkCase("bf16 traffic, zero bubble", CAST.specs, "zb-h1"),
+    NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
 )
 DATA = (
     FP32,
