@@ -81,7 +81,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
-        inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
+        inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "weight-compute"))
         accounts = engines.ledger.take_totals()
         for kind in ("coded_s", "waited_s"):
             figures[kind] = sum(account[kind] for account in accounts.values())

@@ -152,7 +152,7 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
-        "tensor-parallel rank, without attention dropout and --deterministic-mode.",
+        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1.",
         only_if=(_COMPILER,),
     )
 
@@ -305,7 +305,7 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
         )
     if model.model_type == "deberta":
         return "DeBERTa's layers are not compiled; leave the flag out"
-    if parallel.pipeline_schedule == "zb-h1":
+    if parallel.pipeline_schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1:
         return (
             "compiled layers do not compute weight gradients apart, as --pipeline-schedule zb-h1 needs; leave one of "
             "them out"

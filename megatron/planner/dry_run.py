@@ -98,21 +98,6 @@ class CostTally:
     sent: dict[Point, int] = field(default_factory=dict)
     inside: dict[Point, int] = field(default_factory=dict)
 
-    def __add__(self, other: CostTally) -> CostTally:
-        """Costs of two parts, one after the other."""
-        by_point = [
-            {point: mine.get(point, 0) + theirs.get(point, 0) for point in (*mine, *theirs)}
-            for mine, theirs in ((self.sent, other.sent), (self.inside, other.inside))
-        ]
-        return CostTally(
-            self.seconds + other.seconds,
-            self.coding_s + other.coding_s,
-            self.waited_s + other.waited_s,
-            self.flops + other.flops,
-            self.collectives + other.collectives,
-            *by_point,
-        )
-
     @staticmethod
     def median(tallies: Sequence[CostTally]) -> CostTally:
         """Median of repeated tallies; the first is a warm-up and does not count unless it is the only tally.

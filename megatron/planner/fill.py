@@ -31,17 +31,17 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 
 
 @cache
-def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """Peak number of chunk activations that a rank holds."""
+def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> frozenset[tuple[int, int]]:
+    """(Chunk activations, records of weight passes) that a rank holds at the same time, at the points of a step."""
     operations = _operations(kind, pp, rank, chunks, micro_batches)
-    releasing = Pass.WEIGHT if any(op.computation is Pass.WEIGHT for op in operations) else Pass.BACKWARD
-    activations = peak = 0
+    records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
+    activations = records = 0
+    held = set()
     for op in operations:
-        activations += op.is_forward
-        peak = max(peak, activations)
-        # The records of a weight pass hold most of the activations.
-        activations -= op.computation is releasing
-    return peak
+        activations += op.is_forward - op.is_backward
+        records += op.is_backward * records_per_backward - (op.computation is Pass.WEIGHT)
+        held.add((activations, records))
+    return frozenset(held)
 
 
 @cache
@@ -59,11 +59,12 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     uniform = not stages.config.model.has_experts
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
-        saved_bytes = [
-            sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
-            for virtual in range(rank, choice.pp * choice.chunks, choice.pp)
-        ]
-        activations = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
+        saved_bytes, recorded_bytes = 0.0, 0.0  # of the fullest chunk
+        for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
+            pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
+            saved_bytes = max(saved_bytes, sum(n * piece.saved_bytes for n, piece in pieces))
+            recorded_bytes = max(recorded_bytes, sum(n * piece.recorded_bytes for n, piece in pieces))
+        counts = held_by_rank(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
@@ -86,7 +87,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             "parameters": float(elements * each.weight),
             "gradients": float(elements * each.gradient),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
-            "activations": activations * max(saved_bytes),
+            "activations": max(activations * saved_bytes + records * recorded_bytes for activations, records in counts),
             "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }

@@ -55,6 +55,7 @@ class PieceCost:
     Args:
         forward, backward: costs of one micro-batch.
         weight: the part of ``backward`` that a weight pass computes, if the schedule has weight passes.
+        recorded_bytes: bytes kept from the backward to the weight pass of a micro-batch.
         saved_bytes: bytes kept from the forward to the backward of a micro-batch.
         working_bytes: temporary bytes during computation, independent of the number of micro-batches and without
             recomputation.
@@ -69,6 +70,7 @@ class PieceCost:
     forward: CostTally
     backward: CostTally
     weight: CostTally
+    recorded_bytes: float
     saved_bytes: float
     working_bytes: float
     parameters: int

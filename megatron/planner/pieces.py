@@ -114,7 +114,6 @@ class Pieces:
         if not params and experts_only is not None:
             return None
         weight_grads = WeightGrads()
-        weight_grads.begin_step(separate=True)
         buffer = FlatBuffer(
             params,
             main_grad_dtype(dtype, exact or config.parallel.accumulate_allreduce_grads_in_fp32),
@@ -149,23 +148,34 @@ class Pieces:
         x: Tensor = tokens_bs if stage.stage_part.first else self.backend.fill(activation).requires_grad_()
         forwards: list[CostTally] = []
         backwards: list[CostTally] = []
-        weights: list[CostTally] = []
         saved = SavedTensors()
-        for _ in range(self.backend.repeats):
+
+        def run_forward() -> Tensor:
+            nonlocal saved
             saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
-            hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
+            with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+                out = stage.loss(x, targets).objective if stage.stage_part.last else stage(x, context)
+            if stage.stage_part.layers:
+                saved.add(x)
+            return out
+
+        for _ in range(self.backend.repeats):
             with recorder:
-                with hooks:
-                    out = stage.loss(x, targets).objective if stage.stage_part.last else stage(x, context)
-                if stage.stage_part.layers:
-                    saved.add(x)
+                out = run_forward()
                 forwards.append(recorder.take())
-                with built.weight_grads.recording(None):
-                    torch.autograd.backward(out, torch.ones_like(out))
-                of_inputs = recorder.take()
-                built.weight_grads.compute(None)
-                weights.append(recorder.take())
-                backwards.append(of_inputs + weights[-1])
+                torch.autograd.backward(out, torch.ones_like(out))
+                backwards.append(recorder.take())
+        built.weight_grads.begin_step(separate=True)
+        recorded = SavedTensors(built.buffer.params_flat)
+        with recorder:
+            out = run_forward()
+            with built.weight_grads.recording(None):
+                torch.autograd.backward(out, torch.ones_like(out))
+            recorder.take()
+            for tensor in built.weight_grads.tensors(None):
+                recorded.add(tensor)
+            built.weight_grads.compute(None)
+            weight = recorder.take()
         working = 0.0
         if name == "head":
             itemsize = config.precision.params_dtype.itemsize
@@ -176,7 +186,8 @@ class Pieces:
         return PieceCost(
             CostTally.median(forwards),
             CostTally.median(backwards),
-            CostTally.median(weights),
+            weight,
+            float(recorded.nbytes),
             float(saved.nbytes),
             working,
             sum(parameter.numel() for parameter in stage.parameters()),

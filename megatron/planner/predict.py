@@ -10,6 +10,7 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.models.stages import padded_vocab_size
 from megatron.parallel.data.gradient_sync import bucket_elements
+from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
@@ -75,7 +76,8 @@ class Predictor(Stages):
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
         # Optimizer and gradient reduction only add to it, and no order of operations is better.
-        passes_only = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
+        schedule = choice.schedule if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
+        passes_only = dataclasses.replace(_forth_and_back(choice), schedule=schedule, micro_batches=1)
         key = passes_only, choice.micro_batches
         if key not in self._bounds:
             if passes_only not in self._pipelines:
@@ -214,7 +216,9 @@ class Predictor(Stages):
 
     def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
-        backward = sum(pipeline.backward_s[rank :: pipeline.stages])
+        # The last weight passes fill the buckets, where a rank has weight passes.
+        separate = rank > 0 and pipeline.kind in WITH_WEIGHT_PASSES
+        backward = sum((pipeline.weight_s if separate else pipeline.backward_s)[rank :: pipeline.stages])
         end = 0.0
         for number in range(1, buckets + 1):
             coded = time.end - backward * (1 - number / buckets) + stage.first_coding_s * number / buckets

@@ -13,6 +13,7 @@ from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
+from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
@@ -113,14 +114,16 @@ class Stages:
                 tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
                 ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
-                if way and self.config.parallel.async_tensor_model_parallel_allreduce:
-                    # Half of the collectives of a region overlap with its matrix products.
+                joint = choice.schedule not in WITH_WEIGHT_PASSES
+                if way and joint and self.config.parallel.async_tensor_model_parallel_allreduce:
+                    # Half of the collectives of a region overlap with the products of its weights' gradients.
                     hidden = min(tp_s / 2, computed / 2)
                 row[way] = computed + coding + tp_s - hidden + ep_s
                 row[2] += tp_s - hidden
                 row[3] += coding
                 row[4] += ep_s
-            row[5] = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
+            if choice.schedule in WITH_WEIGHT_PASSES:
+                row[5] = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
             passes[name] = Passes(*row)
         return passes
 

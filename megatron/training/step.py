@@ -287,10 +287,11 @@ def _expert_signatures(engines: Engines) -> list[Hashable]:
 _SPAN_NAMES = {
     "forward-compute": "forward",
     "backward-compute": "backward",
+    "weight-compute": "weight",
     "forward-send": "send",
     "backward-send": "send",
 }
-_COMPUTING = ("forward-compute", "backward-compute")
+_COMPUTING = ("forward-compute", "backward-compute", "weight-compute")
 
 
 def pipeline_span(timers: Timers, ledger: Ledger) -> Span:

@@ -19,6 +19,7 @@ TIMER_NAMES = (
     "forward-backward",
     "forward-compute",
     "backward-compute",
+    "weight-compute",
     "batch-generator",
     "forward-recv",
     "forward-send",

@@ -103,7 +103,8 @@ class PipelineEngine:
             num_micro_batches: number of micro-batches in the step.
             loss_grad: gradient of each micro-batch's scalar; None without backward passes.
             signatures: launch signatures (``first_launches``) of the programs; the engine adds those of the messages.
-            span: times the sections forward-recv, forward-compute and forward-send, and likewise for backward.
+            span: times the sections forward-recv, forward-compute and forward-send, likewise for backward, and
+                weight-compute.
         """
         ops = table.schedules[self.stage]
         activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -119,7 +120,7 @@ class PipelineEngine:
                 run.expect(following)
             slot = (op.chunk, op.micro_batch)
             if op.computation is Pass.WEIGHT:
-                with span("backward-compute", op):
+                with span("weight-compute", op):
                     self.weight_grads.compute(slot)
                 continue
             self.before_micro_batch(op.micro_batch)
@@ -148,6 +149,7 @@ class PipelineEngine:
                 assert x_sbh.grad is not None
                 with span("backward-send", op):
                     run.send(op, x_sbh.grad)
+            del x_sbh, out, grad
         run.end()
 
 

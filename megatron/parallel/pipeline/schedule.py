@@ -67,10 +67,13 @@ def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[Pipeline
 
     Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.3, schedule H1. The weight pass of a micro-batch comes
     ``stage`` backward passes after its own, so that on every stage at most pp micro-batches are between their forward
-    and their weight pass, as on the first stage of 1F1B.
+    and their weight pass, as on the first stage of 1F1B. No stage waits for the first, which has no weight passes.
     """
+    joint_ops = one_f_one_b(pp, stage, num_micro_batches)
+    if stage == 0:
+        return joint_ops
     ops = []
-    for op in one_f_one_b(pp, stage, num_micro_batches):
+    for op in joint_ops:
         ops.append(op)
         if op.is_backward and op.micro_batch >= stage:
             ops.append(PipelineOp(Pass.WEIGHT, 0, op.micro_batch - stage))
@@ -104,6 +107,8 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 
 
 SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
+WITH_WEIGHT_PASSES = frozenset({"zb-h1"})
+"""Schedules that compute weight gradients apart, on all stages but the first."""
 
 
 def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:

@@ -100,6 +100,7 @@ class _HeadLoss(torch.autograd.Function):
             if with_grad:
                 # Under sequence parallelism, backward gathers the input again, so that only the local part is saved.
                 ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
+                ctx.weight = weight
         total = torch.dot(losses_t, weights_t.to(losses_t.dtype))
         losses_sb = losses_t.view(labels_sb.shape)
         ctx.mark_non_differentiable(losses_sb)
@@ -127,7 +128,7 @@ class _HeadLoss(torch.autograd.Function):
         if slope is not None:
             logits.mul_(slope)
         grad_x = product(logits, weight)
-        grad_weight = store_grad(weight, lambda out: product(logits.t(), x_th, out))
+        grad_weight = store_grad(ctx.weight, (logits, x_th), lambda out, inputs: product(inputs[0].t(), inputs[1], out))
         grad_bias = logits.sum(dim=0, dtype=lse_t.dtype).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)

@@ -20,13 +20,14 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(weight, index)
+        ctx.weight = weight
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, index = ctx.saved_tensors
         rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
-        main_grad = main_grad_of(weight)
+        main_grad = main_grad_of(ctx.weight)
         if main_grad is None:
             return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
         main_grad.add_rows(*rows)

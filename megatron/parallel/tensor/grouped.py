@@ -85,6 +85,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends_g: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends_g, *weights)
+        ctx.weights = weights
         return grouped_product(rows, stacked(weights).transpose(1, 2), ends_g)
 
     @staticmethod
@@ -93,11 +94,12 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         grad_rows = grouped_product(grad, stacked(weights), ends_g)
 
-        def compute(memory: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        def compute(memory: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            grad, rows, ends_g = inputs
             memory_goi = stacked(memory) if memory is not None and adjacent(memory) else None
             return grouped_product(grad.t(), rows, ends_g, memory_goi).unbind()
 
-        return grad_rows, None, *store_grads(weights, compute)
+        return grad_rows, None, *store_grads(ctx.weights, (grad, rows, ends_g), compute)
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ class _Linear(torch.autograd.Function):
         full = comm.gather(x_sbh, Point.TP_FWD) if comm is not None and comm.sequence_parallel else x_sbh
         out, scales = products.output(full, weight, bias)
         ctx.save_for_backward(x_sbh, weight, *scales)
-        ctx.comm, ctx.products, ctx.has_bias = comm, products, bias is not None
+        # A saved tensor may be a copy of the parameter without its main gradient.
+        ctx.weight, ctx.comm, ctx.products, ctx.has_bias = weight, comm, products, bias is not None
         return out
 
     @staticmethod
@@ -46,8 +47,11 @@ class _Linear(torch.autograd.Function):
         grad_x, grad_scales = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if pending_gather is None else pending_gather.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        all_scales = (*scales, *grad_scales)
-        grad_weight = store_grad(weight, lambda out: products.grad_weight(grad_sbo, full, all_scales, out))
+        grad_weight = store_grad(
+            ctx.weight,
+            (grad_sbo, full, *scales, *grad_scales),
+            lambda out, inputs: products.grad_weight(inputs[0], inputs[1], tuple(inputs[2:]), out),
+        )
         grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +26,23 @@ _ATTRIBUTE = "main_grad"
 _CONVERTED_ELEMENTS = 1 << 18
 """Elements per conversion, few enough to stay in the CPU cache until they are added."""
 
-Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
-"""Computes the gradients of some weights, in their shapes. If its argument is not None, it may write them there."""
+Compute = Callable[[Sequence[Tensor] | None, Sequence[Tensor]], Sequence[Tensor]]
+"""(memory, inputs) -> the gradients of some weights, in their shapes. It may write them to ``memory``, if not None."""
 
 
 class WeightGrads:
     """Weight gradients of backward passes that only record them, for weight passes that compute them later.
 
     The previous pipeline stage waits only for the gradients of inputs (zero bubble schedules, Qi et al. 2024, section
-    2). A record holds a layer's input and the gradient of its output.
+    2). A record holds a layer's input, gathered under sequence parallelism, and the gradient of its output.
 
-    ``separate``: the schedule of the running step has weight passes.
+    ``separate``: the schedule of this rank's running step has weight passes.
     """
 
     def __init__(self) -> None:
         self.separate = False
-        self._records: dict[Hashable, list[tuple[list[MainGrad], Compute]]] = {}
-        self._recording: list[tuple[list[MainGrad], Compute]] | None = None
+        self._records: dict[Hashable, list[_Record]] = {}
+        self._recording: list[_Record] | None = None
 
     def begin_step(self, separate: bool) -> None:
         """Begin a step; forget the records of an abandoned step."""
@@ -57,14 +58,20 @@ class WeightGrads:
         finally:
             self._recording = None
 
-    def record(self, main_grads: list[MainGrad], compute: Compute) -> bool:
+    def record(self, main_grads: Sequence[MainGrad], inputs: Sequence[Tensor], compute: Compute) -> bool:
         """Record weight gradients; return False, without an effect, outside ``recording``."""
         if self._recording is None:
             return False
-        self._recording.append((main_grads, compute))
+        # Without its history, an input keeps no other tensor of the graph alive.
+        self._recording.append(_Record(main_grads, [x.detach() for x in inputs], compute))
         for main_grad in main_grads:
             main_grad.num_recorded += 1
         return True
+
+    def tensors(self, key: Hashable) -> Iterator[Tensor]:
+        """Tensors that are recorded under a key."""
+        for record in self._records[key]:
+            yield from record.inputs
 
     @torch.no_grad()
     def compute(self, key: Hashable) -> None:
@@ -72,11 +79,20 @@ class WeightGrads:
         records = self._records.pop(key)
         records.reverse()
         while records:  # frees the memory of each record
-            main_grads, compute = records.pop()
-            add_grads(main_grads, compute)
-            for main_grad in main_grads:
+            record = records.pop()
+            add_grads(record.main_grads, record.inputs, record.compute)
+            for main_grad in record.main_grads:
                 main_grad.num_recorded -= 1
                 main_grad.on_added()
+
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """Weight gradients to compute."""
+
+    main_grads: Sequence[MainGrad]
+    inputs: Sequence[Tensor]
+    compute: Compute
 
 
 class MainGrad:
@@ -173,10 +189,10 @@ class MainGrad:
         self.written, self._claim, self._unclaimed_sum = True, None, None
 
 
-def add_grads(main_grads: Sequence[MainGrad], compute: Compute) -> None:
+def add_grads(main_grads: Sequence[MainGrad], inputs: Sequence[Tensor], compute: Compute) -> None:
     """Compute gradients, in their memory if all of it is free, and add them to the main gradients."""
     free = [memory for main_grad in main_grads if (memory := main_grad.free_memory) is not None]
-    grads = compute(free if len(free) == len(main_grads) else None)
+    grads = compute(free if len(free) == len(main_grads) else None, inputs)
     for main_grad, grad in zip(main_grads, grads, strict=True):
         main_grad.add(grad.view(main_grad.memory.shape))
 
@@ -218,33 +234,39 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
     return main_grad if main_grad is not None and main_grad.open else None
 
 
-def store_grads(weights: Sequence[Tensor], compute: Compute) -> Sequence[Tensor | None]:
+def store_grads(weights: Sequence[Tensor], inputs: Sequence[Tensor], compute: Compute) -> Sequence[Tensor | None]:
     """Record the gradients or add them to the main gradients, and return None for each weight; return the gradients
     themselves if a weight has no main gradient to write to.
 
     Args:
-        weights: see ``main_grad_of``.
-        compute: computes the gradients. It may run after the backward function, so its inputs must not change.
+        weights: see ``main_grad_of``. Tensors that autograd has saved may be copies without a main gradient.
+        inputs: inputs of ``compute``, which may run after the backward function: they must not change.
+        compute: computes the gradients.
     """
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         main_grads = [main_grad for weight in weights if (main_grad := _attached(weight)) is not None]
         if len(main_grads) == len(weights):
+            shapes = [weight.shape for weight in weights]
 
-            def compute_in_shape(memory: Sequence[Tensor] | None) -> Sequence[Tensor]:
+            def compute_in_shape(memory: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
                 if memory is None:
-                    return compute(None)
-                return compute([out.view(weight.shape) for out, weight in zip(memory, weights, strict=True)])
+                    return compute(None, inputs)
+                return compute([out.view(shape) for out, shape in zip(memory, shapes, strict=True)], inputs)
 
             nothing = [None] * len(weights)
-            if main_grads[0].weight_grads.record(main_grads, compute_in_shape):
+            if main_grads[0].weight_grads.record(main_grads, inputs, compute_in_shape):
                 return nothing
             if all(main_grad.open for main_grad in main_grads):
-                add_grads(main_grads, compute_in_shape)
+                add_grads(main_grads, inputs, compute_in_shape)
                 return nothing
-    return compute(None)
+    return compute(None, inputs)
 
 
-def store_grad(weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> Tensor | None:
+def store_grad(
+    weight: Tensor, inputs: Sequence[Tensor], compute: Callable[[Tensor | None, Sequence[Tensor]], Tensor]
+) -> Tensor | None:
     """Store a single gradient; see ``store_grads``."""
-    (grad,) = store_grads([weight], lambda memory: [compute(None if memory is None else memory[0])])
+    (grad,) = store_grads(
+        [weight], inputs, lambda memory, inputs: [compute(None if memory is None else memory[0], inputs)]
+    )
     return grad

@@ -96,6 +96,28 @@ def test_recomputing_costs_a_forward_and_saves_memory() -> None:
     assert again.predict(several).memory["work space"] == 4 * dense.saved_bytes
 
 
+@pytest.mark.parametrize("granularity", [None, "selective", "full"])
+def test_a_weight_pass_computes_the_products_of_weights(granularity: str | None) -> None:
+    recompute = {} if granularity is None else {"recompute_granularity": granularity}
+    predictor, choice = predictor_of(small_run(recompute=recompute))
+    piece, h, tokens = predictor.book.piece(choice, "layer"), 64, 32
+    assert piece.weight.flops == 2 * tokens * 12 * h * h
+    # Inputs of 1, 1, 1 and 4 times the width, and gradients of outputs of 3, 1, 4 and 1 times.
+    assert piece.recorded_bytes == 4 * tokens * (7 + 9) * h
+    assert predictor.book.piece(choice, "embedding").weight.flops == 0
+
+
+def test_weight_passes_shorten_a_pipeline_and_hold_records() -> None:
+    sizes = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1"}
+    model, batch = {"hidden_size": 1024, "seq_length": 512}, {"global_batch_size": 16}
+    predictor, separate = predictor_of(small_run(model=model, training=batch, parallel=sizes))
+    joint = dataclasses.replace(separate, schedule="1f1b")
+    seconds, bound = predictor.predict(separate).seconds, predictor.lower_bound(separate)
+    assert bound <= seconds < 0.95 * predictor.predict(joint).seconds
+    held = predictor.predict(separate).memory["activations"] / predictor.predict(joint).memory["activations"]
+    assert 1.0 < held < 2.0
+
+
 def test_saved_bytes_match_a_real_run() -> None:
     config = small_run()
     predictor, choice = predictor_of(config)

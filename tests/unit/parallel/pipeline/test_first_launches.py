@@ -78,12 +78,12 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         device, kernel = ctx.device, ctx.kernel
 
-        def compute(memory: object) -> list[Tensor]:
+        def compute(memory: object, inputs: object) -> list[Tensor]:
             device.launch((kernel, "weight"))
             return []
 
         device.launch((kernel, "backward"))
-        ctx.weight_grads.record([], compute)
+        ctx.weight_grads.record([], [], compute)
         return grads[0] * 2, None, None, None
 
 
