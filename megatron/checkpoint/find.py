@@ -90,7 +90,7 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
         broken: iteration of the checkpoint that cannot be loaded.
         flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
     """
-    others = [iteration for iteration in saved_iterations(root) if iteration != broken]
+    other_iterations = [iteration for iteration in saved_iterations(root) if iteration != broken]
     try:
         tracked = iteration_of(tracked_text(root))
     except OSError:
@@ -98,15 +98,17 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
     # A broken checkpoint that is not the tracker's was named explicitly.
     named = flag is not None or (broken is not None and tracked not in (None, broken))
     if isinstance(broken, int) and not named:
-        others.sort(key=lambda iteration: (iteration > broken, -iteration))
+        other_iterations.sort(key=lambda iteration: (iteration > broken, -iteration))
     # Only as many are checked as the message needs: every rank calls this, and a folder may hold hundreds.
-    complete = (iteration for iteration in others if _looks_complete(root, iteration))
+    complete = (iteration for iteration in other_iterations if _looks_complete(root, iteration))
     first = next(complete, None)
     if first is None:
         return f"; {root} has no other complete checkpoint"
     if not named:
         return f"; iteration {first} is complete: to load it, write {first} into {root / TRACKER}"
-    shown = [first, *islice(complete, SHOWN_ITERATIONS)]
-    names = ", ".join(map(str, shown[:SHOWN_ITERATIONS])) + ", ..." * (len(shown) > SHOWN_ITERATIONS)
+    shown_iterations = [first, *islice(complete, SHOWN_ITERATIONS)]
+    names = ", ".join(map(str, shown_iterations[:SHOWN_ITERATIONS])) + ", ..." * (
+        len(shown_iterations) > SHOWN_ITERATIONS
+    )
     example = f" ({flag} {first})" if flag else ""
     return f"; complete are, newest first: {names}; name one of them{example}"

@@ -36,12 +36,12 @@ def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int)
     operations = _operations(kind, pp, rank, chunks, micro_batches)
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
     activations = records = 0
-    held = set()
+    held_counts = set()
     for op in operations:
         activations += op.is_forward - op.is_backward
         records += op.is_backward * records_per_backward - (op.computation is Pass.WEIGHT)
-        held.add((activations, records))
-    return frozenset(held)
+        held_counts.add((activations, records))
+    return frozenset(held_counts)
 
 
 @cache
@@ -70,12 +70,14 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
         contents = stages.contents(choice, rank)
         working_bytes = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
-        if choice.recompute.recompute_granularity == "full":  # a group of layers is held during recomputation
+        if choice.recompute.recompute_granularity == "full":  # recomputation holds a group of layers
             plain = replace(choice, recompute=RecomputeConfig())
             layers = [name for name, n in contents.items() if n and name not in (EMBEDDING, HEAD)]
             in_groups = choice.recompute.recompute_method == "uniform"
-            held = choice.recompute.recompute_num_layers if in_groups else 1
-            working_bytes = max(working_bytes, max(book.piece(plain, name).saved_bytes for name in layers) * held)
+            num_recomputed = choice.recompute.recompute_num_layers if in_groups else 1
+            working_bytes = max(
+                working_bytes, max(book.piece(plain, name).saved_bytes for name in layers) * num_recomputed
+            )
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [
             (n, book.reduction(choice, name, rank, of_experts))

@@ -34,14 +34,14 @@ def coverage_notes(engines: Engines) -> list[str]:
     if not points:
         return []
     shares = [_shares(engines, point) for point in points]
-    elements_p2 = torch.tensor([[done, total] for done, total, _ in shares], dtype=torch.float64)
+    elements_p2 = torch.tensor([[compressed, total] for compressed, total, _ in shares], dtype=torch.float64)
     bounds_p = torch.tensor([bound for _, _, bound in shares])
     control = engines.topology.control
     control.all_reduce(elements_p2).wait()
     control.all_reduce(bounds_p, ReduceOp.MAX).wait()
     return [
-        _line(engines.plan.specs[point], done / total, bound, engines.config.precision.params_dtype)
-        for point, (done, total), bound in zip(points, elements_p2.tolist(), bounds_p.tolist(), strict=True)
+        _line(engines.plan.specs[point], compressed / total, bound, engines.config.precision.params_dtype)
+        for point, (compressed, total), bound in zip(points, elements_p2.tolist(), bounds_p.tolist(), strict=True)
         if total
     ]
 
@@ -101,11 +101,13 @@ def _experts(engines: Engines, point: Point) -> Shares:
     """Routing is not known in advance; assume that a layer's tokens choose all its experts uniformly."""
     model, plan = engines.config.model, engines.plan
     row = (1, model.hidden_size)
-    done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
+    compressed = plan.covers(point, plan.stage) and plan.ever_compresses(
+        point, row, engines.config.precision.params_dtype
+    )
     coded, total = 0.0, 0.0
     for layer in (n for stage in engines.stages for n in stage.stage_part.layers if n in model.expert_layers):
         between, inside = _rows_of_token(engines.expert_comm, model.expert_layers[layer], model.moe_router_topk)
-        coded += between * done * model.hidden_size
+        coded += between * compressed * model.hidden_size
         total += (between + inside) * model.hidden_size
     return coded, total, 0
 
@@ -123,7 +125,7 @@ def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float
 
 def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
     """The shares of gradients, or of islands' differences, whose buckets are allocated during rounds only."""
-    done, total = 0, 0
+    compressed, total = 0, 0
     shapes: set[tuple[int, ...]] = set()
     for reducer in reducers:
         for bucket, units in zip(reducer.buckets, reducer.units, strict=True):
@@ -131,17 +133,17 @@ def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
                 continue
             length = bucket.flat.numel() or bucket.ranges[-1].stop
             total += length
-            done += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
+            compressed += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
             shapes |= {slot.shape for slot in bucket.ranges if len(slot.shape) > 1}
-    return float(done), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
+    return float(compressed), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 
 def _embedding(engines: Engines) -> Shares:
     shapes = [tied.shape for tied in engines.sync.ties]
-    done = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
+    compressed = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
     spec = engines.plan.specs[Point.EMBED_GRAD]
     highest = max((highest_rank(spec, shape) for shape in shapes), default=0)
-    return float(done), float(sum(map(math.prod, shapes))), highest
+    return float(compressed), float(sum(map(math.prod, shapes))), highest
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
@@ -150,14 +152,14 @@ def _tensor(engines: Engines, point: Point) -> Shares:
     if comm.size == 1:
         return 0.0, 0.0, 0
     covered = engines.plan.covers(point, engines.plan.stage)
-    done, total, highest = 0, 0, 0
+    compressed, total, highest = 0, 0, 0
     for layer in (number for stage in engines.stages for number in stage.stage_part.layers):
         length = model.labels_of(model.seq_length) if layer in model.decoder_layers else model.seq_length
         shape = (length, engines.config.training.micro_batch_size, model.hidden_size)
         total += length
-        done += length * (covered and engines.plan.ever_compresses(point, shape))
+        compressed += length * (covered and engines.plan.ever_compresses(point, shape))
         highest = max(highest, highest_rank(engines.plan.specs[point], shape))
-    return float(done), float(total), highest
+    return float(compressed), float(total), highest
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:
@@ -166,9 +168,9 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
     shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
     covered, messages = plan.covers(point, plan.stage), list(_sent(engines, point))
     pays = [covered and plan.ever_compresses(point, shape, dtype) for shape in shapes]
-    done = sum(shapes[boundary].numel() for boundary, fits in messages if fits and pays[boundary])
+    compressed = sum(shapes[boundary].numel() for boundary, fits in messages if fits and pays[boundary])
     total = sum(shapes[boundary].numel() for boundary, _ in messages)
-    return float(done), float(total), max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
+    return float(compressed), float(total), max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
