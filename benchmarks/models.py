@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.training.flops import ModelShape, model_flops_per_sample
+from megatron.config.model import ModelConfig
+from megatron.training.flops import model_flops_per_sample
 
 VOCAB = 50257
 PEER_VOCAB = 50304
@@ -58,20 +59,20 @@ class Shape:
 
     def flops(self) -> float:
         """Model FLOPs of a step."""
-        shape = ModelShape(
-            self.layers,
-            self.hidden,
-            self.ffn or 4 * self.hidden,
-            self.heads,
-            self.groups or self.heads,
-            self.hidden // self.heads,
-            self.seq,
-            self.vocab,
-            gated=self.llama,
-            expert_layers=self.layers if self.experts else 0,
-            expert_products=self.layers * self.hidden * (3 * 2 * self.ffn + self.experts) if self.experts else 0,
+        model = ModelConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.ffn or 4 * self.hidden,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups or self.heads,
+            kv_channels=self.hidden // self.heads,
+            seq_length=self.seq,
+            swiglu=self.llama,
+            num_experts=[self.experts] if self.experts else [],
+            moe_router_topk=2,
+            moe_ffn_hidden_size=self.ffn,
         )
-        return float(model_flops_per_sample(shape) * self.samples)
+        return float(model_flops_per_sample(model, self.vocab) * self.samples)
 
 
 class _Layer(nn.Module):

@@ -167,10 +167,9 @@ def _check_rotary(model: ModelConfig) -> None:
         raise UserError(f"--rotary-base {model.rotary_base:g}: --rotary-scaling yarn needs one above 1; raise it")
     if model.position_embedding_type != "rope":
         return
-    rotary_channels = int(model.kv_channels * model.rotary_percent)
-    if rotary_channels < 2 or rotary_channels % 2 != 0:
+    if model.rotary_channels < 2 or model.rotary_channels % 2 != 0:
         raise UserError(
             f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
-            f"(--kv-channels) rotates {rotary_channels} channels; choose values that give an even number of at least "
-            "2"
+            f"(--kv-channels) rotates {model.rotary_channels} channels; choose values that give an even number of at "
+            "least 2"
         )

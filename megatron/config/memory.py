@@ -44,15 +44,13 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     """
     model, parallel, training = config.model, config.parallel, config.training
     tensor = parallel.tensor_model_parallel_size
-    heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    attention = (heads + model.num_attention_heads * model.kv_channels) * model.hidden_size
-    matrices = attention + (3 if model.gated else 2) * model.ffn_hidden_size * model.hidden_size
+    matrices = model.attention_products + (3 if model.gated else 2) * model.ffn_hidden_size * model.hidden_size
     stages = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
     numbers = model.num_layers // (split or stages) * matrices
     numbers += _of_experts(config, range(model.num_layers // (split or stages)))
     if stages == 1:
-        numbers += len(model.decoder_layers) * (matrices + attention)
+        numbers += len(model.decoder_layers) * (matrices + model.attention_products)
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
     step = model.make_vocab_size_divisible_by * tensor
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
@@ -61,7 +59,8 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     )
     width = _width(config)
     tokens = model.seq_length * training.micro_batch_size
-    row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
+    channels = model.ffn_hidden_size + model.qkv_channels
+    row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + channels // tensor
     batch = training.global_batch_size // config.replicas(world_size) * model.seq_length
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")

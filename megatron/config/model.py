@@ -347,6 +347,26 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         pattern = self.window_attn_skip_freq
         return self.sliding_window if not pattern or pattern[layer] else None
 
+    @property
+    def rotary_channels(self) -> int:
+        """Rotated channels of each head."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def qkv_channels(self) -> int:
+        """Channels of a token's queries, keys and values, over all heads."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    @property
+    def attention_products(self) -> int:
+        """Multiply-adds per token in the projections of self-attention; as many as their weights."""
+        return self.hidden_size * (self.qkv_channels + self.num_attention_heads * self.kv_channels)
+
+    @property
+    def pair_products(self) -> int:
+        """Multiply-adds per pair of tokens in self-attention."""
+        return 2 * self.num_attention_heads * self.kv_channels
+
     def has_local_positions(self, layer: int) -> bool:
         """Whether the rotary embedding of a layer uses the base of windowed layers."""
         return self.rope_local_base_freq is not None and self.window_of(layer) is not None

@@ -111,12 +111,10 @@ class LoadedModel:
 
     def workspace(self, rows: int, positions: int) -> Workspace:
         """Workspace with an empty KV cache for ``rows`` rows of at most ``positions`` positions."""
-        model = self.config.model
 
         def cache(capacity: int) -> KVCache:
-            shape = (rows, model.num_query_groups // self.topology.layout.tp, capacity, model.kv_channels)
-            windows = {layer: model.window_of(layer) for layer in self.stage.stage_part.layers}
-            return KVCache(windows, shape, self.stage.dtype, self.device, self.workspaces.block)
+            windows = {layer: self.config.model.window_of(layer) for layer in self.stage.stage_part.layers}
+            return KVCache(windows, rows, capacity, self.device, self.workspaces.block)
 
         return self.workspaces.workspace(rows, positions, cache)
 

@@ -126,7 +126,7 @@ class Attention(ShardedModule, ABC):
         if keys is not None:
             masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(query.shape[1])]
             probs = probs * torch.stack(masks, dim=1)
-        return (probs.view(*rows.shape[:3], pairs[1]) @ value).view_as(query)
+        return (probs.view(*rows.shape[:3], pairs[1]) @ value).view(*query.shape[:3], -1)
 
 
 class SelfAttention(Attention):
@@ -150,8 +150,8 @@ class SelfAttention(Attention):
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:
-            self.q_layernorm = Norm(rank, of_heads=True)
-            self.k_layernorm = Norm(rank, of_heads=True)
+            self.q_layernorm = Norm(rank, self.head_dim, of_heads=True)
+            self.k_layernorm = Norm(rank, self.head_dim, of_heads=True)
         self.dense = RowParallelLinear(
             width, config.hidden_size, config.add_bias_linear, rank.tensor, rank.device, rank.dtype
         )

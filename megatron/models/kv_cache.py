@@ -14,38 +14,36 @@ class KVCache:
     A row's position ``j`` is valid if ``j`` is below its length. Later positions hold the padding of shorter prompts;
     they are masked, and overwritten as the row grows.
 
-    All memory is allocated at construction, and write positions and masks are tensors: steps of equal ``shape`` launch
-    the same kernels on the same memory, so they can be recorded as a CUDA graph and replayed.
+    A layer's first keys and values decide their shape, dtype and memory, which is allocated once for all positions.
+    Write positions and masks are tensors: steps of equal ``shape`` launch the same kernels on the same memory, so they
+    can be recorded as a CUDA graph and replayed.
 
     Args:
         windows: sliding-window size by global layer number; None for full attention.
-        shape: shape of each layer's keys and values: (rows, key-value heads on this rank, positions, channels).
-        dtype, device: dtype and device of keys and values.
+        rows: number of rows.
+        capacity: maximum number of positions of a row.
+        device: device of keys and values.
         block: granularity in positions of a step's shape, so that the shape changes rarely.
     """
 
     def __init__(
         self,
         windows: Mapping[int, int | None],
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
+        rows: int,
+        capacity: int,
         device: torch.device,
         block: int = 1,
     ) -> None:
-        def space() -> Tensor:
-            # Zeros: a masked position has weight 0, and 0 times uninitialized memory may be NaN.
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._held = {layer: (space(), space()) for layer in windows}
-        self._rows_b = torch.arange(shape[0], device=device)
-        self.capacity = shape[2]
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows_b = torch.arange(rows, device=device)
+        self.capacity = capacity
         self._windows = windows
         self._block = block
         self.lengths: list[int] = []
         self._seen = 0
-        self._lengths_b = torch.zeros(shape[0], dtype=torch.int64, device=device)
-        self._growing_b = torch.ones(shape[0], dtype=torch.int64, device=device)
-        self._growing = set(range(shape[0]))
+        self._lengths_b = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._growing_b = torch.ones(rows, dtype=torch.int64, device=device)
+        self._growing = set(range(rows))
         self._masks: dict[int | None, Tensor | None] = {}
 
     @property
@@ -93,6 +91,10 @@ class KVCache:
 
         The first call for a layer contains the prompts, padded at the end; each later call a single position per row.
         """
+        if layer not in self._held:
+            # Zeros: a masked position has weight 0, and 0 times uninitialized memory may be NaN.
+            keys, values = (x.new_zeros((*x.shape[:2], self.capacity, x.shape[3])) for x in (key_bgsd, value_bgsd))
+            self._held[layer] = keys, values
         keys, values = self._held[layer]
         if not self.lengths:
             length = key_bgsd.shape[2]

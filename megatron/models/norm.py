@@ -13,6 +13,8 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 class Norm(ShardedModule):
     """LayerNorm or RMSNorm over the last dimension: (s, b, h) -> (s, b, h), or (s, b, heads, d) for ``of_heads``.
 
+    ``width`` is the size of that dimension; None for the hidden size.
+
     With ``apply_layernorm_1p``, the addition of 1 to the weights and the product run in at least fp32.
 
     Parameter gradients are partial sums under sequence parallelism, where each rank sees a slice of the sequence, and
@@ -22,11 +24,12 @@ class Norm(ShardedModule):
     def __init__(
         self,
         rank: RankContext,
+        width: int | None = None,
         of_heads: bool = False,
     ) -> None:
         super().__init__()
         config = rank.config
-        hidden = config.kv_channels if of_heads else config.hidden_size
+        hidden = width or config.hidden_size
         self.eps = config.norm_epsilon
         self.centered = config.normalization == "LayerNorm"
         self.shape = (hidden,)

@@ -16,7 +16,7 @@ Tables = tuple[Tensor, Tensor]
 def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype, local: bool = False) -> Tables:
     """Tables for int64 positions (s, b), with b = 1 if all samples share them; ``local``: for sliding-window layers."""
     precision = torch.float64 if dtype == torch.float64 else torch.float32
-    rotary_dim = int(model.kv_channels * model.rotary_percent)
+    rotary_dim = model.rotary_channels
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precision) / rotary_dim
     if local and model.rope_local_base_freq is not None:
         radii, factor = model.rope_local_base_freq**exponents, 1.0

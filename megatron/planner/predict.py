@@ -19,7 +19,6 @@ from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
-from megatron.training.report import model_shape
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,8 @@ class Predictor(Stages):
         sent = traffic(self, choice, wires)
         multiple = self.config.model.make_vocab_size_divisible_by
         tflops = model_tflops(
-            model_shape(self.config, padded_vocab_size(self.vocab_size, multiple, choice.tp)),
+            self.config.model,
+            padded_vocab_size(self.vocab_size, multiple, choice.tp),
             global_batch_size=choice.dp * choice.micro_batches * choice.micro_batch,
             seconds=seconds,
             world_size=choice.world_size,

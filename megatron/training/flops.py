@@ -8,49 +8,17 @@ of the actual width. ``model_flops_per_sample`` counts the model's operations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a transformer that decide its FLOPs.
-
-    Args:
-        window_layers: number of layers with the sliding window; None for all.
-        gated: the feed-forward network has a gate, as in SwiGLU and GeGLU.
-        causal: a token attends to earlier tokens only.
-        head_transform: a product of width h comes before the logits, as in BERT.
-        expert_layers: number of layers with experts in place of the feed-forward network.
-        expert_products: multiply-adds of a token in all expert layers: experts, router, and shared or residual network.
-        decoder_layers, decoder_seq_length: layers and tokens of an additional decoder, which reads the encoder's output
-            and computes the logits in its place; 0 without a decoder.
-        relative_span: distances in one direction with their own vectors, in disentangled attention; 0 without.
-        conv_kernel_size: tokens of a convolution beside the first layer; 0 without.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    seq_length: int
-    padded_vocab_size: int
-    gated: bool = False
-    sliding_window: int | None = None
-    window_layers: int | None = None
-    causal: bool = True
-    head_transform: bool = False
-    expert_layers: int = 0
-    expert_products: int = 0
-    decoder_layers: int = 0
-    decoder_seq_length: int = 0
-    relative_span: int = 0
-    conv_kernel_size: int = 0
+from megatron.config.model import ModelConfig
 
 
 def benchmark_tflops(
-    shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, recompute: bool
+    model: ModelConfig,
+    padded_vocab_size: int,
+    *,
+    global_batch_size: int,
+    seconds: float,
+    world_size: int,
+    recompute: bool,
 ) -> float:
     """TFLOP/s per device as defined by the JUPITER benchmark.
 
@@ -58,14 +26,15 @@ def benchmark_tflops(
     with any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of an iteration. For an
     encoder-decoder it uses the encoder's s and L, as Megatron does.
     """
-    s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
-    per_layer = 32 if shape.gated else 24
+    s, layers, h = model.seq_length, model.num_layers, model.hidden_size
+    vocab = padded_vocab_size if model.predicts_words else 0
+    per_layer = 32 if model.gated else 24
     passes = 4 if recompute else 3
     flops = per_layer * passes * global_batch_size * s * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
     return flops / (seconds * world_size * 1e12)
 
 
-def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
+def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal: bool = True) -> int:
     """Operations that the model itself needs for a training sample (forward and backward of ``seq_length`` tokens).
 
     A multiply-add counts as two operations. Counted are the matrix products: query, key and value (key and value per
@@ -79,29 +48,34 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     values. Of a layer's experts, only those that a token is routed to count. Disentangled attention multiplies queries
     and keys by the vectors of the distances in a sample; projecting those vectors is a cost per step, not per sample.
     """
-    s, h = shape.seq_length, shape.hidden_size
-    q_width = shape.num_attention_heads * shape.kv_channels
-    kv_width = shape.num_query_groups * shape.kv_channels
-    projections = h * (q_width + 2 * kv_width) + q_width * h
-    feed_forward = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
-    windowed = shape.num_layers if shape.window_layers is None else shape.window_layers
-    each = {shape.sliding_window: windowed, None: shape.num_layers - windowed}
-    if not (causal and shape.causal and shape.sliding_window):
-        each = {None: shape.num_layers}
-    pairs = sum(count * _pairs(s, window, causal and shape.causal) for window, count in each.items())
-    layers = shape.num_layers * s * projections + 2 * pairs * q_width
-    layers += s * ((shape.num_layers - shape.expert_layers) * feed_forward + shape.expert_products)
-    layers += shape.num_layers * 2 * s * min(2 * shape.relative_span, 2 * s - 1) * q_width
-    layers += s * h * h * shape.conv_kernel_size
-    if shape.decoder_layers:
-        d = shape.decoder_seq_length
+    s, h = model.seq_length, model.hidden_size
+    feed_forward = (3 if model.gated else 2) * h * model.ffn_hidden_size
+    pairs = sum(_pairs(s, model.window_of(layer), causal and model.causal) for layer in range(model.num_layers))
+    layers = model.num_layers * s * model.attention_products + pairs * model.pair_products
+    layers += s * ((model.num_layers - len(model.expert_layers)) * feed_forward + _expert_products(model))
+    if model.shares_distances:
+        layers += model.num_layers * s * min(2 * model.relative_span, 2 * s - 1) * model.pair_products
+        layers += s * h * h * model.conv_kernel_size
+    if model.decoder_layers:
+        d = model.labels_of(s)
         self_pairs = d * (d + 1) // 2 if causal else d * d
+        q_width, kv_width = (n * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups))
         reading = 2 * d * q_width * h + 2 * s * kv_width * h
-        layer = d * (projections + feed_forward) + reading + 2 * (self_pairs + d * s) * q_width
-        layers += shape.decoder_layers * layer
-    labels = shape.decoder_seq_length if shape.decoder_layers else s
-    head = labels * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
+        layer = d * (model.attention_products + feed_forward) + reading + (self_pairs + d * s) * model.pair_products
+        layers += len(model.decoder_layers) * layer
+    head = 0
+    if model.predicts_words:
+        head = model.labels_of(s) * h * (padded_vocab_size + (h if model.model_type == "bert" else 0))
     return 3 * 2 * (layers + head)
+
+
+def _expert_products(model: ModelConfig) -> int:
+    """Multiply-adds per token in all expert layers: experts, router, and shared or residual network."""
+    shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
+    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
+    mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
+    of_experts = (3 if model.gated else 2) * width + mixing
+    return sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
 
 
 def _pairs(s: int, window: int | None, causal: bool) -> int:
@@ -111,10 +85,17 @@ def _pairs(s: int, window: int | None, causal: bool) -> int:
 
 
 def model_tflops(
-    shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, causal: bool = True
+    model: ModelConfig,
+    padded_vocab_size: int,
+    *,
+    global_batch_size: int,
+    seconds: float,
+    world_size: int,
+    causal: bool = True,
 ) -> float:
     """Model TFLOP/s per device: the model's own FLOPs over the time of an iteration."""
-    return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
+    flops = model_flops_per_sample(model, padded_vocab_size, causal=causal)
+    return flops * global_batch_size / (seconds * world_size * 1e12)
 
 
 def model_flops_utilization(tflops: float, peak_tflops: float) -> float:

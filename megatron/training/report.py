@@ -18,7 +18,6 @@ from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts
 from megatron.training.assembly import Engines
 from megatron.training.flops import (
-    ModelShape,
     benchmark_tflops,
     model_flops_per_sample,
     model_flops_utilization,
@@ -33,41 +32,6 @@ from megatron.training.run_plan import RunPlan
 from megatron.training.sinks import ProgressBarSink, Sinks, open_sinks
 from megatron.training.timers import Timers
 from megatron.training.traffic import TrafficMeter, format_comm_line, gather_rows
-
-
-def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
-    """Model sizes for the FLOP formulas."""
-    model = config.model
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        seq_length=model.seq_length,
-        padded_vocab_size=padded_vocab_size if model.predicts_words else 0,
-        gated=model.gated,
-        sliding_window=model.sliding_window,
-        window_layers=sum(model.window_of(layer) is not None for layer in range(model.num_layers)),
-        causal=model.causal,
-        head_transform=model.model_type == "bert" and model.predicts_words,
-        expert_layers=len(model.expert_layers),
-        expert_products=expert_products(model),
-        decoder_layers=len(model.decoder_layers),
-        decoder_seq_length=model.labels_of(0),
-        relative_span=model.relative_span if model.shares_distances else 0,
-        conv_kernel_size=model.conv_kernel_size if model.shares_distances else 0,
-    )
-
-
-def expert_products(model: ModelConfig) -> int:
-    """Multiply-adds per token in all expert layers; see ``ModelShape``."""
-    shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
-    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
-    mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
-    of_experts = (3 if model.gated else 2) * width + mixing
-    return sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -101,7 +65,6 @@ class Reporter:
         self.progress = progress
         self.train_iters = plan.train_iters
         self.timers = timers
-        self.shape = model_shape(config, engines.padded_vocab_size)
         self.window = MetricsWindow()
         self.meter = TrafficMeter(engines)
         self.sinks = Sinks()
@@ -114,7 +77,7 @@ class Reporter:
             engines.topology.layout,
             plan.train_iters,
             plan.evaluation_rounds,
-            lambda length: float(model_flops_per_sample(replace(self.shape, seq_length=length))),
+            lambda length: float(model_flops_per_sample(*self._model_of(length))),
         )
         self._step_started = time.perf_counter()
         self._logs = engines.topology.is_last_rank
@@ -245,6 +208,10 @@ class Reporter:
         if times and self.config.logging.timing_log_level > 0:
             self.sinks.line(self.timers.report(times))
 
+    def _model_of(self, length: int) -> tuple[ModelConfig, int]:
+        """Model at a sequence length, and its padded vocabulary size, for the FLOP formulas."""
+        return replace(self.config.model, seq_length=length), self.engines.padded_vocab_size
+
     def _add_rates(self, window: StepMetrics) -> StepMetrics:
         """Add TFLOP/s per device, and MFU if the peak rate is known."""
         seconds = window.seconds_per_iteration
@@ -252,14 +219,18 @@ class Reporter:
         recompute = self.config.recompute.recompute_granularity is not None
 
         def benchmark(samples: int, length: int) -> float:
-            shape = replace(self.shape, seq_length=length)
             return benchmark_tflops(
-                shape, global_batch_size=samples, seconds=seconds, world_size=world_size, recompute=recompute
+                *self._model_of(length),
+                global_batch_size=samples,
+                seconds=seconds,
+                world_size=world_size,
+                recompute=recompute,
             )
 
         def model(samples: int, length: int) -> float:
-            shape = replace(self.shape, seq_length=length)
-            return model_tflops(shape, global_batch_size=samples, seconds=seconds, world_size=world_size)
+            return model_tflops(
+                *self._model_of(length), global_batch_size=samples, seconds=seconds, world_size=world_size
+            )
 
         rate = window.mean_over_steps(model)
         return replace(

@@ -113,7 +113,7 @@ def test_finished_rows_do_not_change_the_others() -> None:
 
 
 def test_finished_rows_stay_in_place_while_others_grow() -> None:
-    cache = KVCache({0: None}, (3, 1, 8, 2), torch.float32, torch.device("cpu"), block=4)
+    cache = KVCache({0: None}, 3, 8, CPU, block=4)
     cache.start([2, 5, 3])
     cache.grow_only([0, 2])
     cache.advance()
@@ -129,9 +129,7 @@ def test_finished_rows_stay_in_place_while_others_grow() -> None:
 
 
 def test_recordings_are_freed_with_their_memory() -> None:
-    space = Workspaces(Recorder()).workspace(
-        2, 8, lambda capacity: KVCache({0: None}, (2, 1, 8, 2), torch.float32, CPU)
-    )
+    space = Workspaces(Recorder()).workspace(2, 8, lambda capacity: KVCache({0: None}, 2, 8, CPU))
     space.cache.start([1, 1])
     results = [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
     space.cache.lengths = [1, 1]  # the same shape again

@@ -14,7 +14,6 @@ from megatron.models.stages import boundary_lengths, stage_layers
 from megatron.models.t5 import T5Stage
 from megatron.training.assembly import make_layout
 from megatron.training.flops import model_flops_per_sample
-from megatron.training.report import model_shape
 from tests.support.tiny import T5, VOCAB, tiny_config, tiny_engines, tiny_spans
 from tests.unit.models.reference import Pairs, assert_close, assert_same_gradients, context_of, copy_weights
 
@@ -196,8 +195,7 @@ def test_flops() -> None:
     theirs, tensors = PlainT5(), tiny_spans([0], LENGTH, SHORT)
     with FlopCounterMode(display=False) as counter:
         theirs(tensors)
-    model = tiny_engines({**T5, "model": {**T5["model"], **SIZES}}).config
-    shape = model_shape(model, VOCAB)
-    assert 3 * counter.get_total_flops() == model_flops_per_sample(shape, causal=False)
+    model = tiny_engines({**T5, "model": {**T5["model"], **SIZES}}).config.model
+    assert 3 * counter.get_total_flops() == model_flops_per_sample(model, VOCAB, causal=False)
     later = DECODER * 2 * (SHORT * (SHORT - 1) // 2) * HIDDEN
-    assert model_flops_per_sample(shape) == model_flops_per_sample(shape, causal=False) - 6 * later
+    assert model_flops_per_sample(model, VOCAB) == model_flops_per_sample(model, VOCAB, causal=False) - 6 * later

@@ -21,7 +21,6 @@ from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
 from megatron.training.flops import model_flops_per_sample
-from megatron.training.report import model_shape
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
 MOE: dict[str, Any] = {"num_experts": [8, 8, 16, 16], "expert_interval": 2, "moe_ffn_hidden_size": 128}
@@ -44,7 +43,7 @@ def test_flops_match_the_formula(precision: dict[str, Any], tp: int, ep: int) ->
     weighing = layers * 2 * 2 * tokens * config.model.moe_router_topk * config.model.hidden_size
     # Each tensor-parallel rank has the full router and gate.
     small = sum(2 * 3 * tokens * config.model.hidden_size * (n + 1) for n in config.model.expert_layers.values())
-    expected = model_flops_per_sample(model_shape(config, 1024), causal=False) + again
+    expected = model_flops_per_sample(config.model, 1024, causal=False) + again
     assert total * tp == pytest.approx(expected + tp * weighing + (tp - 1) * small, rel=2e-3)
 
 

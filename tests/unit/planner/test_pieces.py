@@ -16,7 +16,6 @@ from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
 from megatron.training.flops import model_flops_per_sample
-from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
@@ -46,7 +45,7 @@ def test_flops_match_the_formula(model: dict[str, Any], tp: int) -> None:
     width = config.model.num_attention_heads * config.model.kv_channels
     again = config.model.num_layers * 2 * config.model.seq_length**2 * width
     # The head's products are over the padded vocabulary.
-    expected = model_flops_per_sample(model_shape(config, 1024), causal=False) + again
+    expected = model_flops_per_sample(config.model, 1024, causal=False) + again
     assert total * tp == pytest.approx(expected, rel=1e-3)
 
 
@@ -60,7 +59,7 @@ def test_attention_with_bounded_scores_is_not_fused(tp: int) -> None:
     counts = {"embedding": 1, "layer": config.model.num_layers, "head": 1}
     pieces = {name: predictor.book.piece(choice, name) for name in counts}
     total = sum(count * (pieces[name].forward.flops + pieces[name].backward.flops) for name, count in counts.items())
-    assert total * tp == pytest.approx(model_flops_per_sample(model_shape(config, 1024), causal=False), rel=1e-3)
+    assert total * tp == pytest.approx(model_flops_per_sample(config.model, 1024, causal=False), rel=1e-3)
     plain, _ = predictor_of(
         small_run(model={**bounded, "sandwich_norm": False}, parallel={"tensor_model_parallel_size": tp})
     )

@@ -19,7 +19,6 @@ from megatron.planner.costs import wires_of
 from megatron.planner.growth import growth
 from megatron.planner.predict import Predictor
 from megatron.training.flops import benchmark_tflops
-from megatron.training.report import model_shape
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
 pytestmark = pytest.mark.slow
@@ -62,9 +61,9 @@ def test_published_figures_of_the_jupiter_benchmark(
     """TFLOP/s by the benchmark's formula; the cluster file assumes the efficiency of matrix products."""
     cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=LinkSpec(gbit, 6.0))
     prediction = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
-    shape, batch = model_shape(config, 50257), config.training.global_batch_size
+    batch, seconds = config.training.global_batch_size, prediction.seconds
     tflops = benchmark_tflops(
-        shape, global_batch_size=batch, seconds=prediction.seconds, world_size=gpus, recompute=True
+        config.model, 50257, global_batch_size=batch, seconds=seconds, world_size=gpus, recompute=True
     )
     assert tflops == pytest.approx(published, rel=0.15)
     assert prediction.memory_bytes < cluster.device.memory_gib * 2**30

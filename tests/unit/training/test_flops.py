@@ -3,49 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.model import ModelConfig
 from megatron.models.context import ForwardContext
 from megatron.models.losses import Targets
 from megatron.training.flops import (
-    ModelShape,
     benchmark_tflops,
     model_flops_per_sample,
     model_flops_utilization,
     model_tflops,
 )
-from megatron.training.report import model_shape
 from tests.support.tiny import tiny_engines
 
-GPT_175B = ModelShape(96, 12288, 49152, 96, 96, 128, 2048, 51200)
-GPT_13B = ModelShape(40, 5120, 20480, 32, 32, 160, 2048, 50432)
+
+def _model(layers: int, hidden: int, ffn: int, heads: int, groups: int, kv: int, seq: int, **form: Any) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=kv,
+        seq_length=seq,
+        **form,
+    )
+
+
+GPT_175B = _model(96, 12288, 49152, 96, 96, 128, 2048), 51200
+GPT_13B = _model(40, 5120, 20480, 32, 32, 160, 2048), 50432
+TINY, VOCAB = (3, 24, 40, 4, 2, 10, 16), 96
 
 
 def test_published_figures_of_the_benchmark() -> None:
-    tflops = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=True)
+    tflops = benchmark_tflops(*GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=True)
     assert tflops == pytest.approx(137.89, abs=0.005)
-    tflops = benchmark_tflops(GPT_13B, global_batch_size=1024, seconds=34.9991, world_size=32, recompute=True)
+    tflops = benchmark_tflops(*GPT_13B, global_batch_size=1024, seconds=34.9991, world_size=32, recompute=True)
     assert tflops == pytest.approx(203.96, abs=0.005)
-    tflops = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
+    tflops = benchmark_tflops(*GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
     assert tflops == pytest.approx(103.4, abs=0.05)
 
 
 def test_the_benchmark_counts_a_third_more_for_swiglu() -> None:
-    swiglu = dataclasses.replace(GPT_13B, gated=True)
+    model, vocab = GPT_13B
     plain, gated = (
-        benchmark_tflops(shape, global_batch_size=8, seconds=1.0, world_size=4, recompute=False)
-        for shape in (GPT_13B, swiglu)
+        benchmark_tflops(form, vocab, global_batch_size=8, seconds=1.0, world_size=4, recompute=False)
+        for form in (model, dataclasses.replace(model, swiglu=True))
     )
     assert gated / plain == pytest.approx(32 / 24)
 
 
 def test_both_counts_differ_by_a_quarter_of_the_logits() -> None:
     """For a plain model at 4h with full attention and without recomputation."""
-    honest = model_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, causal=False)
-    bench = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
+    honest = model_tflops(*GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, causal=False)
+    bench = benchmark_tflops(*GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
     logits = 6 * 96 * 2048 * 12288 * 51200 / (5.3247 * 384 * 1e12)
     assert honest == pytest.approx(bench + logits / 4, rel=1e-12)
 
@@ -53,11 +68,11 @@ def test_both_counts_differ_by_a_quarter_of_the_logits() -> None:
 class TinyModel(torch.nn.Module):
     """The matrix products of a transformer for a single sample."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         h, heads, kv = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
         self.shape = shape
-        self.embedding = torch.nn.Embedding(shape.padded_vocab_size, h)
+        self.embedding = torch.nn.Embedding(VOCAB, h)
         self.layers = [
             torch.nn.ModuleDict(
                 {
@@ -70,7 +85,7 @@ class TinyModel(torch.nn.Module):
             )
             for _ in range(shape.num_layers)
         ]
-        self.logits = torch.nn.Linear(h, shape.padded_vocab_size, bias=False)
+        self.logits = torch.nn.Linear(h, VOCAB, bias=False)
 
     def forward(self, tokens_s: torch.Tensor) -> torch.Tensor:
         shape, s = self.shape, tokens_s.numel()
@@ -94,27 +109,28 @@ class TinyModel(torch.nn.Module):
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_count_is_torchs_count(swiglu: bool, groups: int) -> None:
-    shape = ModelShape(3, 24, 40, 4, groups, 10, 16, 96, gated=swiglu)
-    model = TinyModel(shape)
+    config = _model(3, 24, 40, 4, groups, 10, 16, swiglu=swiglu)
+    model = TinyModel(config)
     with FlopCounterMode(display=False) as counter:
-        model(torch.randint(96, (16,))).sum().backward()
-    assert model_flops_per_sample(shape, causal=False) == counter.get_total_flops()
+        model(torch.randint(VOCAB, (16,))).sum().backward()
+    assert model_flops_per_sample(config, VOCAB, causal=False) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
 def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> None:
-    shape = ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=window)
+    model = _model(*TINY, sliding_window=window)
     pairs = int(torch.ones(16, 16).tril().triu(1 - (window or 16)).sum())
     masked_pairs = 16 * 16 - pairs
-    difference = model_flops_per_sample(shape, causal=False) - model_flops_per_sample(shape)
+    difference = model_flops_per_sample(model, VOCAB, causal=False) - model_flops_per_sample(model, VOCAB)
     assert difference == 3 * 3 * 4 * masked_pairs * 4 * 10
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_layers_without_the_window_count_in_full(count: int) -> None:
-    with_all = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5))
-    with_none = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96))
-    flops = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5, window_layers=count))
+    with_all = model_flops_per_sample(_model(*TINY, sliding_window=5), VOCAB)
+    with_none = model_flops_per_sample(_model(*TINY), VOCAB)
+    pattern = [int(layer < count) for layer in range(3)]
+    flops = model_flops_per_sample(_model(*TINY, sliding_window=5, window_attn_skip_freq=pattern), VOCAB)
     assert 3 * flops == count * with_all + (3 - count) * with_none
 
 
@@ -136,8 +152,8 @@ def test_the_count_of_a_deberta(buckets: int, kernel: int) -> None:
         stage.loss(stage(tokens_bs, ForwardContext()), targets).objective.backward()
     h, rows = model.hidden_size, 2 * model.relative_span
     uncounted = 6 * (model.num_layers * rows * h * 2 * h + h * h + h * 3)
-    counted = model_flops_per_sample(model_shape(engines.config, engines.padded_vocab_size))
+    counted = model_flops_per_sample(model, engines.padded_vocab_size)
     assert counted == counter.get_total_flops() - uncounted
-    wide = dataclasses.replace(model_shape(engines.config, 0), relative_span=1000)
-    most = dataclasses.replace(wide, relative_span=model.seq_length)
-    assert model_flops_per_sample(wide) == model_flops_per_sample(most)
+    wide = dataclasses.replace(model, position_buckets=1000)
+    most = dataclasses.replace(model, position_buckets=model.seq_length)
+    assert model_flops_per_sample(wide, 0) == model_flops_per_sample(most, 0)
