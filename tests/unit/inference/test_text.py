@@ -39,9 +39,11 @@ def test_pieces_add_up_to_the_text_before_a_stop_string(bytes_tokenizer: Tokeniz
         output += stream.add_token(token)
         assert text.startswith(output)
     output += stream.finish()
-    cuts = [at for at in (text.find(stop_string) for stop_string in stop) if at >= 0]
-    assert stream.stopped == bool(cuts)
-    assert output == text[: min(cuts, default=len(text))]
+    beginnings = (text[:end] for end in range(1, len(text) + 1))
+    cuts = [[at for at in map(beginning.find, stop) if at >= 0] for beginning in beginnings]
+    first_cuts = next(filter(None, cuts), [len(text)])  # where the first stop string to end begins
+    assert stream.stopped == any(cuts)
+    assert output == text[: min(first_cuts)]
 
 
 def test_incomplete_characters_are_held_back(bytes_tokenizer: Tokenizer) -> None:
