@@ -71,12 +71,12 @@ def main(words: Sequence[str] | None = None) -> int:
         help="precision of the steps (both); bf16 is very slow on a processor without instructions for it",
     )
     parser.add_argument("--no-compiled", action="store_true", help="leave out the peers that torch compiles")
-    parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="JSON record of the figures")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/train"), help="folder of the figures")
     options = parser.parse_args(words)
     part_names = parse_names(parser, "--only", options.only, SHAPES)
     torch.set_num_threads(options.threads)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    log = RowLog(options.out.with_suffix(".jsonl"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = RowLog(options.out / "rows.jsonl")
     log.path.unlink(missing_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 256 if options.quick else 8192 if device == "cuda" else 2048
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = list(measured.rows.values())
     peaks_text = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in peaks.items())
     print(f"Measured peak of a matrix product: {peaks_text}.\n\n{Table(*COLUMNS).text(rows)}")
-    write_record(options.out, header(device_name(device)), peaks=peaks, rows=rows)
+    write_record(options.out / "rows.json", header(device_name(device)), peaks=peaks, rows=rows)
     return 0
 
 

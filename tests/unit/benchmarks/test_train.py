@@ -92,13 +92,13 @@ def test_the_benchmark_measures_all_parts(
     monkeypatch.setattr(comparison, "Side", InProcessSide)
     threads = torch.get_num_threads()
     try:
-        words = ["--quick", "--no-compiled", "--threads", "1", "--out", str(tmp_path / "train.json")]
+        words = ["--quick", "--no-compiled", "--threads", "1", "--out", str(tmp_path)]
         assert train.main(words) == 0
     finally:
         torch.set_num_threads(threads)
     output = capsys.readouterr().out
     assert "compiled" not in output
-    record = json.loads((tmp_path / "train.json").read_text())
+    record = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["shape"], row["precision"]) for row in record["rows"]] == [
         (shape, precision)
         for shape in ("L2 h128 s32 b2", "Mixtral 4 x L2 h128 s32 b2")
@@ -112,7 +112,7 @@ def test_the_benchmark_measures_all_parts(
 def test_a_peer_that_cannot_be_compiled_is_reported_with_the_fix(
     scripted: StepComparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(["--quick", "--only", "steps", "--threads", "1", "--out", str(tmp_path / "x.json")]) == 1
+    assert train.main(["--quick", "--only", "steps", "--threads", "1", "--out", str(tmp_path)]) == 1
     error = "error: hugging-face compiled: out of memory; --no-compiled leaves compiled peers out\n"
     assert capsys.readouterr().err == error
     assert train.main(["--quick", "--no-compiled", "--threads", "1", "--out", str(tmp_path / "x.json")]) == 0
