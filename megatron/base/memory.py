@@ -25,3 +25,10 @@ def keep_freed_memory() -> bool:
     if set_option is None:
         return False
     return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)) and bool(set_option(_TRIM_THRESHOLD, _MOST_KEPT))
+
+
+def return_freed_memory() -> None:
+    """Returns the C library's freed memory to the system; does nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

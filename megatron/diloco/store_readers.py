@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.base.memory import return_freed_memory
+
 _TICK_SECONDS = 0.05
 _LEAST_PATIENCE = 0.5
 """Seconds in which a nearby client must read something."""
@@ -42,8 +44,9 @@ def _watch(store: weakref.ref[dist.TCPStore], port: int) -> None:
         while store() is not None:
             time.sleep(_TICK_SECONDS)
             least = min(least, _resident_bytes())
-            if _resident_bytes() - least > _MOST_GROWTH:
-                _cut_off(port)
+            if _resident_bytes() - least > _MOST_GROWTH and not _cut_off(port):
+                # Otherwise the answers of each client that was cut off would add to the memory of this process.
+                return_freed_memory()
                 least = _resident_bytes()
 
 
@@ -52,8 +55,9 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cut_off(port: int) -> None:
-    """Ends the connections at a port with clients that read nothing during the observation."""
+def _cut_off(port: int) -> int:
+    """Ends the connections at a port with clients that read nothing during the observation; returns their number."""
+    cut_off = 0
     with ExitStack() as stack:
         acknowledged = {
             connection: _acknowledged_bytes(connection) for connection in map(stack.enter_context, _connections(port))
@@ -67,8 +71,10 @@ def _cut_off(port: int) -> None:
                     del acknowledged[connection]
                 elif elapsed > max(_LEAST_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(connection)):
                     del acknowledged[connection]
+                    cut_off += 1
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
+    return cut_off
 
 
 def _connections(port: int) -> list[socket.socket]:
