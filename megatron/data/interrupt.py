@@ -64,12 +64,26 @@ def undisturbed() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def delayed() -> Iterator[None]:
+    """Delays termination signals to the end of the context: an exception could leave a library's lock acquired."""
+    arrived = list[int]()
+    try:
+        with _handled(lambda number, _: arrived.append(number), SIGNALS):
+            yield
+    finally:
+        for number in arrived:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
     """Sets signal handlers; does nothing outside the main thread, where Python does not allow it."""
     old_handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        old_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                old_handlers[number] = signal.getsignal(number)
+                signal.signal(number, handler)
         yield
     finally:
         for number, old_handler in old_handlers.items():

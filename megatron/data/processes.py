@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
+from megatron.data.interrupt import delayed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -87,10 +88,16 @@ def in_processes(
     pending: deque[Future[R]] = deque()
 
     def finished(max_pending: int) -> Iterator[R]:
-        while pending and (pending[0].done() or len(pending) > max_pending):
-            if wait([pending[0]], _POLL).done:
-                yield pending.popleft().result()
+        while pending:
+            is_overfull = len(pending) > max_pending
+            with delayed():
+                done, _ = wait([pending[0]], _POLL if is_overfull else 0)
+                results = [pending.popleft().result() for _ in done]
+            yield from results
+            if results:
                 continue
+            if not is_overfull:
+                return
             idle()
             # The executor may miss the death of the process that it started last.
             if any(process.exitcode is not None for process in processes):
@@ -98,9 +105,10 @@ def in_processes(
 
     try:
         for item in items:
-            pending.append(executor.submit(_call, item))
-            if len(processes) < workers:  # the executor starts them one by one
-                processes.update(set(active_children()) - other_children)
+            with delayed():
+                pending.append(executor.submit(_call, item))
+                if len(processes) < workers:  # the executor starts them one by one
+                    processes.update(set(active_children()) - other_children)
             yield from finished(4 * workers)
         yield from finished(0)
     except BaseException as error:
@@ -112,4 +120,5 @@ def in_processes(
             raise ProcessKilled("a process was killed (out of memory?); give fewer --workers") from error
         raise
     finally:
-        executor.shutdown(cancel_futures=True)
+        with delayed():
+            executor.shutdown(cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.convert import command as convert_command
 from megatron.data import merge_command
+from megatron.data.interrupt import SIGNALS, delayed, stopped_in_order
 from megatron.data.preprocess import command as preprocess_command
 from megatron.data.preprocess import vocab_command
 
@@ -58,3 +60,22 @@ def test_each_end_is_one_line_and_a_status(
     assert module.main(words) == status
     out, err = capsys.readouterr()
     assert (out, err.removeprefix(f"{name}: ")) == ("", line + "\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_delayed_signals_arrive_after_the_context_and_only_if_heeded(number: signal.Signals) -> None:
+    finished = list[str]()
+    with stopped_in_order(even_ignored=True):
+        with pytest.raises(KeyboardInterrupt), delayed():
+            signal.raise_signal(number)
+            finished.append("heeded")
+        with pytest.raises(KeyboardInterrupt), delayed():
+            signal.raise_signal(number)
+            raise ValueError
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)
+        with delayed():
+            signal.raise_signal(number)
+        finished.append("ignored")
+    assert finished == ["heeded", "ignored"]

@@ -159,6 +159,46 @@ if __name__ == "__main__":
 """
 
 
+INTERRUPTED = """
+import signal, sys, threading
+from megatron.data.processes import in_processes
+
+locks_until_signal = 0
+acquire = threading.Condition.__enter__
+
+def acquire_and_stop(condition):
+    global locks_until_signal
+    locked = acquire(condition)
+    if threading.get_ident() == threading.main_thread().ident:
+        locks_until_signal -= 1
+        if locks_until_signal == 0:
+            signal.raise_signal(signal.SIGINT)
+    return locked
+
+if __name__ == "__main__":
+    threading.Condition.__enter__ = acquire_and_stop
+    for number in range(1, 25):
+        locks_until_signal = number
+        try:
+            list(in_processes(abs, range(50), 2))
+        except KeyboardInterrupt:
+            print(number, flush=True)
+"""
+
+
+def test_a_signal_just_after_a_lock_was_acquired_stops_the_processes(tmp_path: Path) -> None:
+    """Python may raise KeyboardInterrupt there, before the block that releases the lock."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60,
+        preexec_fn=heed_signals,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [int(number) for number in done.stdout.split()] == list(range(1, 25))
+
+
 @contextmanager
 def running(folder: Path, *words: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
     """A tool that writes forever, and its child processes."""
