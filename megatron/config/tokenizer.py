@@ -18,9 +18,12 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "BertWordPieceCase": ("vocab_file",),
     "HFTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
+}
+TOKENIZER_TYPES = tuple(_NEEDS)
+TOKENIZER_ALIASES = {
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    "Llama2Tokenizer": "SentencePieceTokenizer",
+    "HuggingFaceTokenizer": "HFTokenizer",
 }
 
 
@@ -122,7 +125,7 @@ class TokenizerConfig:
 def check_tokenizer(tokenizer: TokenizerConfig, model_type: str) -> None:
     """Check that the tokenizer has the files and the extra ids that are needed; raise UserError otherwise."""
     kind = tokenizer.tokenizer_type
-    needed = () if kind is None else _NEEDS[kind]
+    needed = () if kind is None else _NEEDS[TOKENIZER_ALIASES.get(kind, kind)]
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(tokenizer, name) is None]
     if missing:
         raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")

@@ -5,27 +5,13 @@ from __future__ import annotations
 import difflib
 
 from megatron.base.errors import UserError
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tokenizer import TOKENIZER_ALIASES, TOKENIZER_TYPES, TokenizerConfig
 from megatron.tokenizer.api import Tokenizer, required_path
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.hugging_face import HFTokenizer
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import BertWordPieceTokenizer
-
-_ALIASES = {
-    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-    "Llama2Tokenizer": "SentencePieceTokenizer",
-    "HuggingFaceTokenizer": "HFTokenizer",
-}
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HFTokenizer",
-    "NullTokenizer",
-)
 
 
 def build_tokenizer(flags: TokenizerConfig) -> Tokenizer:
@@ -36,9 +22,9 @@ def build_tokenizer(flags: TokenizerConfig) -> Tokenizer:
     """
     if not flags.tokenizer_type:
         raise UserError(f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_TYPES)}")
-    name = _ALIASES.get(flags.tokenizer_type, flags.tokenizer_type)
+    name = TOKENIZER_ALIASES.get(flags.tokenizer_type, flags.tokenizer_type)
     if name not in TOKENIZER_TYPES:
-        close_matches = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *_ALIASES], n=1)
+        close_matches = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *TOKENIZER_ALIASES], n=1)
         hint = f"did you mean {close_matches[0]}? " if close_matches else ""
         raise UserError(f"--tokenizer-type {name} is not known: {hint}Choose one of {', '.join(TOKENIZER_TYPES)}")
     if name == "NullTokenizer":

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.base.errors import UserError
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
 from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import STDIN, divide, expand_inputs
 from megatron.data.preprocess.sentences import load_punkt
-from megatron.tokenizer.build import TOKENIZER_TYPES
 
 _ABOUT = """\
 Turn text into the .bin/.idx files that training reads.

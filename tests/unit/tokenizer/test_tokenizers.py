@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
-from megatron.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
 from tests.support.shared import shared_path
 
