@@ -172,7 +172,7 @@ class CostBook:
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
         # Reduced by the fused embedding all-reduce, or with the embedding of a single stage.
-        fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
+        fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == HEAD)
         size = choice.expert_dp if experts_only else choice.dp
         if size == 1:
             return ReductionCost()

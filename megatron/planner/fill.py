@@ -23,7 +23,7 @@ _IN_FLIGHT_GROUPS = 6
 
 @cache
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
-    """A rank's schedule; a long 1F1B step is shortened, with the same peak of activations and the same epilogue."""
+    """A rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
     if kind != "gpipe":
         remainder = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + remainder)
@@ -132,7 +132,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     for point in (Point.PP_FWD, Point.PP_BWD):
         by_point[point.value] = _messages(stages, choice, point) / choice.pp
     by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
-    tied = book.piece(choice, "embedding").tied_shape
+    tied = book.piece(choice, EMBEDDING).tied_shape
     if tied and choice.pp > 1:
         fused = book.fused(choice)
         reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))

@@ -32,7 +32,7 @@ from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, STEP_PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
-from megatron.planner.piece_costs import kind_of, piece_of
+from megatron.planner.piece_costs import EMBEDDING, kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
 from megatron.training.traffic import gather_rows
@@ -228,7 +228,7 @@ class Corrections:
         if point in (Point.DP_GRAD, Point.OUTER):
             return pieces.reduction(self.layer, replicas=1, point=point).coding_s
         if point is Point.EMBED_GRAD:
-            shape = self.book.piece(self.choice, "embedding").tied_shape
+            shape = self.book.piece(self.choice, EMBEDDING).tied_shape
             return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)

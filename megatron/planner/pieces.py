@@ -177,7 +177,7 @@ class Pieces:
             built.weight_grads.compute(None)
             weight = recorder.take()
         working = 0.0
-        if name == "head":
+        if name == HEAD:
             itemsize = config.precision.params_dtype.itemsize
             working = min(batch * length * stage.shard.valid_rows, 1 << 28) * (itemsize + 4.0)
         params = named_params(collect_specs(stage), stage)

@@ -16,6 +16,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
 from megatron.planner.islands import OuterCosts, OuterPlan
+from megatron.planner.piece_costs import EMBEDDING
 from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
@@ -200,7 +201,7 @@ class Predictor(Stages):
             # Coding of a bucket overlaps with the messages of the other buckets.
             coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
-        tied = self.book.piece(choice, "embedding").tied_shape
+        tied = self.book.piece(choice, EMBEDDING).tied_shape
         if not tied or choice.pp == 1:
             return ready, 0.0
         reduction = self.book.embedding_reduction(choice, tied, self.tied_elements(choice))

@@ -101,7 +101,7 @@ class Stages:
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         """Times of the forward and backward passes of each piece, by name."""
-        passes = {}
+        passes, separate = {}, choice.schedule in WITH_WEIGHT_PASSES
         for name in self.names:
             piece = self.book.piece(choice, name)
             row = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -114,15 +114,14 @@ class Stages:
                 tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
                 ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
-                joint = choice.schedule not in WITH_WEIGHT_PASSES
-                if way and joint and self.config.parallel.async_tensor_model_parallel_allreduce:
+                if way and not separate and self.config.parallel.async_tensor_model_parallel_allreduce:
                     # Half of the collectives of a region overlap with the products of its weights' gradients.
                     hidden = min(tp_s / 2, computed / 2)
                 row[way] = computed + coding + tp_s - hidden + ep_s
                 row[2] += tp_s - hidden
                 row[3] += coding
                 row[4] += ep_s
-            if choice.schedule in WITH_WEIGHT_PASSES:
+            if separate:
                 row[5] = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
             passes[name] = Passes(*row)
         return passes
@@ -177,7 +176,7 @@ class Stages:
     def elements(self, choice: Choice, rank: int) -> int:
         """Number of parameters on a pipeline rank; a single stage holds a tied embedding only once."""
         total = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
-        tied = self.book.piece(choice, "embedding").tied_shape
+        tied = self.book.piece(choice, EMBEDDING).tied_shape
         return total - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
     def count_replicas(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
@@ -234,7 +233,7 @@ class Stages:
 
     def tied_elements(self, choice: Choice) -> int:
         """Elements of the tied embedding that each holder reduces: all, or a replica's share."""
-        elements = math.prod(self.book.piece(choice, "embedding").tied_shape)
+        elements = math.prod(self.book.piece(choice, EMBEDDING).tied_shape)
         return -(-elements // choice.dp) if choice.sharded and not self.book.fused(choice) else elements
 
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
