@@ -113,7 +113,7 @@ class TextStream:
     """Streaming detokenizer: complete characters, up to a stop string.
 
     A possible beginning of a stop string is held back. The concatenated texts of ``add_token`` and ``finish`` are the
-    text of all tokens, cut before the stop string that ends first.
+    text of all tokens, cut before the stop string that ends in the earliest token; of several, the first.
 
     Args:
         tokenizer: tokenizer of the tokens.

@@ -46,6 +46,11 @@ def test_pieces_add_up_to_the_text_before_a_stop_string(bytes_tokenizer: Tokeniz
     assert output == text[: min(first_cuts)]
 
 
+def test_of_several_stop_strings_that_end_in_a_token_the_first_cuts() -> None:
+    stream = TextStream(NullTokenizer(10_000), ["3", "234"])
+    assert stream.add_token(1234) == "1"
+
+
 def test_incomplete_characters_are_held_back(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
     pieces = [stream.add_token(token) for token in bytes_tokenizer.tokenize("a€b")]
