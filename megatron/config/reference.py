@@ -37,8 +37,8 @@ def flags_markdown() -> str:
     blocks = [_INTRODUCTION]
     for section, cls in table.sections.items():
         described = [entry for entry in table.fields.values() if entry.section == section]
-        rows = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, described))
-        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{rows}")
+        section_table = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, described))
+        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{section_table}")
     shortcuts = [
         (f"`--{shortcut.name}{' VALUE' if shortcut.arity == VALUE else ''}`", shortcut.help) for shortcut in SHORTCUTS
     ]

@@ -169,12 +169,7 @@ def groups_by_node(config: RunConfig) -> frozenset[str]:
     )
 
 
-def build_engines(
-    config: RunConfig,
-    topology: Topology,
-    vocab_size: int,
-    length: RunLength | None = None,
-) -> Engines:
+def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
     """Build this rank's engines with freshly initialized weights.
 
     Args:
@@ -183,8 +178,8 @@ def build_engines(
         vocab_size: size of the tokenizer's vocabulary.
         length: length of the run, for warm-ups in fractions of the run.
     """
-    layout, parallel = topology.layout, config.parallel
-    ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
+    layout, parallel, clock = topology.layout, config.parallel, clock_of(topology.device)
+    ledger = Ledger(clock, build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)

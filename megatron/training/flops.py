@@ -59,8 +59,7 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     if model.decoder_layers:
         d = model.labels_of(s)
         self_pairs = d * (d + 1) // 2 if causal else d * d
-        q_width, kv_width = (n * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups))
-        reading = 2 * d * q_width * h + 2 * s * kv_width * h
+        reading = 2 * h * model.kv_channels * (d * model.num_attention_heads + s * model.num_query_groups)
         layer = d * (model.attention_products + feed_forward) + reading + (self_pairs + d * s) * model.pair_products
         layers += len(model.decoder_layers) * layer
     head = 0

@@ -127,8 +127,8 @@ class KnownFlag(OldFlag):
         if self.arity == SWITCH:
             is_neutral = _is_false(words)
         else:
-            is_neutral = all(any(_same(word, spelling) for spelling in self.neutral) for word in words)
-            is_neutral = is_neutral and bool(self.neutral)
+            matches = [any(_same(word, spelling) for spelling in self.neutral) for word in words]
+            is_neutral = bool(self.neutral) and all(matches)
         if not is_neutral:
             raise UserError(f"{' '.join((f'--{self.name}', *words))}: {self.reason}")
         return Meaning()
