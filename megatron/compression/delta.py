@@ -11,7 +11,6 @@ difference from it. Samples need not repeat.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.seeds import keyed_seed, text_number
 from megatron.compression.api import Codec, CodecTraits, Payload, SampleKey
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
-from megatron.compression.message import FormatCodec, message_seed
+from megatron.compression.message import FormatCodec
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
@@ -279,7 +279,7 @@ def _seed(config: DeltaConfig, state: CompressorState) -> int | None:
     if config.rounding == "nearest":
         return None
     state.stage("messages", state.count("messages") + 1)
-    return message_seed(config.seed, state.count("messages"))
+    return keyed_seed(config.seed, state.count("messages"))
 
 
 def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
@@ -290,9 +290,7 @@ def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
 
 
 def _sample(key: Hashable) -> int:
-    if isinstance(key, int):
-        return key
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    return key if isinstance(key, int) else text_number(repr(key))
 
 
 def register(registry: Registry) -> None:

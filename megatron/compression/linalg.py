@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 
 import torch
 from torch import Tensor
+
+from megatron.base.seeds import text_number
 
 
 def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:
@@ -25,8 +26,7 @@ def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> 
 
 
 def _drawn(shape: tuple[int, int, int], name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(text_number(name))
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device=device, dtype=dtype)
 
 

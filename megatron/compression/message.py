@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.base.seeds import keyed_seed
 from megatron.compression.api import Codec, CodecTraits, Payload
 from megatron.compression.state import CompressorState
 
@@ -76,15 +76,9 @@ class Rounding(Protocol):
         """Seed of stochastic rounding."""
 
 
-def message_seed(seed: int, *names: object) -> int:
-    """63-bit seed derived from the run's seed and the name of the message."""
-    digest = hashlib.blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def noise_seed(config: Rounding, state: CompressorState, name: Hashable) -> int | None:
     """Seed of a step's message; None for rounding to nearest."""
-    return None if config.rounding == "nearest" else message_seed(config.seed, state.count("messages"), name)
+    return None if config.rounding == "nearest" else keyed_seed(config.seed, state.count("messages"), name)
 
 
 class Format(Protocol):

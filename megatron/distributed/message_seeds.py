@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.compression.message import message_seed
+from megatron.base.seeds import keyed_seed
 from megatron.compression.state import CompressorState
 
 
@@ -32,5 +32,5 @@ class MessageSeeds:
         Args:
             message: identifiers of the message besides the position: its point, its place in the model, its sender.
         """
-        number = message_seed(self.iteration, self.micro_batch, *message)
+        number = keyed_seed(self.iteration, self.micro_batch, *message)
         return CompressorState(counters=dict.fromkeys(("draws", "messages"), number))

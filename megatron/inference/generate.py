@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.seeds import keyed_seed
 from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling, TokenCounts, widen
 from megatron.models.context import ForwardContext
-from megatron.parallel.tensor.random import keyed_seed
 from megatron.tokenizer.api import start_token
 
 _LOGITS_AT_ONCE = 1 << 25

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.base.seeds import keyed_seed
 from megatron.kernels.soft_cap import soft_capped
 from megatron.models.context import AttentionDropout, ForwardContext
 from megatron.models.norm import Norm
 from megatron.models.rank_context import RankContext
 from megatron.models.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
+from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 from megatron.parallel.tensor.shards import ShardedModule
 
 
@@ -83,10 +84,8 @@ class Attention(ShardedModule, ABC):
         if context.cache is not None and mask is None:
             mask = context.cache.mask(self.layer)
         causal = self.causal and mask is None
-        if (
-            query.shape[2] == 1
-        ):  # a single query attends to all cached positions; a branch, since torch needs a plain bool
-            causal = False
+        if query.shape[2] == 1:
+            causal = False  # a single query attends to all cached positions; a branch, since torch needs a plain bool
         keys = None if dropout is None else dropout.heads
         if keys is not None or self.cap is not None:
             return self._attend_unfused(query, key, value, mask, causal, keys)

@@ -6,23 +6,17 @@ A mask is the same on any split and in recomputation, without saving or restorin
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.base.seeds import keyed_seed
 from megatron.parallel.tensor.shards import ParamSpec
 
 _INIT_ROWS = 256
 """Rows drawn from a generator: a rank skips the blocks that it does not hold."""
-
-
-def keyed_seed(*names: int | str) -> int:
-    """A 63-bit seed from the purpose of the numbers."""
-    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
