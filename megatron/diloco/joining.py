@@ -175,9 +175,7 @@ class Joining:
 
     def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
         for x in tensors:
-            pending = group.broadcast(x, 0)
-            self.sync.ledger.count_message(Point.OUTER, pending.sent_bytes)
-            self.sync.ledger.wait_for(Point.OUTER, pending)
+            self.sync.ledger.complete(Point.OUTER, group.broadcast(x, 0))
 
     def _wait_for(self, key: str) -> Any:
         deadline = time.monotonic() + self.islands.seconds

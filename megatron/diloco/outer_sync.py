@@ -15,7 +15,7 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.diloco.fragments import Fragment, ShardRange, bucket_memory, fragment_index
 from megatron.diloco.outer_optimizer import OuterOptimizer
-from megatron.distributed.group import Group, Pending
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
@@ -132,7 +132,7 @@ class OuterSync:
             return
         for bucket in fragment.buckets:
             # Each element is nonzero on at most one replica, so the sum is exact.
-            self._count_and_wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
+            self.ledger.complete(Point.PARAM_GATHER, bucket.buffer.group.all_reduce(bucket.reduced.flat))
 
     @torch.no_grad()
     def sum_gradients(self, group: Group, iteration: int, scale: float) -> None:
@@ -204,9 +204,7 @@ class OuterSync:
     def _sum_over_island(self, value: float) -> float:
         """Sum over all ranks of the island; nan if the sum is negative or nan."""
         total = torch.tensor([value], dtype=torch.float64, device=self.topology.device)
-        pending = self.topology.world.all_reduce(total)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
+        self.ledger.complete(Point.CONTROL, self.topology.world.all_reduce(total))
         return float(total) if float(total) >= 0 else math.nan
 
     def start_transfer(self, number: int, group: Group, iteration: int) -> None:
@@ -236,9 +234,7 @@ class OuterSync:
         reducer = self.fragments[number].reducer
         reducer.exchange()
         for mean in self._means.values():
-            pending = reducer.group.all_reduce(mean)
-            self.ledger.count_message(Point.OUTER, pending.sent_bytes)
-            self.ledger.wait_for(Point.OUTER, pending)
+            self.ledger.complete(Point.OUTER, reducer.group.all_reduce(mean))
 
     def discard_transfer(self, number: int) -> None:
         """Discards an exchange and rolls back the compressor states."""
@@ -256,9 +252,9 @@ class OuterSync:
             if bucket.is_owner:
                 if bucket.leads:
                     flat.div_(contributors)
-                self._count_and_wait(bucket.buffer.group.broadcast(flat))
+                self.ledger.complete(Point.PARAM_GATHER, bucket.buffer.group.broadcast(flat))
             if bucket.tie is not None:
-                self._count_and_wait(self.topology.embedding[bucket.tie].broadcast(flat))
+                self.ledger.complete(Point.PARAM_GATHER, self.topology.embedding[bucket.tie].broadcast(flat))
 
     @torch.no_grad()
     def apply_mean(self, number: int, alpha: float) -> None:
@@ -274,11 +270,6 @@ class OuterSync:
     def publish_params(self) -> None:
         """Copies the values that a round has changed into the model."""
         self.optimizer.publisher.publish_exactly()
-
-    def _count_and_wait(self, pending: Pending) -> None:
-        """Counts a collective inside the island, and waits for it."""
-        self.ledger.count_message(Point.PARAM_GATHER, pending.sent_bytes)
-        self.ledger.wait_for(Point.PARAM_GATHER, pending)
 
     def means(self) -> dict[int, Tensor]:
         """Shards of a mean that has arrived and is not applied yet, by shard index; empty without such a mean."""

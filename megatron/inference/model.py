@@ -120,16 +120,12 @@ class LoadedModel:
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Broadcast a CPU tensor from rank ``src``, in place."""
-        pending = self.topology.control.broadcast(x, src)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
+        self.ledger.complete(Point.CONTROL, self.topology.control.broadcast(x, src))
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """All-reduce a CPU tensor over all ranks, in place."""
-        pending = self.topology.control.all_reduce(x)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait_for(Point.CONTROL, pending)
+        self.ledger.complete(Point.CONTROL, self.topology.control.all_reduce(x))
         return x
 
     def broadcast_json(self, value: Any, src: int) -> Any:

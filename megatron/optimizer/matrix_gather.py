@@ -153,9 +153,7 @@ class MatrixGather:
         outgoing = [torch.cat([like[:0], *tensors]) for tensors in sent]
         incoming = [like.new_empty(sum(counts)) for counts in sizes]
         incoming[group.rank] = outgoing[group.rank]
-        pending = group.all_to_all_uneven(incoming, outgoing)
-        self._ledger.count_message(Point.OPTIMIZER, pending.sent_bytes)
-        self._ledger.wait_for(Point.OPTIMIZER, pending)
+        self._ledger.complete(Point.OPTIMIZER, group.all_to_all_uneven(incoming, outgoing))
         return [list(flat.split(list(counts))) for flat, counts in zip(incoming, sizes, strict=True)]
 
 

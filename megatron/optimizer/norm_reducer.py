@@ -72,9 +72,7 @@ class ParamNormReducer:
 
     def _added(self, group: Group, rows: Tensor) -> Tensor:
         gathered = rows.new_empty(group.size * rows.numel())
-        pending = group.all_gather(gathered, rows.flatten())
-        self._ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self._ledger.wait_for(Point.CONTROL, pending)
+        self._ledger.complete(Point.CONTROL, group.all_gather(gathered, rows.flatten()))
         total, *other_shares = gathered.view(group.size, *rows.shape).unbind()
         for share in other_shares:
             total = total + share

@@ -54,9 +54,7 @@ class StepSummary:
         shared = [*(number for pair in self.losses.values() for number in pair), *astuple(self.votes)]
         values = [*shared, self.grad_sq, self.params_sq, self.num_zeros]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
-        pending = topology.world.all_reduce(vector)
-        ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        ledger.wait_for(Point.CONTROL, pending)
+        ledger.complete(Point.CONTROL, topology.world.all_reduce(vector))
         warmup.all_reduce([vector[: len(shared)]])
         *shared, grad_sq, params_sq, num_zeros = vector.tolist()
         sums = iter(shared)

@@ -84,9 +84,7 @@ class ExpertTally:
                 row[: len(counts)] += counts
                 row[self._most :] += next(chunks)
         totals = totals.to(self._topology.device)
-        pending = self._topology.world.all_reduce(totals)
-        self._ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        self._ledger.wait_for(Point.CONTROL, pending)
+        self._ledger.complete(Point.CONTROL, self._topology.world.all_reduce(totals))
         self._sync_warmup.all_reduce([totals])
         counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
         numbers = self._config.expert_layers

@@ -250,9 +250,7 @@ def _forward_backward(
         # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
         # label is masked, micro-batches of equal size are averaged.
         counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
-        pending = dp.all_reduce(counts)
-        engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-        engines.ledger.wait_for(Point.CONTROL, pending)
+        engines.ledger.complete(Point.CONTROL, dp.all_reduce(counts))
         engines.sync_warmup.all_reduce([counts])
         # A loss without unmasked labels is zero with any divisor.
         divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
