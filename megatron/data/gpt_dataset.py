@@ -35,6 +35,7 @@ class GPTDataset(RowIndexing):
         self.collate_options = collate_options
         self.name = indexed.prefix
         self.row_length = seq_length + 1
+        self.epoch_samples = order.epoch_samples
         self.resets_positions = collate_options.reset_position_ids
         self.lanes = order.lanes if isinstance(order, FixedOrder) else None
 
@@ -44,11 +45,6 @@ class GPTDataset(RowIndexing):
     def sample_id(self, index: int) -> int:
         """Index of draw ``index`` before the shuffle."""
         return self.order.sample_id(index)
-
-    @property
-    def epoch_samples(self) -> int:
-        """Number of draws in a pass over all tokens."""
-        return self.order.epoch_samples
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``."""

@@ -197,6 +197,7 @@ class MegatronOrder:
     ) -> None:
         self._documents = documents
         self._seq_length = seq_length
+        self.epoch_samples = (documents.tokens_per_epoch() - 1) // seq_length
         identity = {
             **(cache_identity or {}),
             "documents": [documents.first, len(documents.lengths)],
@@ -214,11 +215,6 @@ class MegatronOrder:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
-
-    @property
-    def epoch_samples(self) -> int:
-        """See ``SampleOrder``."""
-        return (self._documents.tokens_per_epoch() - 1) // self._seq_length
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
