@@ -106,9 +106,8 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
         return f"; {root} has no other complete checkpoint"
     if not named:
         return f"; iteration {first} is complete: to load it, write {first} into {root / TRACKER}"
-    shown_iterations = [first, *islice(complete, SHOWN_ITERATIONS)]
-    names = ", ".join(map(str, shown_iterations[:SHOWN_ITERATIONS])) + ", ..." * (
-        len(shown_iterations) > SHOWN_ITERATIONS
-    )
+    names = ", ".join(map(str, [first, *islice(complete, SHOWN_ITERATIONS - 1)]))
+    if next(complete, None) is not None:
+        names += ", ..."
     example = f" ({flag} {first})" if flag else ""
     return f"; complete are, newest first: {names}; name one of them{example}"

@@ -130,7 +130,7 @@ class Rounds:
             fragments, later = self.schedule.sent(done), self.schedule.applied_at(done) > done
             for fragment in fragments:
                 in_flight = None if self.left_behind else self._begin_attempt(fragment, done, 0)
-                if in_flight is not None and not (later and not in_flight.failed):
+                if in_flight is not None and (in_flight.failed or not later):
                     self._apply_fragment(in_flight)
             if fragments:
                 self.sync.last_round_iteration = done

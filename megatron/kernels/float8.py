@@ -63,7 +63,7 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
     padded_n = torch.nn.functional.pad(input_n, (0, groups * form.group - input_n.numel()))
     largest_g = padded_n.view(groups, form.group).abs().amax(dim=1)
     if scales.dtype == torch.uint8:
-        # The largest power of two whose product with the format's largest number is finite in fp32.
+        # Biased exponent of the largest power of two whose product with the largest number is finite in fp32.
         top_power = 254 - int(math.log2(form.most))
         powers_g = ((_unit(largest_g, form).view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=top_power)
         scales.copy_(torch.where(largest_g.isfinite(), powers_g, 255))

@@ -81,10 +81,10 @@ class DisentangledAttention(SelfAttention):
         of rotary tables."""
         assert rotary is not None
         table_rh, rows_ss = rotary
-        mixed = self.query_key_value(x_sbh)
-        s, b, _ = mixed.shape
-        query, key, value = mixed.view(s, b, self.groups, _TERMS, self.head_dim).permute(3, 1, 2, 0, 4)
         linear, heads = self.query_key_value, self.groups
+        mixed = linear(x_sbh)
+        s, b, _ = mixed.shape
+        query, key, value = mixed.view(s, b, heads, 3, self.head_dim).permute(3, 1, 2, 0, 4)
         weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
         bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
         far_query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)

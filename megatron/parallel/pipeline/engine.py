@@ -192,12 +192,12 @@ class _StepMessages:
         self._due = iter(table.messages_due[self.stage])
         ops = table.schedules[self.stage]
         self._incoming = {
-            computation is Pass.FORWARD: deque(
+            forward: deque(
                 message
                 for op in ops
-                if op.computation is computation and (message := self._message(op, incoming=True)) is not None
+                if op.is_forward is forward and (message := self._message(op, incoming=True)) is not None
             )
-            for computation in (Pass.FORWARD, Pass.BACKWARD)
+            for forward in (True, False)
         }
         self._posted = {True: 0, False: 0}
         self._received = {True: 0, False: 0}

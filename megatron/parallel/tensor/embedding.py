@@ -19,15 +19,15 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, index)
+        ctx.save_for_backward(index)
         ctx.weight = weight
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        weight, index = ctx.saved_tensors
+        weight, (index,) = ctx.weight, ctx.saved_tensors
         rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
-        main_grad = main_grad_of(ctx.weight)
+        main_grad = main_grad_of(weight)
         if main_grad is None:
             return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
         main_grad.add_rows(*rows)
