@@ -255,7 +255,7 @@ def test_gemma_like_model_agrees(world_size: int) -> None:
 
 
 ZERO_BUBBLE: dict[str, Any] = {"pipeline_schedule": "zb-h1"}
-WITH_WEIGHT_PASSES: dict[int, dict[str, Changes]] = {
+OF_ZERO_BUBBLE: dict[int, dict[str, Changes]] = {
     2: {"pp2": _parallel(pp=2, **ZERO_BUBBLE)},
     4: {
         "pp4": _parallel(pp=4, **ZERO_BUBBLE),
@@ -266,10 +266,10 @@ WITH_WEIGHT_PASSES: dict[int, dict[str, Changes]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", WITH_WEIGHT_PASSES)
+@pytest.mark.parametrize("world_size", OF_ZERO_BUBBLE)
 @pytest.mark.parametrize("base", [merge(DOUBLE, DROPOUT), RICH], ids=["gpt", "llama"])
 def test_weight_passes_agree(world_size: int, base: Changes) -> None:
-    _agree(world_size, merge(base, ODD), 3, WITH_WEIGHT_PASSES[world_size], masked=True)
+    _agree(world_size, merge(base, ODD), 3, OF_ZERO_BUBBLE[world_size], masked=True)
 
 
 BERT: Changes = {"model": {"model_type": "bert", "attention_dropout": 0.1, "hidden_dropout": 0.2}, **DOUBLE}

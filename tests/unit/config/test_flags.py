@@ -64,6 +64,7 @@ def test_hyphens_underscores_and_case_are_equivalent(line: str) -> None:
         ("--swiglu=true", "model.swiglu", True),
         ("--DDP-impl torch", "parallel.ddp_impl", "torch"),
         ("--ddp_impl TORCH", "parallel.ddp_impl", "torch"),
+        ("--enable-zbh1-pipeline", "parallel.pipeline_schedule", "zb-h1"),
         ("--local_rank=3", "parallel.local_rank", 3),
         ("--local-rank 3", "parallel.local_rank", 3),
         ("--recompute-activations", "recompute.recompute_granularity", "selective"),

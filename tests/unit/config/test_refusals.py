@@ -32,6 +32,7 @@ BY_ITERATIONS = [
     (f"{TENSOR} 4 --num-query-groups 2", 4, ["--num-query-groups 2", f"{TENSOR} 4"]),
     (f"{TENSOR} 4 --ffn-hidden-size 102", 4, ["--ffn-hidden-size 102", f"{TENSOR} 4"]),
     (f"{TENSOR} 2 --make-vocab-size-divisible-by 32 --compile on", 2, ["--compile on", f"{TENSOR} 2", "leave"]),
+    (f"{PP2} --pipeline-schedule zb-h1 --compile on", 2, ["--compile on", "--pipeline-schedule zb-h1", "leave"]),
     ("--deterministic-mode --compile on", 1, ["--compile on", "--deterministic-mode", "leave"]),
     ("--fp8 rowwise", 1, ["--fp8 rowwise", "--bf16", "add it"]),
     ("--fp8 tensorwise --bf16", 1, ["--fp8 tensorwise", "GPUs", "leave it out"]),

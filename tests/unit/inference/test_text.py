@@ -18,6 +18,7 @@ from megatron.tokenizer.null import NullTokenizer
 from tests.support.llama import BOS, EOS, WORDS, write_sentence_piece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+CHARACTERS = st.sampled_from("ab€") | st.characters(codec="utf-8")  # the former, so that stop strings occur and overlap
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges))
 
 
-@given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=4), max_size=3))
+@given(text=st.text(CHARACTERS, max_size=40), stop=st.lists(st.text(CHARACTERS, min_size=1, max_size=4), max_size=3))
 def test_pieces_add_up_to_the_text_before_a_stop_string(bytes_tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
     stream = TextStream(bytes_tokenizer, stop)
     output = ""

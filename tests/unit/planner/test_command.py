@@ -27,8 +27,6 @@ from tests.unit.planner.support import CLUSTER, VOCAB, small_run, write_files
 
 pytestmark = pytest.mark.slow
 Capture = pytest.CaptureFixture[str]
-
-
 TWO_LAYERS = {"num_layers": 2}  # for a quick search
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.parallel.pipeline.schedule import SCHEDULES
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run
@@ -26,8 +27,8 @@ def everything() -> list[Prediction]:
 
 @pytest.mark.parametrize("gib", [1.0, 0.0028])
 def test_the_search_finds_the_fastest_choices(gib: float, everything: list[Prediction]) -> None:
-    config = small_run()
-    result = search(Predictor(config, CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
+    assert {prediction.choice.schedule for prediction in everything} == set(SCHEDULES)
+    result = search(Predictor(small_run(), CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
     fastest = fastest_seconds(everything, gib * 2**30)
     assert [prediction.seconds for prediction in result.best] == pytest.approx(fastest[:4])
     assert len(result.best) == min(4, len(fastest)) == len({prediction.choice.layout for prediction in result.best})

@@ -26,8 +26,7 @@ ITERATIONS = 4
 class CountingTrainer(Trainer):
     """A trainer whose iterations only count.
 
-    ``left_at``: iteration after which the others continue without this island. ``stops_at``: iteration with a reason to
-    stop. ``joined_at``: iterations at which this island joined.
+    ``left_at``: iteration after which the others continue without it. ``stops_at``: iteration with a reason to stop.
     """
 
     left_at: int | None = None

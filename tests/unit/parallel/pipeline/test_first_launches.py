@@ -25,6 +25,7 @@ from megatron.parallel.pipeline import engine as engine_module
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
+from megatron.parallel.pipeline.schedule import SCHEDULES, Pass
 from megatron.parallel.pipeline.timetable import Due, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
@@ -143,12 +144,7 @@ def case(kind: str, pp: int, chunks: int, count: int) -> Case:
 
 CASES = [
     *(case("1f1b", pp, chunks, pp * groups) for pp in (2, 3, 4) for chunks in (2, 3) for groups in (1, 2)),
-    *(
-        case(kind, pp, 1, count)
-        for kind in ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
-        for pp in (2, 4, 5)
-        for count in (1, 3, 8)
-    ),
+    *(case(kind, pp, 1, count) for kind in SCHEDULES for pp in (2, 4, 5) for count in (1, 3, 8)),
 ]
 GROWING = [
     replace(case(kind, pp, chunks, 2 * pp), lengths=(2, 2, 5, 2, 3, 3, 3, 3, 5, 5, 5))
@@ -219,6 +215,8 @@ def _rank(
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):
                 engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
+            separate = any(op.computation is Pass.WEIGHT for op in table.schedules[device.rank])
+            assert (((kind, 0, case.shape(step)), "weight") in device.loaded) == separate
             device.launch(("after the pipeline", step))
             for state in engine.channel.states():
                 state.rollback() if evaluates or step == 5 else state.commit()
