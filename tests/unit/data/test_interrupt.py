@@ -65,17 +65,20 @@ def test_each_end_is_one_line_and_a_status(
 @pytest.mark.parametrize("number", SIGNALS)
 def test_delayed_signals_arrive_after_the_context_and_only_if_heeded(number: signal.Signals) -> None:
     finished = list[str]()
+
+    def signal_in_context(text: str, error: Exception | None = None) -> None:
+        with delayed():
+            signal.raise_signal(number)
+            finished.append(text)
+            if error is not None:
+                raise error
+
     with stopped_in_order(even_ignored=True):
-        with pytest.raises(KeyboardInterrupt), delayed():
-            signal.raise_signal(number)
-            finished.append("heeded")
-        with pytest.raises(KeyboardInterrupt), delayed():
-            signal.raise_signal(number)
-            raise ValueError
+        for error in (None, ValueError()):
+            with pytest.raises(KeyboardInterrupt):
+                signal_in_context("heeded", error)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         signal.signal(number, signal.SIG_IGN)
-        with delayed():
-            signal.raise_signal(number)
-        finished.append("ignored")
-    assert finished == ["heeded", "ignored"]
+        signal_in_context("ignored")
+    assert finished == ["heeded", "heeded", "ignored"]
