@@ -10,15 +10,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import comb
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megatron.compression.api import Level
 from megatron.compression.points import Point
@@ -28,22 +25,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.work import Work
 from megatron.parallel.expert.dispatcher import ExpertComm, RowExchange
 from megatron.planner.cluster import Device
-
-META = torch.device("meta")
-
-_FREE = frozenset(
-    {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "sources"}
-)
-"""Operations that neither read nor write (``sources`` checks our kernels once); views are detected by their storage."""
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of (r, in) rows times an (in, out) matrix per group, or of (out, r) times (r, in); groups are disjoint."""
-    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
-
-
-_GROUPED = {"_grouped_mm": _grouped_flops}
-"""FLOP formulas of matrix products that torch does not count."""
+from megatron.planner.operation import META, run_operation
 
 
 @dataclass(frozen=True)
@@ -113,13 +95,6 @@ class CostTally:
         )
 
 
-@cache
-def _out_of_place(packet: Any) -> Any:
-    """The out-of-place variant, whose FLOPs torch knows: addmm for addmm_."""
-    name = packet.__name__
-    return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
-
-
 class OpRecorder(TorchDispatchMode):
     """Tally of the operations that run inside the context, with encoding and decoding counted separately.
 
@@ -134,15 +109,16 @@ class OpRecorder(TorchDispatchMode):
         self.ledger: Ledger = _ToldLedger(self)
         self.coding = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled, so that dynamo need not be imported and told to keep out of each operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if not func.is_view and packet.__name__ not in _FREE:
-            formula = _GROUPED.get(packet.__name__) or flop_registry.get(_out_of_place(packet))
-            flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
-            moved = sum(num_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
-            seconds = self.device.seconds(flops, moved)
-            self.tally.flops += flops
+        out, cost = run_operation(func, args, kwargs or {})
+        if cost is not None:
+            seconds = self.device.seconds(cost.flops, cost.nbytes)
+            self.tally.flops += cost.flops
             if self.coding:
                 self.tally.coding_s += seconds
             else:

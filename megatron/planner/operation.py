@@ -1,0 +1,158 @@
+"""Costs and results of single operations, each computed once for all arguments of the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.distributed.group import num_bytes
+
+META = torch.device("meta")
+
+_FREE = frozenset(
+    {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "sources"}
+)
+"""Operations that neither read nor write (``sources`` checks our kernels once); views are detected by their storage."""
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of (r, in) rows times an (in, out) matrix per group, or of (out, r) times (r, in); groups are disjoint."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
+_GROUPED = {"_grouped_mm": _grouped_flops}
+"""FLOP formulas of matrix products that torch does not count."""
+
+
+@cache
+def _flop_formula(packet: Any) -> Any:
+    """The formula of an operation's FLOPs; None where it does not count. In-place operations have the formula of their
+    out-of-place variants: addmm_ that of addmm."""
+    name = packet.__name__
+    if name in _GROUPED:
+        return _GROUPED[name]
+    return flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet)
+
+
+class _TensorForm(NamedTuple):
+    """A tensor without its contents."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _ListForm(NamedTuple):
+    """A list or a tuple of forms."""
+
+    kind: type
+    entries: tuple[Any, ...]
+
+
+class _Number(NamedTuple):
+    """A number with its type, because 1, 1.0 and True are equal."""
+
+    kind: type
+    value: float
+
+
+def _form_of(value: Any) -> Any:
+    """A hashable description of an argument or a result."""
+    if isinstance(value, Tensor):
+        return _TensorForm(value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (bool, int, float)):
+        return _Number(type(value), value)
+    if isinstance(value, (list, tuple)):
+        return _ListForm(list if isinstance(value, list) else tuple, tuple(map(_form_of, value)))
+    return value
+
+
+def _from_form(form: Any) -> Any:
+    """A new value of a form."""
+    if isinstance(form, _TensorForm):
+        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+    if isinstance(form, _Number):
+        return form.value
+    if isinstance(form, _ListForm):
+        return form.kind(map(_from_form, form.entries))
+    return form
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of an operation.
+
+    Args:
+        flops: FLOPs of a matrix product.
+        nbytes: bytes of all arguments and results.
+    """
+
+    flops: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Cost of an operation, and the form of its result where that is new meta tensors (``is_new``)."""
+
+    cost: Cost | None
+    is_new: bool
+    result: Any
+
+
+def _cost(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost | None:
+    """The cost of an operation that has run; None for one that neither reads nor writes."""
+    packet = func._overloadpacket
+    if func.is_view or packet.__name__ in _FREE:
+        return None
+    formula = _flop_formula(packet)
+    flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+    return Cost(flops, sum(map(num_bytes, _tensors(args, kwargs, out))))
+
+
+@lru_cache(maxsize=1 << 16)
+def _outcome(func: Any, args_form: Any, kwargs_form: Any) -> _Outcome | None:
+    """Run an operation on meta tensors of the given forms; None if another tensor is among the arguments."""
+    args, kwargs = _from_form(args_form), dict(_from_form(kwargs_form))
+    if any(x.device != META for x in _tensors(args, kwargs)):
+        return None
+    out = func(*args, **kwargs)
+    storages = [x.untyped_storage()._cdata for x in _tensors(out)]
+    others = {x.untyped_storage()._cdata for x in _tensors(args, kwargs)}
+    form = _form_of(out)
+    is_new = (
+        not func._schema.is_mutable
+        and len(set(storages)) == len(storages)
+        and others.isdisjoint(storages)
+        and all(x.device == META and x.storage_offset() == 0 for x in _tensors(out))
+        and all(
+            x.untyped_storage().nbytes() == copy.untyped_storage().nbytes()
+            for x, copy in zip(_tensors(out), _tensors(_from_form(form)), strict=True)
+        )
+    )
+    return _Outcome(_cost(func, args, kwargs, out), is_new, form)
+
+
+def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
+    """Run an operation; return its result and its cost, None for one that neither reads nor writes.
+
+    Many operations on meta tensors are decomposed in Python, which takes a millisecond. So those that return new meta
+    tensors run once for each form of their arguments.
+    """
+    outcome = None if func.is_view else _outcome(func, _form_of(args), _form_of(tuple(kwargs.items())))
+    if outcome is None:
+        out = func(*args, **kwargs)
+        return out, _cost(func, args, kwargs, out)
+    return _from_form(outcome.result) if outcome.is_new else func(*args, **kwargs), outcome.cost
