@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.kernels import native, ops, reference
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
+from tests.support import combinations
 
 LACKING = native.library_path() is None and os.environ.get("MEGATRON_CC_BUILD") != "require"
 """Whether the kernels were not compiled and need not be. Where they must be there, their tests fail without them."""
@@ -126,6 +127,11 @@ def grids() -> Iterator[Grid]:
             yield Grid(bits, ScaleLayout.GROUP, 256 if bits % 2 else 32, kind, ScaleMethod.MAX, 64)
             yield Grid(bits, ScaleLayout.TENSOR, 64, kind, ScaleMethod.MAX, 128)
             yield Grid(bits, ScaleLayout.GROUP, 64, kind, ScaleMethod.MAX, 512 if bits % 2 else 256)
+
+
+def lengths_in_turn(lengths: tuple[int, ...], turn: int) -> tuple[int, ...]:
+    """Every other length, beginning with the first or the second."""
+    return lengths if combinations.all_combinations else lengths[turn % 2 :: 2]
 
 
 def check_usual_codecs(device: str) -> None:

@@ -73,8 +73,10 @@ def device(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 def test_codecs(device: str, role: Role) -> None:
+    """All widths, layouts, methods, grids and types; each length with one or two of the roles."""
     for number, grid in enumerate(checks.grids()):
-        for count in (0, 1, 999, 2600) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000):
+        lengths = (0, 1, 999, 2600) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000)
+        for count in checks.lengths_in_turn(lengths, number + role):
             dtype = checks.DTYPES[number % 3]
             x = checks.spoil(checks.noise((count,), number, device, dtype), number)
             other = None if role is Role.PLAIN else checks.noise((count,), count, device, checks.DTYPES[number % 2])

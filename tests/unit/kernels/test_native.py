@@ -31,9 +31,10 @@ def _compiled() -> None:
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 @pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
 def test_codecs_give_the_reference_bits(role: Role, seed: int | None) -> None:
-    """All widths, layouts, methods, grids and types, and lengths around the chunks of the kernels."""
+    """All widths, layouts, methods, grids and types; lengths around the chunks of the kernels, each with one seed."""
     for number, grid in enumerate(checks.grids()):
-        for count in (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000):
+        lengths = (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000)
+        for count in checks.lengths_in_turn(lengths, number + role + (seed is None)):
             dtype = checks.DTYPES[number % 3]
             x = checks.noise((count,), number, DEVICE, dtype)
             other = None if role is Role.PLAIN else checks.noise((count,), count, DEVICE, checks.DTYPES[number % 2])
