@@ -169,6 +169,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
         island.store.stop_beating()
 
 
+@pytest.mark.slow
 def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like islands restarted by a launcher, at the same meeting place."""
     monkeypatch.setattr(starting, "SILENT_SECONDS", 2.0)
@@ -186,6 +187,7 @@ def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: py
         island.store.stop_beating()
 
 
+@pytest.mark.slow
 def test_a_generation_ends_with_its_last_island(make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "SILENT_SECONDS", 3.0)
     first = make_islands(2, 2)
@@ -203,6 +205,7 @@ def test_a_generation_ends_with_its_last_island(make_islands: MakeIslands, monke
     assert [island.store.generation for island in second] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_late_island_learns_where_the_final_checkpoint_is(
     make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

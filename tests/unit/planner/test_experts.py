@@ -274,6 +274,7 @@ def test_the_imbalance_is_a_number_or_from_a_log(tmp_path: Path) -> None:
         imbalance_of("2", small_run().model)
 
 
+@pytest.mark.slow
 def test_the_command_plans_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def write(**parallel: int) -> list[str]:
         model = {"num_layers": 2, "num_experts": [4], "moe_ffn_hidden_size": 128}
