@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Draws the two diagrams of the documents: the communication points, and a 1F1B step with its epilogue.
+"""Draws the diagrams of the documents: communication points, pipeline schedules, experts and islands.
 
     python tools/draw_diagrams.py                     docs/images
     python tools/draw_diagrams.py --out /tmp/images
 
-The schedule that is drawn is the engine's own.
+The schedules are the engine's, as the planner simulates them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,22 @@ if __name__ == "__main__":
     start_program("tools.draw_diagrams")
 
 from megatron.compression.points import Point
-from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue, one_f_one_b
+from megatron.parallel.pipeline.schedule import find_epilogue
+from megatron.planner.simulate import Hop, Pipeline
 from megatron.training.plots import COLORS, new_figure, save_figure
+from megatron.training.schedule_plot import (
+    Timeline,
+    compute_bubble,
+    draw_passes,
+    draw_schedule,
+    find_span,
+    make_legend_patches,
+    summarize_times,
+)
 
 REPO = Path(__file__).resolve().parents[1]
 
 STAGES, MICRO_BATCHES = 4, 8
-FORWARD, BACKWARD = 1.0, 2.0
-"""Durations, of which a backward's is twice a forward's."""
 
 COLOR = {
     Point.PP_FWD: COLORS[0],
@@ -46,67 +53,44 @@ COLOR = {
 }
 
 
-@dataclass(frozen=True)
-class Placed:
-    """An operation of a stage in time, and whether its message is one of the epilogue."""
-
-    stage: int
-    op: PipelineOp
-    start: float
-    end: float
-    late: bool
-
-
-def placed(stages: int, micro_batches: int) -> list[Placed]:
-    """1F1B in time, where messages take none: an operation begins when its rank and its input are ready."""
-    schedules = [one_f_one_b(stages, stage, micro_batches) for stage in range(stages)]
-    ended: dict[tuple[bool, int, int], float] = {}
-    free, reached = [0.0] * stages, [0] * stages
-    found: list[Placed] = []
-    while any(reached[stage] < len(schedules[stage]) for stage in range(stages)):
-        for stage, ops in enumerate(schedules):
-            while reached[stage] < len(ops):
-                op = ops[reached[stage]]
-                source = (op.is_forward, stage - 1 if op.is_forward else stage + 1, op.micro_batch)
-                has_source = 0 <= source[1] < stages
-                if has_source and source not in ended:
-                    break
-                start = max(free[stage], ended[source] if has_source else 0.0)
-                end = start + (FORWARD if op.is_forward else BACKWARD)
-                ended[op.is_forward, stage, op.micro_batch] = free[stage] = end
-                found.append(Placed(stage, op, start, end, stage > 0 and op in find_epilogue(ops)))
-                reached[stage] += 1
-    return found
+def _simulate(kind: str) -> Timeline:
+    """Simulate a schedule whose messages take no time: forwards of 1 ms, backwards of 2 ms, half of it for weights."""
+    forward_s, backward_s, weight_s = ([seconds] * STAGES for seconds in (1e-3, 2e-3, 1e-3))
+    pipeline = Pipeline(kind, forward_s, backward_s, weight_s, STAGES, lambda *_: Hop())
+    rows = pipeline.simulate_passes(MICRO_BATCHES)
+    start_s, end_s = find_span(rows)
+    title = f"{kind}: {summarize_times(end_s - start_s, compute_bubble(rows))}"
+    return Timeline(title, rows, [f"stage {stage}" for stage in range(STAGES)])
 
 
-def draw_schedule() -> Any:
-    """1F1B of four stages and eight micro-batches; what the epilogue sends back is hatched."""
+def draw_bubbles() -> Any:
+    """1F1B above the zero bubble schedule that fills its gaps with weight passes."""
+    return draw_schedule([_simulate("1f1b"), _simulate("zb-h1")])
+
+
+def draw_epilogue() -> Any:
+    """1F1B with marks on the backward passes of the epilogue."""
+    from matplotlib.patches import Patch
+
     figure = new_figure(10, 3.1)
     axes = figure.add_subplot()
-    operations = placed(STAGES, MICRO_BATCHES)
-    for one in operations:
-        color = COLORS[5] if one.op.is_forward else "#F3C9A5"
-        axes.barh(
-            one.stage, one.end - one.start, left=one.start, height=0.82, color=COLORS[1] if one.late else color,
-            edgecolor="white", hatch="///" if one.late else None, linewidth=1.0,
-        )  # fmt: skip
-        axes.text(
-            (one.start + one.end) / 2, one.stage, str(one.op.micro_batch + 1), ha="center", va="center", fontsize=9,
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": color if not one.late else "white", "linewidth": 0},
-        )  # fmt: skip
-    names = (("forward", COLORS[5], None), ("backward", "#F3C9A5", None))
-    bars = [axes.barh(0, 0, color=color, hatch=hatch, label=name) for name, color, hatch in names]
-    late = "backward in the epilogue: no forward is left to overlap with its message (when=epilogue)"
-    bars.append(axes.barh(0, 0, color=COLORS[1], hatch="///", edgecolor="white", label=late))
-    axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(one.end for one in operations))
+    timeline = _simulate("1f1b")
+    _, end_s = find_span(timeline.rows)
+    draw_passes(axes, timeline, 9 / (1000 * end_s))
+    style: dict[str, Any] = {"facecolor": COLORS[1], "edgecolor": "white", "hatch": "////", "linewidth": 0.0}
+    for stage, row in list(enumerate(timeline.rows))[1:]:
+        late = find_epilogue([timed.op for timed in row])
+        spans = [(1000 * timed.start_s, 1000 * timed.seconds) for timed in row if timed.op in late]
+        axes.broken_barh(spans, (stage + 0.2, 0.22), **style)
+    axes.set_xlim(0, 1000 * end_s)
     axes.set_xticks([])
     axes.set_xlabel("time")
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=3, frameon=False, fontsize=9)
+    label = "in the epilogue: no forward is left to overlap with the message (when=epilogue)"
+    patches = [
+        *make_legend_patches([timed for row in timeline.rows for timed in row]),
+        Patch(label=label, **style),
+    ]
+    figure.legend(handles=patches, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
@@ -240,7 +224,8 @@ def draw_islands() -> Any:
 
 DIAGRAMS = {
     "communication-points": draw_points,
-    "1f1b-epilogue": draw_schedule,
+    "1f1b-epilogue": draw_epilogue,
+    "1f1b-zb-h1": draw_bubbles,
     "expert-legs": draw_experts,
     "islands": draw_islands,
 }

@@ -6,7 +6,8 @@
 
 Clocks of different machines are aligned by the barrier that the ranks passed just before the first traced iteration
 (`--no-align` leaves them as they are). A table on standard output says where each rank's time went. Traces of different
-runs are refused; ranks whose trace is missing are told.
+runs are refused; ranks whose trace is missing are told. `--draw-schedule FILE.svg` also draws the forward, backward and
+weight passes of the last traced iteration on the pipeline ranks of a replica, as tools/plan.py draws predicted ones.
 """
 
 from __future__ import annotations
@@ -28,8 +29,27 @@ if __name__ == "__main__":
 from megatron.base.atomic import write_whole
 from megatron.base.errors import UserError
 from megatron.base.markdown import markdown_table
+from megatron.base.regular import read_regular
 from megatron.base.values import Values
+from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass
+from megatron.training.plots import check_picture, save_figure
+from megatron.training.schedule_plot import (
+    Timeline,
+    check_size,
+    compute_bubble,
+    draw_schedule,
+    find_span,
+    summarize_times,
+)
 
+FLAG = "--draw-schedule"
+MAX_BYTES = 1 << 29
+"""Maximum size of a rank's file."""
+MAX_MICROSECONDS = 1e17
+"""Maximum time since 1970."""
+PASSES = {"forward": Pass.FORWARD, "backward": Pass.BACKWARD, "weight": Pass.WEIGHT}
+"""Spans of passes, by name."""
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 
 
@@ -42,6 +62,7 @@ class RankTrace:
         rank, label: who wrote it.
         world_size, run: of the run; None in traces of versions that did not write them.
         aligned_us: when the rank left the barrier, by its own clock.
+        layout, schedule: mesh and pipeline schedule of the run; None in traces of versions that did not write them.
         events: Chrome trace events.
     """
 
@@ -51,6 +72,8 @@ class RankTrace:
     world_size: int | None
     run: str | None
     aligned_us: float | None
+    layout: Layout | None
+    schedule: str | None
     events: list[dict[str, Any]]
 
     @property
@@ -86,10 +109,14 @@ def read_trace(path: Path) -> RankTrace:
         UserError: when it is not one.
     """
     try:
-        content = json.loads(path.read_text())
-        about, events = content["otherData"], content["traceEvents"]
+        data = read_regular(path, MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path}: is larger than {MAX_BYTES:,} bytes; trace fewer iterations")
+    try:
+        content = json.loads(data.decode())
+        about, events = content["otherData"], content["traceEvents"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a trace of --profile-trace, or cut short; write it anew") from error
     if not isinstance(about, dict) or not isinstance(events, list):
@@ -100,13 +127,18 @@ def read_trace(path: Path) -> RankTrace:
         rank, label = told.integer("rank", least=0), told.text("label")
         world_size = told.integer("world_size") if told.has("world_size") else None
         name = told.text("run") if told.has("run") else None
-        aligned_us = told.number("aligned_us") if told.has("aligned_us") else None
+        aligned_us = told.number("aligned_us", least=0, most=MAX_MICROSECONDS) if told.has("aligned_us") else None
+        schedule = told.text("schedule") if told.has("schedule") else None
+        layout = None
+        if told.has("layout"):
+            sizes = Values(told.table("layout"))
+            layout = Layout(tp=sizes.integer("tp"), pp=sizes.integer("pp"), dp=sizes.integer("dp"))
         for number, event in enumerate(events):
             place = f"{path}: event {number}"
             _check_event(event)
     except UserError as error:
         raise UserError(f"{place}: {error}; write it anew") from error
-    return RankTrace(path, rank, label, world_size, name, aligned_us, events)
+    return RankTrace(path, rank, label, world_size, name, aligned_us, layout, schedule, events)
 
 
 def find(words: Sequence[str]) -> list[Path]:
@@ -139,13 +171,18 @@ def merge(traces: Sequence[RankTrace], align: bool = True) -> dict[str, Any]:
         ranks[trace.rank] = trace.path
     ordered = sorted(traces, key=lambda trace: trace.rank)
     _check_run(ordered)
-    reference = next((trace.aligned_us for trace in ordered if trace.aligned_us is not None), None)
     events: list[dict[str, Any]] = []
-    for trace in ordered:
-        known = align and reference is not None and trace.aligned_us is not None
-        shift = reference - trace.aligned_us if known else 0.0  # type: ignore[operator]  # known says that both are
+    for trace, shift in zip(ordered, compute_clock_shifts(ordered, align), strict=True):
         events += [{**event, "ts": round(event["ts"] + shift, 1)} if "ts" in event else event for event in trace.events]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def compute_clock_shifts(traces: Sequence[RankTrace], align: bool) -> list[float]:
+    """Microseconds from the clock of each trace to that of the first trace with an aligned clock."""
+    reference = next((trace.aligned_us for trace in traces if trace.aligned_us is not None), None)
+    if not align or reference is None:
+        return [0.0] * len(traces)
+    return [0.0 if trace.aligned_us is None else reference - trace.aligned_us for trace in traces]
 
 
 def _check_run(traces: Sequence[RankTrace]) -> None:
@@ -192,6 +229,81 @@ def summary(traces: Sequence[RankTrace]) -> str:
     return markdown_table(["rank", "iteration ms", *COLUMNS, "sent MB"], rows)
 
 
+def read_timeline(traces: Sequence[RankTrace], align: bool = True) -> Timeline:
+    """Collect the passes of the last iteration on the pipeline ranks of a replica.
+
+    Args:
+        traces: traces of a run, which ``merge`` accepts.
+        align: set the clocks of all ranks to that of the first.
+
+    Raises:
+        UserError: when stages are missing, or the passes cannot be drawn.
+    """
+    stages = find_stages(traces)
+    if not stages[0].iterations:
+        raise UserError(f"{stages[0].path}: holds no iteration; let the run reach --profile-step-end")
+    iteration = stages[0].iterations[-1]
+    rows = []
+    for trace, shift in zip(stages, compute_clock_shifts(stages, align), strict=True):
+        rows.append(_read_passes(trace, iteration, shift))
+    check_size(FLAG, len(rows), sum(map(len, rows)))
+    start_s, end_s = find_span(rows)
+    if end_s <= start_s:
+        raise UserError(f"{stages[0].path}: the passes of iteration {iteration} take no time; write the traces anew")
+    steps = [event for trace in stages for event in trace.events if _is_iteration(event)]
+    step_s = max(event["dur"] for event in steps if event["args"]["iteration"] == iteration) / 1e6
+    ops = [timed.op for row in rows for timed in row]
+    chunks, count = 1 + max(op.chunk for op in ops), 1 + max(op.micro_batch for op in ops)
+    layout, schedule = stages[0].layout, f"interleaved {chunks}" if chunks > 1 else stages[0].schedule
+    assert layout is not None
+    title = (
+        f"iteration {iteration}: tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {count} micro-batches, {schedule}\n"
+        f"traced: {summarize_times(end_s - start_s, compute_bubble(rows), step_s)}"
+    )
+    return Timeline(title, rows, [f"stage {stage} (rank {trace.rank})" for stage, trace in enumerate(stages)])
+
+
+def find_stages(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Find the traces of the first replica and tensor-parallel rank with a trace of every stage, in stage order.
+
+    Raises:
+        UserError: when there is none.
+    """
+    by_rank = {trace.rank: trace for trace in traces}
+    layout = traces[0].layout
+    if layout is None:
+        raise UserError(f"{FLAG}: {traces[0].path} does not say its layout: an older version wrote it; write it anew")
+    for rank in sorted(by_rank) if layout.pp <= len(traces) else ():
+        at = layout.coordinates(rank)
+        ranks = [layout.rank_of(tp=at.tp, dp=at.dp, pp=pp) for pp in range(layout.pp)]
+        if all(rank in by_rank for rank in ranks):
+            return [by_rank[rank] for rank in ranks]
+    raise UserError(f"{FLAG}: no replica has a trace of each of its {layout.pp} stages; name the files of all ranks")
+
+
+def _read_passes(trace: RankTrace, iteration: int, shift: float) -> list[TimedPass]:
+    """Read the passes of an iteration, in order of time, with ``shift`` microseconds added."""
+    passes: dict[PipelineOp, TimedPass] = {}
+    for number, event in enumerate(trace.events):
+        computation = PASSES.get(event["name"]) if event.get("ph") == "X" and event.get("tid") == 0 else None
+        if computation is None:
+            continue
+        try:
+            span, labels = Values(event), Values(Values(event).table("args"))
+            if labels.integer("iteration", least=0, most=10**18) != iteration:
+                continue
+            op = PipelineOp(computation, labels.integer("chunk", least=0), labels.integer("micro_batch", least=0))
+            start_us = span.number("ts", least=0, most=MAX_MICROSECONDS) + shift
+            timed = TimedPass(op, start_us / 1e6, (start_us + span.number("dur", least=0, most=MAX_MICROSECONDS)) / 1e6)
+            if passes.setdefault(op, timed) is not timed:
+                raise UserError(f"a second {event['name']} of the micro-batch {op.micro_batch} in chunk {op.chunk}")
+        except UserError as error:
+            raise UserError(f"{trace.path}: event {number}: {error}; write it anew") from error
+    if not passes:
+        raise UserError(f"{trace.path}: holds no passes of iteration {iteration}; write it anew")
+    return sorted(passes.values(), key=lambda timed: timed.start_s)
+
+
 def write(content: dict[str, Any], path: Path) -> None:
     """Writes a trace, compressed where the name ends in .gz; whole or not at all.
 
@@ -206,12 +318,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", help="the folder of --profile-trace, or files from it")
     parser.add_argument("-o", "--output", default="trace.json", help="the merged trace; .json or .json.gz (trace.json)")
+    parser.add_argument(FLAG, metavar="FILE.svg", help="draw the passes of each pipeline rank over time there")
     parser.add_argument("--no-align", action="store_true", help="leave the ranks' clocks as they are")
     options = parser.parse_args(arguments)
     try:
+        if options.draw_schedule is not None:
+            check_picture(options.draw_schedule, FLAG)
         traces = [read_trace(path) for path in find(options.traces)]
         merged, table = merge(traces, align=not options.no_align), summary(traces)
+        timeline = None if options.draw_schedule is None else read_timeline(traces, align=not options.no_align)
         write(merged, Path(options.output))
+        if timeline is not None:
+            save_figure(draw_schedule([timeline]), Path(options.draw_schedule))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -223,4 +341,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table)
     of = f" of {traces[0].world_size}" if len(traces) < (traces[0].world_size or 0) else ""
     print(f"\n{options.output}: {len(traces)}{of} ranks; open it at https://ui.perfetto.dev")
+    if options.draw_schedule is not None:
+        print(f"{options.draw_schedule}: the passes of an iteration")
     return 0

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from megatron.compression.points import Point
 from megatron.distributed.clock import Clock, HostClock, Mark
 from megatron.distributed.group import Pending
+from megatron.distributed.layout import Layout
 from megatron.distributed.observer import Observer
 
 FIRST_STREAM = 1
@@ -65,7 +66,8 @@ class Trace(Observer):
         first, last: iterations, 0-based.
         clock: clock of this rank's device; synchronized only at the beginning and end of an iteration.
         kernels: recorder of the device's kernels; None without a device.
-        world_size: number of ranks in the run that write traces.
+        layout: the mesh of the run, whose ranks all write traces.
+        schedule: pipeline schedule of the run.
         run: unique name of the run, the same on all of its ranks.
         meet: a barrier that is used to align the ranks' clocks.
     """
@@ -79,7 +81,8 @@ class Trace(Observer):
         last: int = 0,
         clock: Clock | None = None,
         kernels: Kernels | None = None,
-        world_size: int = 1,
+        layout: Layout = Layout(),  # noqa: B008  # immutable
+        schedule: str = "",
         run: str = "",
         meet: Callable[[], None] = lambda: None,
     ) -> None:
@@ -87,7 +90,7 @@ class Trace(Observer):
         self.rank = rank
         self.label = label
         self.first, self.last = first, last
-        self.world_size, self.run = world_size, run
+        self.layout, self.schedule, self.run = layout, schedule, run
         self._clock: Clock = clock or HostClock()
         self._meet = meet
         self._kernels = kernels
@@ -185,11 +188,12 @@ class Trace(Observer):
         for tid in sorted({event["tid"] for event in self._events} - {0}):
             names.append({**names[-1], "tid": tid, "args": {"name": f"device, stream {tid - FIRST_STREAM}"}})
         aligned = None if self._aligned is None else round(self._aligned * 1e6, 1)
-        about = {"rank": self.rank, "label": self.label, "world_size": self.world_size, "run": self.run}
+        mesh = {"tp": self.layout.tp, "pp": self.layout.pp, "dp": self.layout.dp}
+        about = {"rank": self.rank, "label": self.label, "world_size": self.layout.world_size, "run": self.run}
         content = {
             "traceEvents": names + self._events,
             "displayTimeUnit": "ms",
-            "otherData": {**about, "aligned_us": aligned},
+            "otherData": {**about, "layout": mesh, "schedule": self.schedule, "aligned_us": aligned},
         }
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content))

@@ -31,23 +31,23 @@ import torch
 
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
-from megatron.base.value_type import ValueType
 from megatron.compression.points import Point
 from megatron.config.flags import ParsedRun, parse_args
-from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
 from megatron.planner.choice import Choice, choice_of, of_first_island
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
+from megatron.planner.expert_imbalance import imbalance_of
 from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import breakdown, compare_with_one_node, reason, table
+from megatron.planner.report import breakdown, compare_with_one_node, draw_prediction, reason, table
 from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 from megatron.training.assembly import make_layout
+from megatron.training.plots import check_picture
 
 GPT2_VOCAB = 50257
 _OF_NO_GPT = (
@@ -86,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("--json", metavar="FILE", help="write the predictions there, too")
     cli.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
+    cli.add_argument(
+        "--draw-schedule",
+        metavar="FILE.svg",
+        help="draw the passes of each pipeline rank over time there: of the fastest run; with --no-search, of the run "
+        "as it is",
+    )
     return cli
 
 
@@ -173,42 +179,6 @@ def _is_outer(spec: str) -> bool:
     return spec.startswith(f"{Point.OUTER.value}=")
 
 
-def imbalance_of(text: str, model: ModelConfig) -> float:
-    """Parse ``--expert-imbalance``: a number, or a log that contains it.
-
-    Raises:
-        UserError: when it is neither, or out of range.
-    """
-    flag = "--expert-imbalance"
-    if not model.has_experts:
-        if text != "1":
-            raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
-        return 1.0
-    if Path(text).is_file():
-        imbalance = _logged_imbalance(Path(text), flag)
-    else:
-        imbalance = ValueType(element=float).from_text(text, f"{flag}, which is no file, either")
-    most = min(model.expert_layers.values()) / model.moe_router_topk
-    if not 1 <= imbalance <= most:
-        raise UserError(
-            f"{flag} {imbalance:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
-        )
-    return imbalance
-
-
-def _logged_imbalance(path: Path, flag: str) -> float:
-    """Read the most recent imbalance in a log."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for line in reversed(lines):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a line that the run is still writing
-        if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
-            return float(event["expert_imbalance"])
-    raise UserError(f"{flag} {path}: no line says expert_imbalance; give the --log-json-file of a run with experts")
-
-
 def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """Resolve the configuration for ``gpus`` devices.
 
@@ -268,8 +238,8 @@ def show(
     sets: Sequence[tuple[str, ...]],
     config: RunConfig,
     options: argparse.Namespace,
-) -> list[Prediction]:
-    """Print and return predictions: the configured run, if it is possible, followed by the fastest runs.
+) -> tuple[list[Prediction], Prediction]:
+    """Print predictions: the configured run, if it is possible, followed by the fastest runs.
 
     Args:
         predictor: predictor of the model.
@@ -277,6 +247,9 @@ def show(
         sets: sets of compressors to search.
         config: the user's configuration.
         options: parsed command line.
+
+    Returns:
+        The predictions, and that of the fastest run; without a search, of the configured run.
     """
     memory = predictor.cluster.device.memory_gib
     predictions: list[Prediction] = []
@@ -291,7 +264,7 @@ def show(
         if grown is not None:
             print(f"  {grown.line}")
     if options.no_search:
-        return predictions
+        return predictions, predictions[0]
     start = time.perf_counter()
     result = search(predictor, sets, options.top)
     spent = time.perf_counter() - start
@@ -306,7 +279,7 @@ def show(
     if options.write:
         write_whole(options.write, result.best[0].choice.configure(config).to_yaml().encode(), "--write")
         print(f"the fastest run's configuration is written to {options.write}")
-    return [*predictions, *result.best]
+    return [*predictions, *result.best], result.best[0]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -319,6 +292,8 @@ def run(options: argparse.Namespace) -> None:
     for flag, name in (("--json", options.json), ("--write", options.write)):
         if name is not None:
             check_writable(name, flag)
+    if options.draw_schedule is not None:
+        check_picture(options.draw_schedule, "--draw-schedule")
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
     parsed = parse_args(["--config", options.config])
@@ -358,10 +333,13 @@ def run(options: argparse.Namespace) -> None:
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
     predictor = Predictor(base, planned, vocab_size, imbalance)
-    predictions = show(predictor, refusal is None, sets, config, options)
+    predictions, best = show(predictor, refusal is None, sets, config, options)
     if options.json:
         text = json.dumps([dataclasses.asdict(prediction) for prediction in predictions], indent=1)
         write_whole(options.json, text.encode(), "--json")
+    if options.draw_schedule:
+        draw_prediction(predictor, best, Path(options.draw_schedule))
+        print(f"the schedule is drawn in {options.draw_schedule}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,17 +1,22 @@
-"""Tables of predictions, and explanations of the difference between two predictions."""
+"""Tables and pictures of predictions, and explanations of the difference between two predictions."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from megatron.base.errors import UserError
 from megatron.config.islands import IslandsConfig
 from megatron.config.run import RunConfig
+from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
+from megatron.planner.costs import wires_of
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import search
+from megatron.training.plots import save_figure
+from megatron.training.schedule_plot import MAX_PASSES, Timeline, check_size, draw_schedule, summarize_times
 
 _LOSS = (
     "these compressors change the loss, by how much is not predicted: docs/results/loss.md says what was measured, and "
@@ -145,6 +150,33 @@ def breakdown(prediction: Prediction, cluster: Cluster, config: RunConfig | None
     if left_out:
         lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
     return "\n".join(lines)
+
+
+def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) -> None:
+    """Draw the passes of a prediction's step; of a long step with fewer micro-batches.
+
+    Raises:
+        UserError: when there are too many stages, or the picture cannot be written.
+    """
+    choice = prediction.choice
+    passes = choice.pp * choice.chunks * (3 if choice.schedule in WITH_WEIGHT_PASSES else 2)
+    count = max(MAX_PASSES // passes, 1)
+    if choice.chunks > 1:  # groups of pp micro-batches
+        count = max(count // choice.pp, 1) * choice.pp
+    count = min(count, choice.micro_batches)
+    check_size("--draw-schedule", choice.pp, passes * count)
+    pipeline = predictor.pipeline(choice, wires_of(predictor.cluster, choice))
+    times = predictor.times(choice, pipeline)
+    span_s = max(time.end for time in times)
+    bubble = 1 - sum(time.busy for time in times) / (choice.pp * span_s)
+    title = [
+        f"{described(choice)}, on {predictor.cluster.name}",
+        f"predicted: {summarize_times(span_s, bubble, prediction.seconds)}",
+    ]
+    if count < choice.micro_batches:
+        title.append(f"drawn with {count:,} of {choice.micro_batches:,} micro-batches")
+    names = [f"stage {stage}" for stage in range(choice.pp)]
+    save_figure(draw_schedule([Timeline("\n".join(title), pipeline.simulate_passes(count), names)]), path)
 
 
 def _shares(values: Mapping[str, float], total: float, render: Callable[[float], str]) -> str:

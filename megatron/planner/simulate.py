@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass, make_schedule
 
 _MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
@@ -126,12 +126,22 @@ class Pipeline:
             for a, b in pairs
         ]
 
+    def simulate_passes(self, micro_batches: int) -> list[list[TimedPass]]:
+        """Simulate a step in full; return the passes of every rank."""
+        ranks = self._simulate(micro_batches)
+        return [
+            [TimedPass(op, start, end) for op, (start, end) in zip(rank.ops, rank.spans, strict=True)] for rank in ranks
+        ]
+
     def _play(self, micro_batches: int) -> list[RankTimes]:
+        return [RankTimes(rank.clock, rank.busy, rank.coding) for rank in self._simulate(micro_batches)]
+
+    def _simulate(self, micro_batches: int) -> list[_Rank]:
         stages = range(self.stages)
         schedules = [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in stages]
         play = _Play(self, schedules)
         play.run()
-        return [RankTimes(rank.clock, rank.busy, rank.coding) for rank in play.ranks]
+        return play.ranks
 
 
 @dataclass
@@ -145,6 +155,7 @@ class _Rank:
         next: number of completed operations.
         clock: time at which the rank is free.
         busy, coding: seconds of computing and coding so far.
+        spans: start and end of the computation of each completed operation.
     """
 
     ops: Sequence[PipelineOp]
@@ -154,6 +165,7 @@ class _Rank:
     clock: float = 0.0
     busy: float = 0.0
     coding: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
 
 Message = tuple[bool, int, int]
@@ -256,6 +268,7 @@ class _Play:
             spent = pipeline.backward_s[virtual] - separate * pipeline.weight_s[virtual]
         else:
             spent = pipeline.weight_s[virtual]
+        rank.spans.append((rank.clock, rank.clock + spent))
         rank.clock += spent
         rank.busy += spent
         boundary = virtual if op.is_forward else virtual - 1

@@ -179,7 +179,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         length: length of the run, for warm-ups in fractions of the run.
     """
     layout, parallel, clock = topology.layout, config.parallel, clock_of(topology.device)
-    ledger = Ledger(clock, build_traces(config.logging, topology, clock))
+    ledger = Ledger(clock, build_traces(config.logging, parallel.pipeline_schedule, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)

@@ -31,8 +31,8 @@ def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence
     return experiments
 
 
-def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[Observer]:
-    """Build the observers that trace this rank's steps with its device's clock.
+def build_traces(logs: LoggingConfig, schedule: str, topology: Topology, clock: Clock) -> list[Observer]:
+    """Build the observers that trace this rank's steps with its device's clock, under a pipeline schedule.
 
     Raises:
         UserError: when the folder cannot be created.
@@ -55,7 +55,8 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
         logs.profile_step_end,
         clock=clock,
         kernels=DeviceKernels() if topology.device.type == "cuda" else None,
-        world_size=topology.layout.world_size,
+        layout=topology.layout,
+        schedule=schedule,
         run=f"{int(start_time):x}",
         meet=topology.control.barrier,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.base.atomic import atomic_write
+from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 from megatron.training.records import Record, read_records
 
@@ -118,15 +118,36 @@ def picture_format(path: Path) -> str:
     return ending
 
 
+def check_picture(path: str | Path, flag: str) -> None:
+    """Check that a picture can be drawn to a file, before its content is computed.
+
+    Args:
+        path: path of the file.
+        flag: flag that names the file, for the message.
+
+    Raises:
+        UserError: when the extension is unknown, the file cannot be written, or matplotlib is missing.
+    """
+    try:
+        picture_format(Path(path))
+        new_figure(1.0, 1.0)
+    except UserError as error:
+        raise UserError(f"{flag} {error}") from error
+    check_writable(path, flag)
+
+
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure atomically, in the format of the file extension.
 
     Raises:
         UserError: when the extension is unknown, or the file cannot be written.
     """
+    from matplotlib import rc_context
+
     form = picture_format(path)
     try:
-        with atomic_write(path) as stream:
+        # Texts of an SVG stay texts, which can be searched and are smaller than outlines.
+        with rc_context({"svg.fonttype": "none"}), atomic_write(path) as stream:
             figure.savefig(stream, format=form)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; name a file elsewhere") from error

@@ -34,6 +34,20 @@ class PipelineOp:
         return self.computation is Pass.BACKWARD
 
 
+@dataclass(frozen=True)
+class TimedPass:
+    """A pass that ran, or would run, from ``start_s`` to ``end_s`` on the clock of its pipeline."""
+
+    op: PipelineOp
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end_s - self.start_s
+
+
 def make_forward_schedule(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
     """Schedule of an evaluation: groups of at most ``pp`` micro-batches run through one chunk after another."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.compression.points import Point
 from megatron.distributed.group import Pending
 from megatron.distributed.kernel_trace import kernels_of
+from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.trace import FIRST_STREAM, Trace
 from tests.support.fake_device import FakeDevice, never_waited_for
@@ -49,7 +50,7 @@ def _steps(trace: Trace, count: int) -> int:
 
 def test_only_the_requested_iterations_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    assert _steps(Trace(path, 3, "pp 1", 2, 4, world_size=8, run="ab"), 6) == 1
+    assert _steps(Trace(path, 3, "pp 1", 2, 4, layout=Layout(pp=8), schedule="zb-h1", run="ab"), 6) == 1
     content = json.loads(path.read_text())
     spans: list[dict[str, Any]] = [event for event in content["traceEvents"] if event["ph"] == "X"]
     assert [s["args"]["iteration"] for s in spans if s["name"] == "iteration"] == [2, 3]
@@ -64,6 +65,7 @@ def test_only_the_requested_iterations_are_recorded(tmp_path: Path) -> None:
     about = content["otherData"]
     assert about["aligned_us"] <= spans[0]["ts"]
     assert (about["rank"], about["world_size"], about["run"]) == (3, 8, "ab")
+    assert (about["layout"], about["schedule"]) == ({"tp": 1, "pp": 8, "dp": 1}, "zb-h1")
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import yaml
 from megatron.config.run import RunConfig
 from megatron.convert.model import tensors_of
 from megatron.models.stages import padded_vocab_size
+from megatron.planner import report
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import LinkSpec, read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
+from megatron.training import schedule_plot
 from tests.support.disk import largest_file
+from tests.support.svg import KINDS, read_rows, read_texts
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run, write_files
 
 pytestmark = pytest.mark.slow
@@ -49,6 +53,46 @@ def test_a_run_is_predicted_with_faster_runs(tmp_path: Path, capsys: pytest.Capt
     assert len(written) == 3
     assert written[1]["seconds"] <= written[2]["seconds"]
     assert {"seconds", "parts", "memory", "sent", "mfu", "choice"} <= written[0].keys()
+
+
+def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the run as it is without a search, otherwise of the fastest run; a long step with fewer micro-batches."""
+    words, picture = _files(tmp_path), tmp_path / "schedule.svg"
+    options = ["--draw-schedule", str(picture)]
+    assert main([*words, *options, "--no-search", "--json", str(tmp_path / "plan.json")]) == 0
+    assert f"the schedule is drawn in {picture}" in capsys.readouterr().out
+    texts, (plan,) = read_texts(picture), json.loads((tmp_path / "plan.json").read_text())
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b, on c" in texts
+    assert [[KINDS[box.color] for box in row].count("forward") for row in read_rows(picture)] == [8, 8]
+    assert any(text.startswith(f"predicted: step {1000 * plan['seconds']:.3g} ms, passes ") for text in texts)
+    assert main([*words, *options, "--specs", "", "--json", str(tmp_path / "plan.json")]) == 0
+    best = json.loads((tmp_path / "plan.json").read_text())[1]["choice"]
+    layout = f"tp {best['tp']}, pp {best['pp']}, dp {best['dp']}, {best['micro_batches']} micro-batch"
+    assert any(text.startswith(layout) for text in read_texts(picture))
+    assert main([*words, "--draw-schedule", str(tmp_path / "schedule.gif")]) == 2
+    assert "plan: error: --draw-schedule " in capsys.readouterr().err
+
+
+def test_a_long_step_is_drawn_with_fewer_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MAX_PASSES", 24)
+    for chunks, count, drawn in ((1, 8, 6), (2, 8, 2)):
+        parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": chunks}
+        words = write_files(
+            tmp_path, small_run(parallel=parallel if chunks > 1 else {"pipeline_model_parallel_size": 2})
+        )
+        picture = tmp_path / "schedule.svg"
+        assert main([*words, "--no-search", "--draw-schedule", str(picture)]) == 0
+        assert f"drawn with {drawn} of {count} micro-batches" in read_texts(picture)
+        assert [len(row) for row in read_rows(picture)] == [2 * drawn * chunks] * 2
+
+
+def test_too_many_stages_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_line: Callable[[], str]
+) -> None:
+    monkeypatch.setattr(schedule_plot, "MAX_RANKS", 1)
+    words = [*_files(tmp_path), "--no-search", "--draw-schedule", str(tmp_path / "s.svg")]
+    assert main(words) == 2
+    assert "--draw-schedule: 32 passes on 2 pipeline ranks are too many for a picture" in error_line()
 
 
 def test_the_vocabulary_size_replaces_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,9 @@ from megatron.base.errors import UserError
 from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
-from megatron.planner.command import imbalance_of, main
+from megatron.planner.command import main
 from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
+from megatron.planner.expert_imbalance import imbalance_of
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
 from megatron.training.flops import model_flops_per_sample

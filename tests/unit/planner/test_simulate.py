@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.parallel.pipeline.schedule import SCHEDULES
+from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, make_schedule
 from megatron.planner.simulate import Hop, Pipeline
 
 FREE = Hop()
@@ -97,6 +98,73 @@ def test_coding_keeps_ranks_busy() -> None:
     times = _pipeline("1f1b", 2, 1, 1.0, 1.0, Hop(encode_s=0.5, decode_s=0.25)).run(4)
     # The first stage encodes four activations and decodes four gradients; the last stage vice versa.
     assert [time.coding for time in times] == pytest.approx([4 * 0.5 + 4 * 0.25, 4 * 0.5 + 4 * 0.25])
+
+
+def _simulate_by_rounds(pipeline: Pipeline, count: int, hop: Hop) -> list[list[tuple[float, float]]]:
+    """Start and end of each pass by a plain loop: a rank runs its next pass as soon as its message has arrived."""
+    ranks, chunks, last = range(pipeline.stages), pipeline.chunks, len(pipeline.forward_s) - 1
+    schedules = [make_schedule(pipeline.kind, pipeline.stages, rank, chunks, count) for rank in ranks]
+    sent: dict[tuple[Pass, int, int], float] = {}
+    clocks = [0.0 for _ in ranks]
+    times: list[list[tuple[float, float]]] = [[] for _ in ranks]
+    while any(len(row) < len(ops) for row, ops in zip(times, schedules, strict=True)):
+        for rank, ops in enumerate(schedules):
+            if len(times[rank]) == len(ops):
+                continue
+            op = ops[len(times[rank])]
+            virtual, step = op.chunk * pipeline.stages + rank, 1 if op.computation is Pass.FORWARD else -1
+            source = (op.computation, virtual - step, op.micro_batch)
+            receives = op.computation is not Pass.WEIGHT and 0 <= virtual - step <= last
+            if receives and source not in sent:
+                continue
+            start = max(clocks[rank], sent[source] + hop.latency_s) + hop.decode_s if receives else clocks[rank]
+            seconds = {
+                Pass.FORWARD: pipeline.forward_s,
+                Pass.BACKWARD: pipeline.backward_s,
+                Pass.WEIGHT: pipeline.weight_s,
+            }
+            end = start + seconds[op.computation][virtual]
+            if op.computation is Pass.BACKWARD and any(o.computation is Pass.WEIGHT for o in ops):
+                end -= pipeline.weight_s[virtual]
+            sends = op.computation is not Pass.WEIGHT and 0 <= virtual + step <= last
+            clocks[rank] = end + sends * hop.encode_s
+            sent[op.computation, virtual, op.micro_batch] = clocks[rank]
+            times[rank].append((start, end))
+    return times
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from((*((kind, 1) for kind in (*KINDS, "zb-h1")), ("1f1b", 2), ("1f1b", 3))),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.lists(st.floats(0.5, 2.0), min_size=24, max_size=24),
+    st.builds(Hop, st.floats(0, 0.3), st.just(0.0), st.floats(0, 0.4), st.floats(0, 0.3)),
+)
+def test_every_pass_runs_once_at_the_time_of_a_plain_loop(
+    schedule: tuple[str, int], stages: int, groups: int, seconds: list[float], hop: Hop
+) -> None:
+    (kind, chunks), count = schedule, groups * stages
+    virtual = stages * chunks
+    forward_s, backward_s = seconds[:virtual], seconds[12 : 12 + virtual]
+    pipeline = Pipeline(kind, forward_s, backward_s, [0.4 * s for s in backward_s], stages, lambda *_: hop)
+    rows = pipeline.simulate_passes(count)
+    for rank, (row, expected) in enumerate(zip(rows, _simulate_by_rounds(pipeline, count, hop), strict=True)):
+        weights = kind == "zb-h1" and rank > 0
+        passes = {(timed.op.computation, timed.op.chunk, timed.op.micro_batch) for timed in row}
+        assert len(row) == len(passes) == count * chunks * (3 if weights else 2)
+        assert passes == {
+            (computation, chunk, micro_batch)
+            for computation in Pass
+            if weights or computation is not Pass.WEIGHT
+            for chunk in range(chunks)
+            for micro_batch in range(count)
+        }
+        assert [timed.start_s for timed in row] == pytest.approx([start for start, _ in expected])
+        assert [timed.end_s for timed in row] == pytest.approx([end for _, end in expected])
+        assert all(before.end_s <= after.start_s for before, after in pairwise(row))
+    ends = [time.busy for time in pipeline.run(count)]
+    assert [sum(timed.seconds for timed in row) for row in rows] == pytest.approx(ends)
 
 
 def test_late_messages_are_marked() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
+import pytest
+
 from megatron.compression.points import Point
-from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, main, placed
+from megatron.training.plots import save_figure
+from tests.support.svg import KINDS, read_rows, read_texts
+from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, draw_bubbles, draw_epilogue, main
 
 
 def test_all_diagrams_are_current(tmp_path: Path) -> None:
@@ -23,18 +26,21 @@ def test_every_compressible_point_is_shown() -> None:
     assert set(COLOR) == {point for point in Point if point.compressible}
 
 
-def test_the_schedule_is_1f1b() -> None:
-    """A stage runs one operation at a time, gradients come after those of the next stage, and the pass takes
-    (micro-batches + stages - 1) forwards and backwards."""
-    operations = placed(STAGES, MICRO_BATCHES)
-    assert len(operations) == 2 * STAGES * MICRO_BATCHES
-    ends = {(slot.op.is_forward, slot.stage, slot.op.micro_batch): slot.end for slot in operations}
-    for slot in operations:
-        before = (slot.op.is_forward, slot.stage - 1 if slot.op.is_forward else slot.stage + 1, slot.op.micro_batch)
-        assert slot.start >= ends.get(before, 0.0)
-    for stage in range(STAGES):
-        stage_operations = [slot for slot in operations if slot.stage == stage]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(stage_operations))
-        late = [slot.op.micro_batch for slot in stage_operations if slot.late]
-        assert late == (list(range(MICRO_BATCHES - STAGES + stage, MICRO_BATCHES)) if stage else [])
-    assert max(slot.end for slot in operations) == 3 * (MICRO_BATCHES + STAGES - 1)
+def test_the_epilogue_is_marked(tmp_path: Path) -> None:
+    """A stage's last backward passes are marked, as many as there are stages from it on; the first stage sends none."""
+    rows = read_rows(save_figure(draw_epilogue(), tmp_path / "s.svg"))
+    passes, marks = [row for row in rows if len(row) == 2 * MICRO_BATCHES], [row for row in rows if len(row) < STAGES]
+    assert len(passes) == STAGES
+    assert [len(row) for row in marks] == list(range(STAGES - 1, 0, -1))
+    for row, marked in zip(passes[1:], marks, strict=True):
+        assert all(KINDS[box.color] == "backward" for box in row[-len(marked) :])
+        assert [box.left for box in marked] == pytest.approx([box.left for box in row[-len(marked) :]])
+        assert [box.right for box in marked] == pytest.approx([box.right for box in row[-len(marked) :]])
+
+
+def test_the_bubbles_are_those_of_the_papers(tmp_path: Path) -> None:
+    """Forward, input gradients and weight gradients take the same time: 3 (p - 1) of it, or a third of that."""
+    texts = read_texts(save_figure(draw_bubbles(), tmp_path / "s.svg"))
+    busy, ranks = 3 * MICRO_BATCHES, STAGES - 1
+    assert f"1f1b: passes {busy + 3 * ranks} ms, bubble {3 * ranks / (busy + 3 * ranks):.1%}" in texts
+    assert f"zb-h1: passes {busy + ranks} ms, bubble {ranks / (busy + ranks):.1%}" in texts

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.disk import largest_file
+from tests.support.svg import KINDS, read_rows, read_texts
+from tools import merge_traces
 from tools.merge_traces import main
 
 
@@ -119,6 +121,120 @@ def test_files_without_a_run_are_merged_with_a_warning(tmp_path: Path, capsys: p
     captured = capsys.readouterr()
     assert "warning: the traces do not say which run they are of" in captured.err
     assert "out.json: 2 ranks;" in captured.out
+
+
+def _write_passes(folder: Path, rank: int, spans: list[tuple[str, int, float, float]], **about: Any) -> Path:
+    """Trace of a rank of 2 stages x 2 replicas whose clock is ahead by its number of seconds.
+
+    Args:
+        spans: name, micro-batch, and milliseconds of the start and the duration of the passes of iteration 3.
+    """
+    path, ahead = folder / f"trace_rank_{rank:05d}.json", 1e6 * rank
+    args: dict[str, Any] = {"iteration": 3, "chunk": 0}
+    begin: dict[str, Any] = {"ph": "X", "pid": rank, "tid": 0}
+    events = [
+        {**begin, "name": name, "ts": ahead + 1000 * start, "dur": 1000 * ms, "args": {**args, "micro_batch": number}}
+        for name, number, start, ms in spans
+    ]
+    # Another iteration, and a kernel of the device, which is on another track.
+    events.append({**events[0], "args": {**events[0]["args"], "iteration": 2}})
+    events.append({**begin, "name": "forward", "tid": 8, "ts": 0.0, "dur": 9e9, "args": {"iteration": 3}})
+    for iteration in (2, 3):
+        events.append({**begin, "name": "iteration", "ts": ahead, "dur": 5e4, "args": {"iteration": iteration}})
+    layout = {"tp": 1, "pp": 2, "dp": 2}
+    about = {"rank": rank, "label": "", "aligned_us": ahead, "world_size": 4, "run": "a", "layout": layout} | about
+    path.write_text(json.dumps({"traceEvents": events, "otherData": {"schedule": "zb-h1"} | about}))
+    return path
+
+
+_FIRST = [
+    ("forward", 0, 0.0, 10.0),
+    ("forward", 1, 10.0, 10.0),
+    ("backward", 0, 50.0, 20.0),
+    ("backward", 1, 70.0, 20.0),
+]
+_LAST = [
+    ("forward", 0, 12.0, 10.0),
+    ("backward", 0, 22.0, 12.0),
+    ("forward", 1, 34.0, 10.0),
+    ("backward", 1, 44.0, 12.0),
+]
+_LAST += [("weight", 0, 56.0, 8.0), ("weight", 1, 64.0, 8.0)]
+
+
+def test_the_schedule_of_a_replica_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the first replica with traces of both stages, on the first rank's clock."""
+    for rank, spans in ((0, _FIRST), (1, _FIRST), (3, _LAST)):
+        _write_passes(tmp_path, rank, spans)
+    picture = tmp_path / "s.svg"
+    words = [str(tmp_path), "-o", str(tmp_path / "out.json"), "--draw-schedule", str(picture)]
+    assert main(words) == 0
+    assert f"{picture}: the passes of an iteration" in capsys.readouterr().out
+    rows = read_rows(picture)
+    left, right = rows[0][0].left, rows[0][-1].right
+    for row, spans in zip(rows, (_FIRST, _LAST), strict=True):
+        assert [(KINDS[box.color], int(box.text) - 1) for box in row] == [(name, number) for name, number, *_ in spans]
+        starts = [left + start / 90 * (right - left) for *_, start, _ in spans]
+        assert [box.left for box in row] == pytest.approx(starts, abs=0.01)
+    texts = read_texts(picture)
+    assert {"stage 0 (rank 1)", "stage 1 (rank 3)"} <= set(texts)
+    assert "iteration 3: tp 1, pp 2, dp 2, 2 micro-batches, zb-h1" in texts
+    assert f"traced: step 50 ms, passes 90 ms, bubble {1 - 120 / 180:.1%}" in texts
+    assert main([*words, "--no-align"]) == 0
+    assert "traced: step 50 ms, passes 2,072 ms, bubble 97.1%" in read_texts(picture)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"layout": {', '"mesh": {', "does not say its layout: an older version wrote it"),
+        ('"pp": 2', '"pp": 16777216', "no replica has a trace of each of its 16777216 stages"),
+        ('"dp": 2', '"dp": 3', "no replica has a trace of each of its 2 stages"),
+        ('"pp": 2', '"pp": 0', "pp is 0; it must be at least 1"),
+        ('"chunk": 0, ', "", "event 0: chunk is missing"),
+        ('"chunk": 0', '"chunk": -1', "event 0: chunk is -1; it must be at least 0"),
+        ('"micro_batch": 1', '"micro_batch": 0', "event 1: a second forward of the micro-batch 0 in chunk 0"),
+        ('"micro_batch": 1', '"micro_batch": 1e9', "event 1: micro_batch: 1000000000.0 is not an integer"),
+        ('"dur": 10000.0', '"dur": -1', "event 0: dur is -1; it must be at least 0"),
+        ('"ts": 1000000.0', '"ts": 1e300', "event 0: ts is 1e+300; it must be at least 0"),
+        ('"aligned_us": 1000000.0', '"aligned_us": 1e300', "aligned_us is 1e+300; it must be at least 0"),
+        ("ward", "wind", "holds no passes of iteration 3"),
+        ('"iteration", "ts"', '"else", "ts"', "holds no iteration"),
+    ],
+)
+def test_passes_that_cannot_be_drawn_are_named(
+    old: str, new: str, message: str, tmp_path: Path, error_line: Callable[[], str]
+) -> None:
+    for rank, spans in ((1, _FIRST), (3, _LAST)):
+        path = _write_passes(tmp_path, rank, spans)
+        path.write_text(path.read_text().replace(old, new))
+    assert new in (tmp_path / "trace_rank_00001.json").read_text()
+    picture, merged = tmp_path / "s.svg", tmp_path / "out.json"
+    assert main([str(tmp_path), "-o", str(merged), "--draw-schedule", str(picture)]) == 2
+    assert message in error_line()
+    assert not picture.exists()
+    assert not merged.exists()
+
+
+def test_passes_without_duration_are_not_drawn(tmp_path: Path, error_line: Callable[[], str]) -> None:
+    for rank in (0, 2):
+        _write_passes(tmp_path, rank, [("forward", 0, 1.0, 0.0)])
+    assert main([str(tmp_path), "-o", str(tmp_path / "o"), "--draw-schedule", str(tmp_path / "s.svg")]) == 2
+    assert "the passes of iteration 3 take no time" in error_line()
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, error_line: Callable[[], str]) -> None:
+    assert main(["none", "--draw-schedule", str(tmp_path / "s.gif")]) == 2
+    assert error_line().startswith(f"error: --draw-schedule {tmp_path / 's.gif'}: no picture ends so; use .png")
+
+
+def test_large_files_are_refused(
+    tmp_path: Path, error_line: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path, 0, None, 0.0)
+    monkeypatch.setattr(merge_traces, "MAX_BYTES", path.stat().st_size - 1)
+    assert main([str(path), "-o", str(tmp_path / "out.json")]) == 2
+    assert f"{path}: is larger than {path.stat().st_size - 1:,} bytes; trace fewer iterations" in error_line()
 
 
 _HUGE = 10**400

@@ -1,0 +1,46 @@
+"""The load of the busiest expert, as the planner's command line states it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.base.errors import UserError
+from megatron.base.value_type import ValueType
+from megatron.config.model import ModelConfig
+
+
+def imbalance_of(text: str, model: ModelConfig) -> float:
+    """Parse ``--expert-imbalance``: a number, or a log that contains it.
+
+    Raises:
+        UserError: when it is neither, or out of range.
+    """
+    flag = "--expert-imbalance"
+    if not model.has_experts:
+        if text != "1":
+            raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
+        return 1.0
+    if Path(text).is_file():
+        imbalance = _logged_imbalance(Path(text), flag)
+    else:
+        imbalance = ValueType(element=float).from_text(text, f"{flag}, which is no file, either")
+    most = min(model.expert_layers.values()) / model.moe_router_topk
+    if not 1 <= imbalance <= most:
+        raise UserError(
+            f"{flag} {imbalance:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
+        )
+    return imbalance
+
+
+def _logged_imbalance(path: Path, flag: str) -> float:
+    """Read the most recent imbalance in a log."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # a line that the run is still writing
+        if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
+            return float(event["expert_imbalance"])
+    raise UserError(f"{flag} {path}: no line says expert_imbalance; give the --log-json-file of a run with experts")
