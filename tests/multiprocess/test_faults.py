@@ -121,6 +121,7 @@ def test_the_others_end_and_name_the_lost_rank(
 ) -> None:
     log = tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=100_000, pipeline_model_parallel_size=2, log_json_file=log)
+    flags += ["--peer-timeout-seconds", "5"]
     with launch_ranks_cli(2, [SCRIPT, *flags], _without_a_launcher()) as ranks:
         _wait_for(lambda: len(_losses(log)) > 3, ranks)
         ranks.kill(victim, number)
@@ -130,6 +131,10 @@ def test_the_others_end_and_name_the_lost_rank(
         message = rf"rank {1 - victim}: rank {victim} on {re.escape(socket.gethostname())} stopped answering"
         assert re.search(message, result.stderr), result.stderr
         assert "Traceback" not in result.stderr
+        if number == signal.SIGSTOP:
+            silence = re.search(r"no sign of life for (\d+) s", result.stderr)
+            assert silence, result.stderr
+            assert 5 <= int(silence[1]) < 20
         ranks.kill(victim)
 
 

@@ -257,7 +257,7 @@ from megatron.training.program import run_program
 from megatron.distributed.process_group import LaunchEnvironment
 
 def body(ranks):
-    ranks.join("gloo", 10.0, {})
+    ranks.join("gloo", 10.0, {}, peer_timeout_seconds=5.0)
     for step in range(10**9):
         dist.all_reduce(torch.ones(1000))
         if step == 100:
