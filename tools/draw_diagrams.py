@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from megatron.compression.points import Point
 from megatron.parallel.pipeline.schedule import find_epilogue
-from megatron.planner.simulate import Hop, Pipeline
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.training.plots import COLORS, new_figure, save_figure
 from megatron.training.schedule_plot import (
     Timeline,

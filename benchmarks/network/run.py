@@ -36,10 +36,12 @@ from benchmarks.network.cases import BENCHES, CUDA_BENCHES, FP32, Bench, Network
 from benchmarks.network.setups import Setup
 from benchmarks.network.worker import config_of
 from benchmarks.report import Column, Table, device_name, header, write_record
+from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster, write_cluster
 from megatron.planner.measure import described
 from megatron.planner.predict import Predictor
+from megatron.training.schedule_choice import STEPS
 
 WARM_STEPS = 3
 """Steps on fast links before a measurement: first visits of samples, exact steps before a peer's hook."""
@@ -197,7 +199,7 @@ def linked(cluster: Cluster, rate: float | None) -> Cluster:
 
 def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
     """Seconds of an iteration, as the planner predicts them."""
-    if case.peer or cluster is None:
+    if case.peer or cluster is None or case.schedule == AUTO:
         return None
     config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
     return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
@@ -262,9 +264,11 @@ def measure(
             for setup_name, rate in rates.items():
                 if not is_wanted(setup_name, case.name):
                     continue
-                if not built:
-                    shape_links(workers.lab, None)
-                    workers.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+                chooses = case.schedule == AUTO  # by each link anew
+                if not built or chooses:
+                    shape_links(workers.lab, rate if chooses else None)
+                    steps_before = WARM_STEPS + STEPS if chooses else WARM_STEPS
+                    workers.ask(STEP_SECONDS, do="build", case=asdict(case), steps=steps_before)
                     built = True
                 shape_links(workers.lab, rate)
                 answers, sent_mb = workers.take_steps(steps, long_seconds)

@@ -27,6 +27,7 @@ from megatron.distributed.process_group import LaunchEnvironment, init_process_g
 from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
 from megatron.training.assembly import build_engines, make_layout
+from megatron.training.schedule_choice import STEPS, ScheduleChoice
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 from megatron.training.traffic import gather_rows
@@ -72,6 +73,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
     """Builds the engines; returns a function that takes a step and returns the parts of its time on this rank."""
     engines = build_engines(config, topology, plan["vocab"])
+    choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
 
     def step(iteration: int) -> dict[str, float]:
         timers = Timers(level=2, clock=engines.ledger.clock)
@@ -81,6 +83,10 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
+        if choice is not None and iteration + 1 == STEPS:
+            report = choice.decide(len(batches))
+            if topology.rank == 0:
+                print(f"  {report}", flush=True)
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "weight-compute"))
         accounts = engines.ledger.take_totals()
         for kind in ("coded_s", "waited_s"):

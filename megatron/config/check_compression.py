@@ -51,6 +51,11 @@ def check_compression(
         flag = f"--compress {point.value}={spec.name}"
         _check_stages(parallel, spec, flag, note)
         _check_rank(model, spec, flag)
+        if spec.activation.epilogue and parallel.pipeline_schedule == "auto":
+            raise UserError(
+                f"{flag},when=epilogue: what it compresses depends on the schedule, so with --pipeline-schedule auto "
+                "the losses would depend on measured times; name a schedule"
+            )
         reason = _nothing_to_do(model, parallel, world_size, point)
         if reason and not spec.identity:
             note(f"{flag}: no effect, {reason}")

@@ -70,13 +70,22 @@ class ParallelConfig:
         unit="chunks",
         minimum=1,
     )
-    pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe"] = option(
+    pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe", "auto"] = option(
         "1f1b",
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
         "over slow links behind twice the warm-up, for up to twice the activations; zb-h1 computes weight gradients "
-        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024).",
+        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024); auto measures passes and "
+        "messages in the first steps, and takes the order that is fastest for them.",
         only_if=(_STAGES,),
         common="layout",
+    )
+    pipeline_max_in_flight: int | None = derived(
+        "2 x stages - 1, as eager-1f1b",
+        "--pipeline-schedule auto: most micro-batches that a stage may hold between their forward and their last pass. "
+        "More take more memory, and hide slower messages.",
+        unit="micro-batches",
+        minimum=1,
+        only_if=(_STAGES, when("parallel.pipeline_schedule", "auto")),
     )
     expert_model_parallel_size: int = option(
         1,
@@ -341,6 +350,12 @@ def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     chunks, stages = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
+    in_flight = parallel.pipeline_max_in_flight
+    if parallel.pipeline_schedule == "auto" and in_flight is not None and in_flight < stages:
+        raise UserError(
+            f"--pipeline-max-in-flight {in_flight}: give at least the {stages} stages, or leave it out; no schedule "
+            "keeps all stages busy with fewer micro-batches"
+        )
     if chunks is None:
         return
     flag = (

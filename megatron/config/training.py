@@ -152,7 +152,7 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
-        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1.",
+        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1 or auto.",
         only_if=(_COMPILER,),
     )
 
@@ -305,10 +305,10 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
         )
     if model.model_type == "deberta":
         return "DeBERTa's layers are not compiled; leave the flag out"
-    if parallel.pipeline_schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1:
+    if parallel.pipeline_schedule in ("zb-h1", "auto") and parallel.pipeline_model_parallel_size > 1:
         return (
-            "compiled layers do not compute weight gradients apart, as --pipeline-schedule zb-h1 needs; leave one of "
-            "them out"
+            f"compiled layers do not compute weight gradients apart, as --pipeline-schedule "
+            f"{parallel.pipeline_schedule} needs; leave one of them out"
         )
     if training.deterministic_mode:
         return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"

@@ -134,6 +134,7 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
     parallel, training, islands = config.parallel, config.training, config.islands.islands
     world_size = devices // islands
     dp = config.data_parallel_size(world_size)
+    assert parallel.pipeline_schedule != "auto", "refused where the configuration is read"
     return Choice(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,

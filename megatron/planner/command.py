@@ -187,6 +187,10 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """
     # The target is the cluster, regardless of this machine's devices.
     resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
+    if resolved.parallel.pipeline_schedule == "auto":
+        raise UserError(
+            "--pipeline-schedule auto is not planned: a run makes it from measured times; plan eager-1f1b or zb-h1"
+        )
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1

@@ -11,13 +11,13 @@ from megatron.config.run import RunConfig
 from megatron.models.stages import padded_vocab_size
 from megatron.parallel.data.gradient_sync import bucket_elements
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
+from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
 from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.piece_costs import EMBEDDING
-from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
 

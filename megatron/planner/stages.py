@@ -14,13 +14,13 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
 from megatron.planner.matrix_work import MatrixWork, matrix_work
 from megatron.planner.piece_costs import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
-from megatron.planner.simulate import Hop, Pipeline
 
 
 @dataclass(frozen=True)

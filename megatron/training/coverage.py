@@ -17,7 +17,6 @@ from megatron.compression.spec import Spec
 from megatron.parallel.data.param_gather import compresses
 from megatron.parallel.data.reducer import BucketReducer
 from megatron.parallel.expert.dispatcher import ExpertComm
-from megatron.parallel.pipeline.schedule import find_epilogue, make_schedule
 from megatron.training.assembly import Engines
 
 Shares = tuple[float, float, int]
@@ -180,8 +179,8 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     micro_batches = training.global_batch_size // (
         training.micro_batch_size * layout.dp * engines.config.islands.islands
     )
-    ops = make_schedule(kind, layout.pp, stage, layout.chunks, micro_batches)
-    late = find_epilogue(ops)
+    table = engines.pipeline.get_timetable(kind, micro_batches)
+    ops, late = table.schedules[stage], table.epilogues[stage]
     only_late = engines.plan.activation(point).epilogue
     last = layout.num_virtual_stages - 1
     for op in ops:

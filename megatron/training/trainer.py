@@ -22,6 +22,7 @@ from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
+from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
 
@@ -58,6 +59,7 @@ class Trainer:
         self.progress = checkpoints.progress
         self.checkpoints = checkpoints
         self.reporter = reporter
+        self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck(config.training, self.progress)
         self.timers = reporter.timers
         self.policy = ExitPolicy(
@@ -248,6 +250,11 @@ class Trainer:
             self.engines, step_batches, progress.iteration, *rates, votes=votes, timers=timers, seq_length=length
         )
         self._count_iteration()
+        if self.schedule_choice is not None and self.schedule_choice.is_due:
+            with self.reporter.paused("schedule"):
+                report = self.schedule_choice.decide(count)
+            self.reporter.line(report)
+            self.schedule_choice = None
         if not metrics.skipped:
             self.schedule.step(size, size * length)
         warning = self.divergence.after_step(metrics)

@@ -14,6 +14,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.policy import Position
 from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
 from megatron.parallel.pipeline.timetable import Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
@@ -48,6 +49,7 @@ class PipelineEngine:
         weight_grads: records of weight gradients between a backward and its weight pass.
 
     Attributes:
+        measured: times that schedule ``AUTO`` is made for; None before they are measured.
         loads_kernels_lazily: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
     """
 
@@ -66,21 +68,23 @@ class PipelineEngine:
         self.before_micro_batch = before_micro_batch
         self.begin_last_backward = begin_last_backward
         self.weight_grads = weight_grads
+        self.measured: MeasuredPipeline | None = None
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
 
     def get_timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
-        """Get the timetable of a training schedule from ``SCHEDULES``, or of forward passes only (None)."""
+        """Get the timetable of a schedule (``AUTO`` or from ``SCHEDULES``), or of forward passes only (None)."""
+        kind = FIRST if kind == AUTO and self.measured is None else kind
         key = (kind, num_micro_batches)
         if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
-            schedules = [
-                make_forward_schedule(chunks, pp, num_micro_batches)
-                if kind is None
-                else make_schedule(kind, pp, stage, chunks, num_micro_batches)
-                for stage in range(pp)
-            ]
+            if kind == AUTO and self.measured is not None:
+                schedules = self.measured.schedules(num_micro_batches)
+            elif kind is None:
+                schedules = [make_forward_schedule(chunks, pp, num_micro_batches)] * pp
+            else:
+                schedules = [make_schedule(kind, pp, stage, chunks, num_micro_batches) for stage in range(pp)]
             self._timetables[key] = build_timetable(self.layout, schedules)
         return self._timetables[key]
 
@@ -207,7 +211,10 @@ class _StepMessages:
         if engine.loads_kernels_lazily and self.channel is not None:
             sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
             received = [message for messages in self._incoming.values() for message in messages]
-            self._signatures = [*signatures, *self.channel.launch_signature(sent, received)]
+            # Backward passes launch other kernels if weight gradients are computed apart.
+            separates = any(op.computation is Pass.WEIGHT for op in ops)
+            of_programs = [None if signature is None else (signature, separates) for signature in signatures]
+            self._signatures = [*of_programs, *self.channel.launch_signature(sent, received)]
             self._posts_ahead = self._completed.covers(self._signatures)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:

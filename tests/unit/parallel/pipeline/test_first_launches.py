@@ -25,7 +25,9 @@ from megatron.parallel.pipeline import engine as engine_module
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline, rank_schedules
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import Due, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 from tests.support.combinations import in_turn
@@ -85,7 +87,8 @@ class _Layer(torch.autograd.Function):
             return []
 
         device.launch((kernel, "backward"))
-        ctx.weight_grads.record([], [], compute)
+        if not ctx.weight_grads.record([], [], compute):
+            device.launch((kernel, "joint"))
         return grads[0] * 2, None, None, None
 
 
@@ -217,7 +220,8 @@ def _rank(
             with torch.set_grad_enabled(not evaluates):
                 engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
             separate = any(op.computation is Pass.WEIGHT for op in table.schedules[device.rank])
-            assert (((kind, 0, case.shape(step)), "weight") in device.loaded) == separate
+            if not evaluates:
+                assert ((kind, 0, case.shape(step)), "weight" if separate else "joint") in device.loaded
             device.launch(("after the pipeline", step))
             for state in engine.channel.states():
                 state.rollback() if evaluates or step == 5 else state.commit()
@@ -256,6 +260,23 @@ def test_ranks_may_have_completed_different_launches(case: Case, ahead: int, mon
 
     for violations, _, _ in run_threads(case.pp, _rank(case, forget)):
         assert violations == []
+
+
+@pytest.mark.parametrize(("weight_s", "transfer_s"), [(1.0, 1.0), (0.0, 0.0)], ids=["list", "1f1b"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_schedule_that_is_chosen_after_some_steps_keeps_the_rule(pp: int, weight_s: float, transfer_s: float) -> None:
+    """Whether or not weight gradients stay apart."""
+    hop = Hop(transfer_s=transfer_s)
+    pipeline = Pipeline(FIRST, [1.0] * pp, [1.0 + weight_s] * pp, [weight_s] * pp, pp, lambda *_: hop)
+
+    def choose(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
+        if step == 6:  # which repeats step 5
+            engine.measured = MeasuredPipeline(pipeline, 2 * pp - 1)
+
+    for stage, (violations, ahead, _) in enumerate(run_threads(pp, _rank(case(AUTO, pp, 1, 6), choose))):
+        assert violations == []
+        assert (ahead[6] > 0) == (weight_s > 0 or stage == 0), "receives are posted ahead among known kernels only"
+    assert (rank_schedules(pipeline, 6, 2 * pp - 1)[0].kind == AUTO) == (weight_s > 0)
 
 
 class Checked(engine_module._StepMessages):

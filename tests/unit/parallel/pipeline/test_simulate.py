@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, make_schedule
-from megatron.planner.simulate import Hop, Pipeline
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
 
 FREE = Hop()
 KINDS = ("1f1b", "eager-1f1b", "gpipe")

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass, make_schedule
 
@@ -47,11 +47,13 @@ class RankTimes:
         end: time at which the last operation has completed.
         busy: seconds of computing.
         coding: seconds of encoding and decoding messages.
+        passes: the passes, in a step that is simulated in full.
     """
 
     end: float
     busy: float
     coding: float
+    passes: Sequence[TimedPass] = ()
 
 
 @dataclass(frozen=True)
@@ -126,22 +128,69 @@ class Pipeline:
             for a, b in pairs
         ]
 
-    def simulate_passes(self, micro_batches: int) -> list[list[TimedPass]]:
+    def simulate_passes(self, micro_batches: int) -> list[Sequence[TimedPass]]:
         """Simulate a step in full; return the passes of every rank."""
-        ranks = self._simulate(micro_batches)
-        return [
-            [TimedPass(op, start, end) for op, (start, end) in zip(rank.ops, rank.spans, strict=True)] for rank in ranks
-        ]
+        return [rank.passes for rank in self._play(micro_batches)]
 
     def _play(self, micro_batches: int) -> list[RankTimes]:
-        return [RankTimes(rank.clock, rank.busy, rank.coding) for rank in self._simulate(micro_batches)]
-
-    def _simulate(self, micro_batches: int) -> list[_Rank]:
         stages = range(self.stages)
         schedules = [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in stages]
-        play = _Play(self, schedules)
+        return self.play([ListedOrder(ops) for ops in schedules])
+
+    def play(self, orders: Sequence[PassOrder]) -> list[RankTimes]:
+        """Simulate a step whose operations each rank chooses by its order; return the times of every rank."""
+        play = _Play(self, orders)
         play.run()
-        return play.ranks
+        return [RankTimes(rank.clock, rank.busy, rank.coding, rank.passes) for rank in play.ranks]
+
+
+HasInput = Callable[[PipelineOp], bool]
+"""Whether an operation needs no message, or its message has arrived."""
+
+
+class PassOrder(Protocol):
+    """A rank's choice of operations, made whenever the rank is free."""
+
+    def choose(self, has_input: HasInput) -> PipelineOp | None:
+        """Choose the next operation; None to wait for another message, or at the end."""
+
+    def separates(self, op: PipelineOp) -> bool:
+        """Whether the chunk and micro-batch of a backward pass have a weight pass."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all operations have been chosen."""
+
+    @property
+    def in_epilogue(self) -> bool:
+        """Whether all forward passes have been chosen."""
+
+
+class ListedOrder:
+    """The order of a list of operations."""
+
+    def __init__(self, ops: Sequence[PipelineOp]) -> None:
+        self._ops = ops
+        self._chosen = 0
+        self._separate = frozenset((op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT)
+        self._epilogue = max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
+
+    def choose(self, has_input: HasInput) -> PipelineOp | None:
+        if self.ended or not has_input(op := self._ops[self._chosen]):
+            return None
+        self._chosen += 1
+        return op
+
+    def separates(self, op: PipelineOp) -> bool:
+        return (op.chunk, op.micro_batch) in self._separate
+
+    @property
+    def ended(self) -> bool:
+        return self._chosen == len(self._ops)
+
+    @property
+    def in_epilogue(self) -> bool:
+        return self._chosen >= self._epilogue
 
 
 @dataclass
@@ -149,23 +198,19 @@ class _Rank:
     """State of a rank in a simulation.
 
     Args:
-        ops: the rank's operations.
-        separate: chunks and micro-batches with a weight pass.
-        late: number of operations before the epilogue.
-        next: number of completed operations.
+        order: the rank's choice of operations.
+        is_waiting: the rank waits for another message, or has ended.
         clock: time at which the rank is free.
         busy, coding: seconds of computing and coding so far.
-        spans: start and end of the computation of each completed operation.
+        passes: the completed operations.
     """
 
-    ops: Sequence[PipelineOp]
-    separate: frozenset[tuple[int, int]]
-    late: int
-    next: int = 0
+    order: PassOrder
+    is_waiting: bool = False
     clock: float = 0.0
     busy: float = 0.0
     coding: float = 0.0
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    passes: list[TimedPass] = field(default_factory=list)
 
 
 Message = tuple[bool, int, int]
@@ -201,21 +246,15 @@ class _Play:
     bandwidth.
     """
 
-    def __init__(self, pipeline: Pipeline, schedules: Sequence[Sequence[PipelineOp]]) -> None:
+    def __init__(self, pipeline: Pipeline, orders: Sequence[PassOrder]) -> None:
         self.pipeline = pipeline
-        self.ranks: list[_Rank] = []
-        for ops in schedules:
-            # Nothing overlaps backward messages after the last forward.
-            late = max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
-            separate = frozenset((op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT)
-            self.ranks.append(_Rank(ops, separate, late))
+        self.ranks = [_Rank(order) for order in orders]
         self.last = len(pipeline.forward_s) - 1
-        self.arrived: dict[Message, tuple[float, float]] = {}
-        """Arrived messages: arrival time and seconds of decoding."""
-        self.missed: dict[Message, int] = {}
+        self.arrived: dict[Message, float] = {}
+        """Seconds of decoding of the messages that have arrived and are not decoded yet."""
         self.flows: dict[tuple[int, int], _Flow] = {}
-        self.leaving: list[list[_Flow]] = [[] for _ in schedules]
-        self.arriving: list[list[_Flow]] = [[] for _ in schedules]
+        self.leaving: list[list[_Flow]] = [[] for _ in orders]
+        self.arriving: list[list[_Flow]] = [[] for _ in orders]
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -226,64 +265,61 @@ class _Play:
             RuntimeError: when the schedule waits for a message that is never sent.
         """
         for rank in range(len(self.ranks)):
-            self._queue(rank)
+            self._begin(0.0, rank)
         while self.events:
             time, _, event, arguments = heapq.heappop(self.events)
             event(time, *arguments)
-        if self.missed:
+        if not all(rank.order.ended for rank in self.ranks):
             raise RuntimeError("the schedule waits for a message that is never sent")
 
     def _at(self, time: float, event: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
         heapq.heappush(self.events, (time, self._count, event, arguments))
 
-    def _queue(self, number: int) -> None:
-        """Schedule a rank's next operation, or register it as waiting for its message."""
-        rank = self.ranks[number]
-        if rank.next == len(rank.ops):
-            return
-        op = rank.ops[rank.next]
+    def _input(self, number: int, op: PipelineOp) -> Message | None:
+        """The message that an operation of a rank needs."""
         virtual = op.chunk * self.pipeline.stages + number
         boundary = virtual - 1 if op.is_forward else virtual
         receives = 0 <= boundary < self.last and op.computation is not Pass.WEIGHT
-        needs = (op.is_forward, boundary, op.micro_batch) if receives else None
-        if needs is None or needs in self.arrived:
-            start = rank.clock if needs is None else max(rank.clock, self.arrived[needs][0])
-            self._at(start, self._do, number, needs)
-        else:
-            self.missed[needs] = number
+        return (op.is_forward, boundary, op.micro_batch) if receives else None
 
-    def _do(self, _: float, number: int, needs: Message | None) -> None:
+    def _begin(self, time: float, number: int) -> None:
+        """Begin the next operation of a free rank, if there is one with its input."""
         pipeline, rank = self.pipeline, self.ranks[number]
-        op = rank.ops[rank.next]
-        virtual = op.chunk * pipeline.stages + number
+        late = rank.order.in_epilogue
+        op = rank.order.choose(lambda op: (needs := self._input(number, op)) is None or needs in self.arrived)
+        rank.is_waiting = op is None
+        if op is None:
+            return
+        rank.clock = max(rank.clock, time)
+        needs = self._input(number, op)
         if needs is not None:
-            arrival, decode = self.arrived.pop(needs)
-            rank.clock = max(rank.clock, arrival) + decode
-            rank.coding += decode
+            decode_s = self.arrived.pop(needs)
+            rank.clock += decode_s
+            rank.coding += decode_s
+        virtual = op.chunk * pipeline.stages + number
         if op.is_forward:
             spent = pipeline.forward_s[virtual]
         elif op.is_backward:
-            separate = (op.chunk, op.micro_batch) in rank.separate
-            spent = pipeline.backward_s[virtual] - separate * pipeline.weight_s[virtual]
+            spent = pipeline.backward_s[virtual] - rank.order.separates(op) * pipeline.weight_s[virtual]
         else:
             spent = pipeline.weight_s[virtual]
-        rank.spans.append((rank.clock, rank.clock + spent))
+        rank.passes.append(TimedPass(op, rank.clock, rank.clock + spent))
         rank.clock += spent
         rank.busy += spent
         boundary = virtual if op.is_forward else virtual - 1
         if 0 <= boundary < self.last and op.computation is not Pass.WEIGHT:
-            hop = pipeline.hops(op.is_forward, boundary, not op.is_forward and rank.next >= rank.late)
+            # Nothing overlaps backward messages after the last forward.
+            hop = pipeline.hops(op.is_forward, boundary, late and not op.is_forward)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
             receiver = (number + (1 if op.is_forward else -1)) % pipeline.stages
             self._at(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
-        rank.next += 1
-        self._queue(number)
+        self._at(rank.clock, self._begin, number)
 
     def _send(self, time: float, number: int, to: int, message: Message, hop: Hop) -> None:
         if hop.transfer_s == 0.0:
-            self._arrive(message, hop, time + hop.latency_s)
+            self._at(time + hop.latency_s, self._arrive, to, message, hop)
             return
         flow = self.flows.setdefault((number, to), _Flow(number, to))
         flow.queue.append((message, hop))
@@ -313,7 +349,7 @@ class _Play:
         if version != flow.version:
             return
         message, hop = flow.queue.popleft()
-        self._arrive(message, hop, time + hop.latency_s)
+        self._at(time + hop.latency_s, self._arrive, flow.receiver, message, hop)
         if flow.queue:
             flow.remaining_s, flow.since = flow.queue[0][1].transfer_s, time
             self._expect_end(flow)
@@ -322,8 +358,7 @@ class _Play:
         self.arriving[flow.receiver].remove(flow)
         self._share(flow.sender, flow.receiver, time)
 
-    def _arrive(self, message: Message, hop: Hop, time: float) -> None:
-        self.arrived[message] = time, hop.decode_s
-        waiting_rank = self.missed.pop(message, None)
-        if waiting_rank is not None:
-            self._queue(waiting_rank)
+    def _arrive(self, time: float, number: int, message: Message, hop: Hop) -> None:
+        self.arrived[message] = hop.decode_s
+        if self.ranks[number].is_waiting:
+            self._begin(time, number)

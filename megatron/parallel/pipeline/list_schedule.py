@@ -1,0 +1,148 @@
+"""Pipeline schedules for given times: a list scheduler, beside the fixed schedules.
+
+CrossPipe (2025) also chooses the order of passes by the times of passes and messages, at a given memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
+from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline
+
+AUTO = "auto"
+"""Name of the list scheduler among the values of ``--pipeline-schedule``."""
+FIRST = "zb-h1"
+"""Schedule of the steps in which the list scheduler's times are measured."""
+_MOST_LIMITS = 12
+"""Maximum number of limits on micro-batches that are tried."""
+_MOST_FORWARDS = 1024
+"""Number of forward passes to simulate above which fewer limits are tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with its predicted time.
+
+    Args:
+        kind: name of a fixed schedule; ``AUTO`` for the list scheduler.
+        limits: the list scheduler's limit on each stage, in micro-batches.
+        seconds: predicted seconds of forward and backward passes of a step.
+    """
+
+    kind: str
+    limits: tuple[int, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.kind != AUTO:
+            return self.kind
+        return f"a list with at most {', '.join(map(str, self.limits))} micro-batches in flight"
+
+    def schedules(self, pipeline: Pipeline, micro_batches: int) -> list[list[PipelineOp]]:
+        """Operations of every stage, in order."""
+        if self.kind != AUTO:
+            stages = pipeline.stages
+            return [make_schedule(self.kind, stages, stage, 1, micro_batches) for stage in range(stages)]
+        ranks = pipeline.play(_greedy_orders(micro_batches, self.limits))
+        return [[timed.op for timed in rank.passes] for rank in ranks]
+
+
+class GreedyOrder:
+    """A rank that never waits while it has something to do: a backward pass before a forward before a weight pass.
+
+    Args:
+        micro_batches: number of micro-batches in the step.
+        limit: maximum number of micro-batches between their forward and their last pass on this rank.
+        separate: whether backward passes have weight passes.
+    """
+
+    def __init__(self, micro_batches: int, limit: int, separate: bool) -> None:
+        self._micro_batches = micro_batches
+        self._limit = limit
+        self._separate = separate
+        self._next = dict.fromkeys(Pass, 0)
+
+    def choose(self, has_input: HasInput) -> PipelineOp | None:
+        forwards, backwards, weights = (self._next[computation] for computation in Pass)
+        held = forwards - (weights if self._separate else backwards)
+        possible = {
+            Pass.BACKWARD: backwards < forwards,
+            Pass.FORWARD: forwards < self._micro_batches and held < self._limit,
+            Pass.WEIGHT: self._separate and weights < backwards,
+        }
+        for computation, is_possible in possible.items():
+            op = PipelineOp(computation, 0, self._next[computation])
+            if is_possible and has_input(op):
+                self._next[computation] += 1
+                return op
+        return None
+
+    def separates(self, op: PipelineOp) -> bool:
+        return self._separate
+
+    @property
+    def ended(self) -> bool:
+        last = Pass.WEIGHT if self._separate else Pass.BACKWARD
+        return self._next[last] == self._micro_batches
+
+    @property
+    def in_epilogue(self) -> bool:
+        return self._next[Pass.FORWARD] == self._micro_batches
+
+
+def _greedy_orders(micro_batches: int, limits: Sequence[int]) -> list[GreedyOrder]:
+    return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
+
+
+def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[Candidate]:
+    """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
+
+    The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
+    that runs further ahead is not always faster. Steps of many micro-batches are compared by their beginning. Equal on
+    equal arguments.
+
+    Args:
+        pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
+        micro_batches: number of micro-batches in the step.
+        limit: maximum number of micro-batches that a stage may hold between their forward and their last pass.
+    """
+    stages, count = pipeline.stages, min(micro_batches, 4 * pipeline.stages)
+
+    def predict(kind: str, limits: tuple[int, ...], orders: Sequence[PassOrder]) -> Candidate:
+        return Candidate(kind, limits, max(times.end for times in pipeline.play(orders)))
+
+    candidates = []
+    for kind, held in (("1f1b", stages), ("zb-h1", stages), ("eager-1f1b", 2 * stages - 1), ("gpipe", micro_batches)):
+        if min(held, micro_batches) <= limit:
+            schedules = [make_schedule(kind, stages, stage, 1, count) for stage in range(stages)]
+            candidates.append(predict(kind, (), [ListedOrder(ops) for ops in schedules]))
+    most, tried = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
+    for first in range(most, 0, -math.ceil(most / tried)):
+        for fall in (0, 1):
+            limits = tuple(max(first - fall * stage, 1) for stage in range(stages))
+            candidates.append(predict(AUTO, limits, _greedy_orders(count, limits)))
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+class MeasuredPipeline:
+    """The list scheduler's choice for the measured times of a pipeline.
+
+    Args:
+        pipeline: measured times, the same on all ranks.
+        limit: see ``rank_schedules``.
+    """
+
+    def __init__(self, pipeline: Pipeline, limit: int) -> None:
+        self.pipeline = pipeline
+        self.limit = limit
+
+    def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
+        """Operations of every stage in the fastest schedule of a step, in order."""
+        return self.candidates(micro_batches)[0].schedules(self.pipeline, micro_batches)
+
+    def candidates(self, micro_batches: int) -> list[Candidate]:
+        """See ``rank_schedules``."""
+        return rank_schedules(self.pipeline, micro_batches, self.limit)

@@ -1,0 +1,176 @@
+"""Choice of the pipeline schedule by the times of passes and messages in the first steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.points import Point
+from megatron.distributed.observer import Observer, SentMessage
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
+from megatron.training.assembly import Engines
+
+_SETTLING_STEPS = 2
+"""Steps after the start that are not measured: kernels are loaded, and memory is allocated."""
+_MEASURED_STEPS = 3
+STEPS = _SETTLING_STEPS + _MEASURED_STEPS
+"""Steps before the choice, if no compressor of pipeline messages has a warm-up."""
+_PROBES = 3
+_SMALL_BYTES = 64
+_PROBE_TAG = 1 << 21
+"""Tag of the messages that measure a link, distinct from all others."""
+_POINTS = (Point.PP_FWD, Point.PP_BWD)
+_PASSES = ("forward", "backward", "weight")
+
+
+class ScheduleChoice(Observer):
+    """Measures a run's first steps and chooses its pipeline schedule, the same on all ranks.
+
+    The order of the passes changes no result: on every stage, micro-batches pass in their order. So a resumed run may
+    measure other times and choose another schedule.
+
+    Args:
+        engines: this rank's engines.
+
+    Steps are measured after the warm-ups of the compressors of pipeline messages.
+    """
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._steps_left = STEPS
+        self._measures = False
+        self._seconds: dict[str, list[float]] = {name: [] for name in _PASSES}
+        self._coding: dict[str, list[float]] = {point.value: [] for point in _POINTS}
+        self._bytes: dict[Point, list[int]] = {point: [] for point in _POINTS}
+        engines.ledger.observers.append(self)
+
+    @staticmethod
+    def is_needed(engines: Engines) -> bool:
+        """Whether the run leaves the schedule to this choice."""
+        return engines.channel is not None and engines.config.parallel.pipeline_schedule == AUTO
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all steps are measured; the same on all ranks."""
+        return self._steps_left == 0
+
+    def begin_step(self, iteration: int) -> None:
+        plan = self._engines.plan
+        is_steady = iteration >= 0 and all(plan.activation(point).is_active(iteration) for point in _POINTS)
+        self._measures = is_steady and self._steps_left <= _MEASURED_STEPS
+        self._steps_left -= is_steady
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        if not self._measures:
+            return nullcontext()
+        if name in _PASSES:
+            return self._timed(self._seconds[name])
+        of_stage = name in ("encode", "decode") and args["point"] in self._coding
+        return self._timed(self._coding[args["point"]]) if of_stage else nullcontext()
+
+    @contextmanager
+    def _timed(self, seconds: list[float]) -> Iterator[None]:
+        clock = self._engines.ledger.clock
+        start = clock.mark()
+        yield
+        clock.between(start, clock.mark(), seconds.append)
+
+    def on_send(self, sent: SentMessage) -> None:
+        if self._measures:
+            self._bytes[sent.point].append(sent.payload.nbytes)
+
+    def decide(self, micro_batches: int) -> str:
+        """Choose the schedule of the next steps. A collective call.
+
+        Args:
+            micro_batches: number of micro-batches in a step, for the report.
+
+        Returns:
+            a report of what was measured and chosen.
+        """
+        engines, topology = self._engines, self._engines.topology
+        engines.ledger.observers.remove(self)
+        engines.ledger.clock.synchronize()
+        stage, stages = topology.coordinates.pp, topology.layout.pp
+        rows = torch.zeros(stages, 9, dtype=torch.float64)
+        passes_s = [_median(self._seconds[name]) for name in _PASSES]
+        coding_s = [_median(self._coding[point.value]) for point in _POINTS]
+        nbytes = [float(_median(self._bytes[point])) for point in _POINTS]
+        rows[stage, :7] = torch.tensor([*passes_s, *coding_s, *nbytes])
+        rows = self._maximum(rows)
+        sizes = [(int(rows[b, 5]), int(rows[b + 1, 6])) for b in range(stages - 1)]
+        for parity in (0, 1):
+            for boundary in range(parity, stages - 1, 2):
+                if boundary in (stage, stage - 1):
+                    small_s = self._round_trip(boundary, (_SMALL_BYTES, _SMALL_BYTES))
+                    rows[boundary, 7] = small_s / 2
+                    rows[boundary, 8] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
+            rows = self._maximum(rows)
+        measured = MeasuredPipeline(_pipeline(rows), engines.config.parallel.pipeline_max_in_flight or 2 * stages - 1)
+        engines.pipeline.measured = measured
+        candidates = measured.candidates(micro_batches)
+        fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
+        slowest_s = [
+            f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, rows[:, :3].amax(0).tolist(), strict=True)
+        ]
+        return (
+            f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
+            f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
+            f"{float(rows[:, 8].max()):.3g} s there and back"
+        )
+
+    def _maximum(self, rows: torch.Tensor) -> torch.Tensor:
+        """Maximum over all ranks."""
+        topology = self._engines.topology
+        rows = rows.to(topology.device)
+        self._engines.ledger.complete(Point.CONTROL, topology.world.all_reduce(rows, dist.ReduceOp.MAX))
+        return rows.cpu()
+
+    def _round_trip(self, boundary: int, sizes: tuple[int, int]) -> float:
+        """Seconds of a message over a boundary and its answer, as measured by the sender; 0 on the other rank."""
+        engines, seconds = self._engines, []
+        channel, ledger = engines.channel, engines.ledger
+        assert channel is not None
+        first = engines.topology.coordinates.pp == boundary
+        forth, back = (torch.zeros(size, dtype=torch.uint8, device=channel.device) for size in sizes)
+        on, returns = channel.forward.group, channel.backward.group
+        transfers = (
+            ((on.send, forth, boundary + 1), (returns.recv, back, boundary + 1))
+            if first
+            else ((on.recv, forth, boundary), (returns.send, back, boundary))
+        )
+        for _ in range(_PROBES):
+            start = time.perf_counter()
+            for transfer, message, peer in transfers:
+                ledger.complete(Point.CONTROL, transfer(message, peer, _PROBE_TAG))
+            ledger.clock.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return _median(seconds) if first else 0.0
+
+
+def _median(values: list[float] | list[int]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _pipeline(rows: torch.Tensor) -> Pipeline:
+    """Times of a pipeline from a row of each stage: seconds of forward, backward and weight pass; of coding a message
+    forward and backward; bytes of a message to the next and to the previous stage; latency of the link to the next
+    stage, and seconds of a message and its answer over it."""
+    forward_s, backward_s, weight_s, *coding_s = rows[:, :5].t().tolist()
+    hops: dict[tuple[bool, int], Hop] = {}
+    for boundary in range(len(rows) - 1):
+        forth, back, latency_s = float(rows[boundary, 5]), float(rows[boundary + 1, 6]), float(rows[boundary, 7])
+        s_per_byte = float(rows[boundary, 8]) / max(forth + back, 1.0)
+        hops[True, boundary] = Hop(coding_s[0][boundary], forth * s_per_byte, latency_s, coding_s[0][boundary + 1])
+        hops[False, boundary] = Hop(coding_s[1][boundary + 1], back * s_per_byte, latency_s, coding_s[1][boundary])
+    joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
+    return Pipeline(
+        FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary]
+    )
