@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from megatron.tokenizer.api import Tokenizer
 
@@ -37,9 +38,13 @@ class TokenDecoder:
 
     def add_token(self, token: int) -> str:
         """Add a token; return its text."""
+        held = self._unsent_text() if self._pending and not self.tokenizer.detokenize([token]) else None
         self._tokens.append(token)
-        self._pending += 1
         text = self._unsent_text()
+        if text == held:  # a token without text, which must not push the beginning of a character out of the context
+            self._tokens.pop()
+            return ""
+        self._pending += 1
         certain = _certain_text(text, self._pending)
         if certain == text:
             self._advance(text)
@@ -67,11 +72,13 @@ class TokenDecoder:
         return text
 
     def preview(self, token: int) -> str:
-        """Text that a token would have at this position."""
-        return _certain_text(self._unsent_text([token]), self._pending + 1)
+        """Text that ``add_token`` would return for a token."""
+        decoder = copy(self)
+        decoder._tokens = list(self._tokens)
+        return decoder.add_token(token)
 
-    def _unsent_text(self, next_tokens: Sequence[int] = ()) -> str:
-        return self.tokenizer.detokenize([*self._tokens, *next_tokens])[self._sent :]
+    def _unsent_text(self) -> str:
+        return self.tokenizer.detokenize(self._tokens)[self._sent :]
 
     def _advance(self, text: str) -> None:
         """Keep the tokens of ``text`` as the context of the next token."""

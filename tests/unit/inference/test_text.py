@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers
@@ -154,6 +154,8 @@ def test_decoding_work_is_linear_in_the_tokens(unit: list[int]) -> None:
     assert work[1] < 50 * 3000
 
 
+@example(tokens=[0x80] * 3 + [CountingTokenizer.TEXTLESS] * 6)
+@example(tokens=[0x80, 0xE2, 0x80, 0xE2, 0x80, *[CountingTokenizer.TEXTLESS] * 4, 0x80])
 @given(tokens=st.lists(st.sampled_from([0x61, 0x80, 0x82, 0xAC, 0xE2, 0xF0, 0x9F, 0x98, 256]), max_size=40))
 def test_texts_of_broken_characters_add_up(tokens: list[int]) -> None:
     tokenizer = CountingTokenizer()
