@@ -238,6 +238,7 @@ def test_the_launcher_starts_islands_and_restarts_a_killed_island(prefix: Path, 
             time.sleep(0.05)
         os.kill(ranks[0], signal.SIGSTOP)  # so that the run does not end before the other island is back
         os.kill(ranks[1], signal.SIGKILL)
+        deadline = time.monotonic() + 90
         while output.read_text().count("model:\n") < 3:
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.05)
