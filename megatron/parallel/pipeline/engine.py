@@ -170,7 +170,8 @@ MAX_POSTED_AHEAD = 2
 """Maximum number of receives posted before they are due, in each direction.
 
 A transfer begins when its receive is posted; a late receive leaves the link idle while this rank computes. The sender
-is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B.
+is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B. A list of the list scheduler may
+let a sender run ahead by as many messages as a stage holds micro-batches.
 """
 
 
@@ -205,6 +206,7 @@ class _StepMessages:
         }
         self._posted = {True: 0, False: 0}
         self._received = {True: 0, False: 0}
+        self._most_ahead = max(MAX_POSTED_AHEAD, engine.measured.limit - 1 if engine.measured is not None else 0)
         self._completed = engine.completed
         self._signatures: list[Hashable] = []
         self._posts_ahead = True
@@ -245,7 +247,7 @@ class _StepMessages:
             return
         posting = []
         for forward, count in ((True, due_receives.forward), (False, due_receives.backward)):
-            ahead = self._received[forward] + MAX_POSTED_AHEAD if self._posts_ahead else 0
+            ahead = self._received[forward] + self._most_ahead if self._posts_ahead else 0
             while self._incoming[forward] and self._posted[forward] < max(count, ahead):
                 posting.append(self._incoming[forward].popleft())
                 self._posted[forward] += 1
