@@ -39,10 +39,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     layout: str, prefix: Path, tmp_path: Path
 ) -> None:
-    """To the last digit, before and after the choice; a limit of its own takes a list."""
+    """To the last digit, before and after the choice, so that a resumed run may choose another schedule."""
     world_size, parallel = LAYOUTS[layout]
     logs = {}
-    for schedule in ("zb-h1", "auto"):
+    for schedule in ("1f1b", "zb-h1", "auto"):
         logs[schedule] = tmp_path / f"{schedule}.jsonl"
         more = {"pipeline_max_in_flight": 6} if schedule == "auto" else {}
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
@@ -55,7 +55,7 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
         "back",
         report,
     )
-    assert _losses(logs["auto"]) == _losses(logs["zb-h1"])
+    assert _losses(logs["auto"]) == _losses(logs["zb-h1"]) == _losses(logs["1f1b"])
     assert len(_losses(logs["auto"])) == ITERATIONS
 
 
