@@ -67,10 +67,10 @@ class GreedyOrder:
 
     def choose(self, has_input: HasInput) -> PipelineOp | None:
         forwards, backwards, weights = (self._next[computation] for computation in Pass)
-        held = forwards - (weights if self._separate else backwards)
+        in_flight = forwards - (weights if self._separate else backwards)
         possible = {
             Pass.BACKWARD: backwards < forwards,
-            Pass.FORWARD: forwards < self._micro_batches and held < self._limit,
+            Pass.FORWARD: forwards < self._micro_batches and in_flight < self._limit,
             Pass.WEIGHT: self._separate and weights < backwards,
         }
         for computation, is_possible in possible.items():
@@ -84,7 +84,7 @@ class GreedyOrder:
         return self._separate
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         last = Pass.WEIGHT if self._separate else Pass.BACKWARD
         return self._next[last] == self._micro_batches
 
@@ -115,14 +115,15 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
         return Candidate(kind, limits, max(times.end for times in pipeline.play(orders)))
 
     candidates = []
-    for kind, held in (("1f1b", stages), ("zb-h1", stages), ("eager-1f1b", 2 * stages - 1), ("gpipe", micro_batches)):
-        if min(held, micro_batches) <= limit:
+    in_flight = {"1f1b": stages, "zb-h1": stages, "eager-1f1b": 2 * stages - 1, "gpipe": micro_batches}
+    for kind, needed_limit in in_flight.items():
+        if min(needed_limit, micro_batches) <= limit:
             schedules = [make_schedule(kind, stages, stage, 1, count) for stage in range(stages)]
             candidates.append(predict(kind, (), [ListedOrder(ops) for ops in schedules]))
-    most, tried = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
-    for first in range(most, 0, -math.ceil(most / tried)):
-        for fall in (0, 1):
-            limits = tuple(max(first - fall * stage, 1) for stage in range(stages))
+    highest, num_limits = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
+    for first_limit in range(highest, 0, -math.ceil(highest / num_limits)):
+        for decrease in (0, 1):
+            limits = tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))
             candidates.append(predict(AUTO, limits, _greedy_orders(count, limits)))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 

@@ -158,7 +158,7 @@ class PassOrder(Protocol):
         """Whether the chunk and micro-batch of a backward pass have a weight pass."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all operations have been chosen."""
 
     @property
@@ -176,7 +176,7 @@ class ListedOrder:
         self._epilogue = max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
 
     def choose(self, has_input: HasInput) -> PipelineOp | None:
-        if self.ended or not has_input(op := self._ops[self._chosen]):
+        if self.has_ended or not has_input(op := self._ops[self._chosen]):
             return None
         self._chosen += 1
         return op
@@ -185,7 +185,7 @@ class ListedOrder:
         return (op.chunk, op.micro_batch) in self._separate
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._chosen == len(self._ops)
 
     @property
@@ -269,7 +269,7 @@ class _Play:
         while self.events:
             time, _, event, arguments = heapq.heappop(self.events)
             event(time, *arguments)
-        if not all(rank.order.ended for rank in self.ranks):
+        if not all(rank.order.has_ended for rank in self.ranks):
             raise RuntimeError("the schedule waits for a message that is never sent")
 
     def _at(self, time: float, event: Callable[..., None], *arguments: Any) -> None:

@@ -42,16 +42,16 @@ def test_schedules_are_complete_within_the_limit_and_as_fast_as_predicted(
             assert max(Counter(ops).values()) == 1
             separate = {op.micro_batch for op in ops if op.computation is Pass.WEIGHT}
             assert separate in (set(), set(range(count)))
-            held = most = 0
+            in_flight = highest = 0
             last = Pass.WEIGHT if separate else Pass.BACKWARD
             for computation in Pass:
                 numbers = [op.micro_batch for op in ops if op.computation is computation]
                 assert numbers == (list(range(count)) if computation is not Pass.WEIGHT or separate else [])
             for op in ops:
-                held += op.is_forward
-                most = max(most, held)
-                held -= op.computation is last
-            assert most <= (candidate.limits[stage] if candidate.kind == AUTO else limit)
+                in_flight += op.is_forward
+                highest = max(highest, in_flight)
+                in_flight -= op.computation is last
+            assert highest <= (candidate.limits[stage] if candidate.kind == AUTO else limit)
         if count <= 4 * pipeline.stages:
             assert _seconds(pipeline, schedules) == pytest.approx(candidate.seconds)
 
