@@ -19,7 +19,7 @@ FIRST = "zb-h1"
 _MOST_LIMITS = 12
 """Maximum number of limits on micro-batches that are tried."""
 _MOST_FORWARDS = 1024
-"""Number of forward passes to simulate above which fewer limits are tried."""
+"""Maximum number of forward passes of a step that is compared in full; long steps are tried with fewer limits."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,16 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
-    that runs further ahead is not always faster. Steps of many micro-batches are compared by their beginning. Equal on
-    equal arguments.
+    that runs further ahead is not always faster. Steps of more than 1,024 forward passes are compared by their
+    beginning. Equal on equal arguments.
 
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
         micro_batches: number of micro-batches in the step.
         limit: maximum number of micro-batches that a stage may hold between their forward and their last pass.
     """
-    stages, count = pipeline.stages, min(micro_batches, 4 * pipeline.stages)
+    stages = pipeline.stages
+    count = min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
 
     def predict(kind: str, limits: tuple[int, ...], orders: Sequence[PassOrder]) -> Candidate:
         return Candidate(kind, limits, max(times.end for times in pipeline.play(orders)))
