@@ -38,12 +38,6 @@ SPECS: dict[str, Sequence[str]] = {
     "exact": (), "nearly": NEARLY_EXACT, "coarse": COARSE,
     "forward": (FORWARD,), "backward": (BACKWARD,), "embedding": (EMBEDDING,),
 }  # fmt: skip
-OF_LAYOUT: dict[str, Sequence[str]] = {
-    "tp2": ("exact", "nearly", "coarse", "backward"),
-    "sp2": ("exact", "nearly", "coarse", "forward"),
-    "tp1": tuple(SPECS),
-}
-"""Each point alone without tensor parallelism, all of them together with it, and there alone what passes its shards."""
 POINTS = ("pp-forward", "pp-backward", "embedding")
 Traced = Mapping[str, tuple[Trace, list[str]]]
 
@@ -74,8 +68,7 @@ def _sent(ranks: Sequence[Traced], name: str, point: str) -> tuple[float, float]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
     """Between stages of the encoder, to the decoder, between stages of it, and of three holders of the embedding."""
-    compressors = {name: SPECS[name] for name in OF_LAYOUT[layout]}
-    runs = {name: _run(LAYOUTS[layout], specs) for name, specs in compressors.items()}
+    runs = {name: _run(LAYOUTS[layout], specs) for name, specs in SPECS.items()}
     ranks = run_ranks(3 if layout == "tp1" else 6, _traced, runs, timeout=240)
     exact = ranks[0]["exact"][0]
     for name, (trace, differences) in ranks[0].items():
@@ -87,7 +80,7 @@ def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
             assert trace.losses == pytest.approx(exact.losses, abs=loss, rel=0), name
             assert trace.grad_norms == pytest.approx(exact.grad_norms, rel=norm, abs=0), name
     for point in POINTS:
-        for name, specs in compressors.items():
+        for name, specs in SPECS.items():
             sent, raw = _sent(ranks, name, point)
             assert raw > 0, (name, point)
             assert (sent < 0.95 * raw) == any(spec.startswith(point) for spec in specs), (name, point, sent, raw)
