@@ -286,6 +286,13 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             raise UserError(
                 f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of them"
             )
+    if parallel.pipeline_schedule == "auto" and (
+        model.model_type == "deberta" or (model.model_type == "t5" and tensor > 1)
+    ):
+        raise UserError(
+            f"--pipeline-schedule auto: in a {model.model_type} model a weight has gradients of backward and of weight "
+            "passes, whose sum would depend on measured times; name a schedule"
+        )
     check_not_interleaved(
         parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage, model
     )

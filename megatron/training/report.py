@@ -138,15 +138,16 @@ class Reporter:
         """Exclude the context's time and traffic from the training figures.
 
         Args:
-            activity: "evaluate", "save", "check" or "join".
+            activity: "evaluate", "save", "check", "join" or "schedule".
         """
         began = time.perf_counter()
         with self.window.paused(), self.engines.ledger.uncounted():
             try:
                 yield
             finally:
-                self._step_started = time.perf_counter()
-                self.forecast.pause(activity, self._step_started - began)
+                seconds = time.perf_counter() - began
+                self._step_started += seconds  # the step may not be reported yet
+                self.forecast.pause(activity, seconds)
 
     def after_step(self, step: StepMetrics) -> None:
         """Record a step, and report the window if a line is due."""

@@ -28,13 +28,16 @@ _PROBE_TAG = 1 << 21
 """Tag of the messages that measure a link, distinct from all others."""
 _POINTS = (Point.PP_FWD, Point.PP_BWD)
 _PASSES = ("forward", "backward", "weight")
+_BYTES_ON, _BYTES_BACK, _LATENCY, _THERE_AND_BACK, _COLUMNS = 7, 8, 9, 10, 11
+"""Columns of the measured rows; see ``_pipeline``."""
 
 
 class ScheduleChoice(Observer):
     """Measures a run's first steps and chooses its pipeline schedule, the same on all ranks.
 
-    The order of the passes changes no result: on every stage, micro-batches pass in their order. So a resumed run may
-    measure other times and choose another schedule.
+    The order of the passes changes no result: on every stage, micro-batches pass in their order, and each weight takes
+    its gradients from one kind of pass (``check_layout`` refuses other models). So a resumed run may measure other
+    times and choose another schedule.
 
     Args:
         engines: this rank's engines.
@@ -47,7 +50,9 @@ class ScheduleChoice(Observer):
         self._steps_left = STEPS
         self._measures = False
         self._seconds: dict[str, list[float]] = {name: [] for name in _PASSES}
-        self._coding: dict[str, list[float]] = {point.value: [] for point in _POINTS}
+        self._coding: dict[tuple[str, str], list[float]] = {
+            (name, point.value): [] for name in ("encode", "decode") for point in _POINTS
+        }
         self._bytes: dict[Point, list[int]] = {point: [] for point in _POINTS}
         engines.ledger.observers.append(self)
 
@@ -72,8 +77,8 @@ class ScheduleChoice(Observer):
             return nullcontext()
         if name in _PASSES:
             return self._timed(self._seconds[name])
-        of_stage = name in ("encode", "decode") and args["point"] in self._coding
-        return self._timed(self._coding[args["point"]]) if of_stage else nullcontext()
+        seconds = self._coding.get((name, args.get("point", "")))
+        return nullcontext() if seconds is None else self._timed(seconds)
 
     @contextmanager
     def _timed(self, seconds: list[float]) -> Iterator[None]:
@@ -99,19 +104,19 @@ class ScheduleChoice(Observer):
         engines.ledger.observers.remove(self)
         engines.ledger.clock.synchronize()
         stage, stages = topology.coordinates.pp, topology.layout.pp
-        rows = torch.zeros(stages, 9, dtype=torch.float64)
+        rows = torch.zeros(stages, _COLUMNS, dtype=torch.float64)
         passes_s = [_median(self._seconds[name]) for name in _PASSES]
-        coding_s = [_median(self._coding[point.value]) for point in _POINTS]
+        coding_s = [_median(seconds) for seconds in self._coding.values()]
         nbytes = [float(_median(self._bytes[point])) for point in _POINTS]
-        rows[stage, :7] = torch.tensor([*passes_s, *coding_s, *nbytes])
+        rows[stage, :_LATENCY] = torch.tensor([*passes_s, *coding_s, *nbytes])
         rows = self._maximum(rows)
-        sizes = [(int(rows[b, 5]), int(rows[b + 1, 6])) for b in range(stages - 1)]
+        sizes = [(int(rows[b, _BYTES_ON]), int(rows[b + 1, _BYTES_BACK])) for b in range(stages - 1)]
         for parity in (0, 1):
             for boundary in range(parity, stages - 1, 2):
                 if boundary in (stage, stage - 1):
                     small_s = self._round_trip(boundary, (_SMALL_BYTES, _SMALL_BYTES))
-                    rows[boundary, 7] = small_s / 2
-                    rows[boundary, 8] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
+                    rows[boundary, _LATENCY] = small_s / 2
+                    rows[boundary, _THERE_AND_BACK] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
             rows = self._maximum(rows)
         measured = MeasuredPipeline(_pipeline(rows), engines.config.parallel.pipeline_max_in_flight or 2 * stages - 1)
         engines.pipeline.measured = measured
@@ -123,7 +128,7 @@ class ScheduleChoice(Observer):
         return (
             f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
             f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
-            f"{float(rows[:, 8].max()):.3g} s there and back"
+            f"{float(rows[:, _THERE_AND_BACK].max()):.3g} s there and back"
         )
 
     def _maximum(self, rows: torch.Tensor) -> torch.Tensor:
@@ -160,16 +165,22 @@ def _median(values: list[float] | list[int]) -> float:
 
 
 def _pipeline(rows: torch.Tensor) -> Pipeline:
-    """Times of a pipeline from a row of each stage: seconds of forward, backward and weight pass; of coding a message
-    forward and backward; bytes of a message to the next and to the previous stage; latency of the link to the next
-    stage, and seconds of a message and its answer over it."""
-    forward_s, backward_s, weight_s, *coding_s = rows[:, :5].t().tolist()
+    """Times of a pipeline from a row of each stage.
+
+    The columns: seconds of forward, backward and weight pass; of encoding a message forward and backward, and of
+    decoding it; bytes of a message to the next and to the previous stage; latency of the link to the next stage, and
+    seconds of a message and its answer over it.
+    """
+    forward_s, backward_s, weight_s, *coding_s = rows[:, :_BYTES_ON].t().tolist()
+    encode_on_s, encode_back_s, decode_on_s, decode_back_s = coding_s
     hops: dict[tuple[bool, int], Hop] = {}
     for boundary in range(len(rows) - 1):
-        forth, back, latency_s = float(rows[boundary, 5]), float(rows[boundary + 1, 6]), float(rows[boundary, 7])
-        s_per_byte = float(rows[boundary, 8]) / max(forth + back, 1.0)
-        hops[True, boundary] = Hop(coding_s[0][boundary], forth * s_per_byte, latency_s, coding_s[0][boundary + 1])
-        hops[False, boundary] = Hop(coding_s[1][boundary + 1], back * s_per_byte, latency_s, coding_s[1][boundary])
+        forth, back = float(rows[boundary, _BYTES_ON]), float(rows[boundary + 1, _BYTES_BACK])
+        latency_s = float(rows[boundary, _LATENCY])
+        s_per_byte = float(rows[boundary, _THERE_AND_BACK]) / max(forth + back, 1.0)
+        on_s, back_s = forth * s_per_byte, back * s_per_byte
+        hops[True, boundary] = Hop(encode_on_s[boundary], on_s, latency_s, decode_on_s[boundary + 1])
+        hops[False, boundary] = Hop(encode_back_s[boundary + 1], back_s, latency_s, decode_back_s[boundary])
     joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
     return Pipeline(
         FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary]

@@ -19,7 +19,7 @@ FIRST = "zb-h1"
 _MOST_LIMITS = 12
 """Maximum number of limits on micro-batches that are tried."""
 _MOST_FORWARDS = 1024
-"""Maximum number of forward passes of a step that is compared in full; long steps are tried with fewer limits."""
+"""Number of forward passes above which only the beginning of a step is compared, with fewer limits."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
-    that runs further ahead is not always faster. Steps of more than 1,024 forward passes are compared by their
-    beginning. Equal on equal arguments.
+    that runs further ahead is not always faster. Of steps with more forward passes than 1,024, or than four for each
+    pair of stages, the beginning is simulated, and its time multiplied. Equal on equal arguments.
 
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
@@ -113,7 +113,8 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
     count = min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
 
     def predict(kind: str, limits: tuple[int, ...], orders: Sequence[PassOrder]) -> Candidate:
-        return Candidate(kind, limits, max(times.end for times in pipeline.play(orders)))
+        seconds = max(times.end for times in pipeline.play(orders))
+        return Candidate(kind, limits, seconds * micro_batches / count)
 
     candidates = []
     in_flight = {"1f1b": stages, "zb-h1": stages, "eager-1f1b": 2 * stages - 1, "gpipe": micro_batches}
@@ -140,6 +141,7 @@ class MeasuredPipeline:
     def __init__(self, pipeline: Pipeline, limit: int) -> None:
         self.pipeline = pipeline
         self.limit = limit
+        self._candidates: dict[int, list[Candidate]] = {}
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
         """Operations of every stage in the fastest schedule of a step, in order."""
@@ -147,4 +149,6 @@ class MeasuredPipeline:
 
     def candidates(self, micro_batches: int) -> list[Candidate]:
         """See ``rank_schedules``."""
-        return rank_schedules(self.pipeline, micro_batches, self.limit)
+        if micro_batches not in self._candidates:
+            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self.limit)
+        return self._candidates[micro_batches]

@@ -1,4 +1,4 @@
-"""Log lines of windows that end at skipped iterations."""
+"""Windows that end at skipped iterations, and pauses before the report of a step."""
 
 from __future__ import annotations
 
@@ -39,3 +39,15 @@ def test_a_line_due_at_a_skipped_iteration_is_written(tmp_path: Path, monkeypatc
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     windows = [event for event in events if event["kind"] == "train"]
     assert [(event["iteration"], event["lm_loss"]) for event in windows] == [(2, 2.5), (9, -5.0)]
+
+
+def test_a_pause_before_the_report_of_a_step_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    run = Run(tmp_path, clock, {"progress_bar": "off"})
+    run.begin()
+    clock.now += 0.5
+    with run.reporter.paused("check"):
+        clock.now += 3.0
+    assert clock.now - run.reporter._step_started == 0.5
+    run.reporter.close()
