@@ -27,7 +27,7 @@ from megatron.distributed.process_group import LaunchEnvironment, init_process_g
 from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
 from megatron.training.assembly import build_engines, make_layout
-from megatron.training.schedule_choice import STEPS, ScheduleChoice
+from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 from megatron.training.traffic import gather_rows
@@ -83,7 +83,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
-        if choice is not None and iteration + 1 == STEPS:
+        if choice is not None and choice.is_due and engines.pipeline.measured is None:
             report = choice.decide(len(batches))
             if topology.rank == 0:
                 print(f"  {report}", flush=True)

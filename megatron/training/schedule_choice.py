@@ -144,17 +144,17 @@ class ScheduleChoice(Observer):
         channel, ledger = engines.channel, engines.ledger
         assert channel is not None
         first = engines.topology.coordinates.pp == boundary
-        forth, back = (torch.zeros(size, dtype=torch.uint8, device=channel.device) for size in sizes)
-        on, returns = channel.forward.group, channel.backward.group
+        message, answer = (torch.zeros(size, dtype=torch.uint8, device=channel.device) for size in sizes)
+        forward, backward = channel.forward.group, channel.backward.group
         transfers = (
-            ((on.send, forth, boundary + 1), (returns.recv, back, boundary + 1))
+            ((forward.send, message, boundary + 1), (backward.recv, answer, boundary + 1))
             if first
-            else ((on.recv, forth, boundary), (returns.send, back, boundary))
+            else ((forward.recv, message, boundary), (backward.send, answer, boundary))
         )
         for _ in range(_PROBES):
             start = time.perf_counter()
-            for transfer, message, peer in transfers:
-                ledger.complete(Point.CONTROL, transfer(message, peer, _PROBE_TAG))
+            for transfer, x, peer in transfers:
+                ledger.complete(Point.CONTROL, transfer(x, peer, _PROBE_TAG))
             ledger.clock.synchronize()
             seconds.append(time.perf_counter() - start)
         return _median(seconds) if first else 0.0
@@ -175,10 +175,10 @@ def _pipeline(rows: torch.Tensor) -> Pipeline:
     encode_on_s, encode_back_s, decode_on_s, decode_back_s = coding_s
     hops: dict[tuple[bool, int], Hop] = {}
     for boundary in range(len(rows) - 1):
-        forth, back = float(rows[boundary, _BYTES_ON]), float(rows[boundary + 1, _BYTES_BACK])
+        bytes_on, bytes_back = float(rows[boundary, _BYTES_ON]), float(rows[boundary + 1, _BYTES_BACK])
         latency_s = float(rows[boundary, _LATENCY])
-        s_per_byte = float(rows[boundary, _THERE_AND_BACK]) / max(forth + back, 1.0)
-        on_s, back_s = forth * s_per_byte, back * s_per_byte
+        s_per_byte = float(rows[boundary, _THERE_AND_BACK]) / max(bytes_on + bytes_back, 1.0)
+        on_s, back_s = bytes_on * s_per_byte, bytes_back * s_per_byte
         hops[True, boundary] = Hop(encode_on_s[boundary], on_s, latency_s, decode_on_s[boundary + 1])
         hops[False, boundary] = Hop(encode_back_s[boundary + 1], back_s, latency_s, decode_back_s[boundary])
     joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]

@@ -43,10 +43,7 @@ class Candidate:
 
     def schedules(self, pipeline: Pipeline, micro_batches: int) -> list[list[PipelineOp]]:
         """Operations of every stage, in order."""
-        if self.kind != AUTO:
-            stages = pipeline.stages
-            return [make_schedule(self.kind, stages, stage, 1, micro_batches) for stage in range(stages)]
-        ranks = pipeline.play(_greedy_orders(micro_batches, self.limits))
+        ranks = pipeline.play(_make_orders(self.kind, self.limits, pipeline.stages, micro_batches))
         return [[timed.op for timed in rank.passes] for rank in ranks]
 
 
@@ -93,8 +90,11 @@ class GreedyOrder:
         return self._next[Pass.FORWARD] == self._micro_batches
 
 
-def _greedy_orders(micro_batches: int, limits: Sequence[int]) -> list[GreedyOrder]:
-    return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
+def _make_orders(kind: str, limits: Sequence[int], stages: int, micro_batches: int) -> list[PassOrder]:
+    """Orders of the stages of a ``Candidate``."""
+    if kind == AUTO:
+        return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
+    return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches)) for stage in range(stages)]
 
 
 def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[Candidate]:
@@ -112,21 +112,18 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
     stages = pipeline.stages
     count = min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
 
-    def predict(kind: str, limits: tuple[int, ...], orders: Sequence[PassOrder]) -> Candidate:
-        seconds = max(times.end for times in pipeline.play(orders))
-        return Candidate(kind, limits, seconds * micro_batches / count)
-
-    candidates = []
     in_flight = {"1f1b": stages, "zb-h1": stages, "eager-1f1b": 2 * stages - 1, "gpipe": micro_batches}
-    for kind, needed_limit in in_flight.items():
-        if min(needed_limit, micro_batches) <= limit:
-            schedules = [make_schedule(kind, stages, stage, 1, count) for stage in range(stages)]
-            candidates.append(predict(kind, (), [ListedOrder(ops) for ops in schedules]))
+    settings: list[tuple[str, tuple[int, ...]]] = [
+        (kind, ()) for kind, needed_limit in in_flight.items() if min(needed_limit, micro_batches) <= limit
+    ]
     highest, num_limits = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
     for first_limit in range(highest, 0, -math.ceil(highest / num_limits)):
         for decrease in (0, 1):
-            limits = tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))
-            candidates.append(predict(AUTO, limits, _greedy_orders(count, limits)))
+            settings.append((AUTO, tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))))
+    candidates = []
+    for kind, limits in settings:
+        times = pipeline.play(_make_orders(kind, limits, stages, count))
+        candidates.append(Candidate(kind, limits, max(rank.end for rank in times) * micro_batches / count))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
