@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.spawn import run_ranks
+from tests.support.tiny import merge, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,6 +29,11 @@ RUN: dict[str, Any] = {
         "pp-forward=fixpoint,bits=4,rounding=stochastic,warmup=1",
         "pp-backward=lowrank,rank=2,error-feedback=lazy",
     ],
+}
+FOUR_STAGES: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 4},
+    "parallel": {"pipeline_model_parallel_size": 4, "pipeline_schedule": AUTO, "pipeline_max_in_flight": 8},
+    "training": {"micro_batch_size": 1, "global_batch_size": 8},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, {"pipeline_model_parallel_size": 4}),
@@ -57,6 +67,31 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     )
     assert _losses(logs["auto"]) == _losses(logs["zb-h1"]) == _losses(logs["1f1b"])
     assert len(_losses(logs["auto"])) == ITERATIONS
+
+
+def _train_by_a_list() -> tuple[str, bool, int, list[float]]:
+    """Trains by the schedule for made-up times: its kind, whether it is zb-h1's, receives ahead, and losses."""
+    engines = tiny_engines(FOUR_STAGES)
+    hop = Hop(0.0, 1.0, 0.05)
+    pipeline = Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: hop)
+    engines.pipeline.measured = measured = MeasuredPipeline(pipeline, 8)
+    losses = tiny_train(engines, 3).losses
+    table = engines.pipeline.get_timetable(AUTO, 8)
+    fixed = engines.pipeline.get_timetable("zb-h1", 8).schedules
+    return measured.candidates(8)[0].kind, table.schedules == fixed, table.max_ahead, losses
+
+
+def _train_by_zero_bubble() -> list[float]:
+    return tiny_run(merge(FOUR_STAGES, {"parallel": {"pipeline_schedule": "zb-h1"}}), 3).losses
+
+
+def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
+    """A list that differs from the fixed schedules, with messages far ahead, runs on four ranks."""
+    results = run_ranks(4, _train_by_a_list)
+    for kind, is_fixed, max_ahead, _ in results:
+        assert (kind, is_fixed) == (AUTO, False)
+        assert max_ahead > MAX_POSTED_AHEAD
+    assert results[3][3] == run_ranks(4, _train_by_zero_bubble)[3]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
-from megatron.parallel.pipeline.timetable import Timetable, build_timetable
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 
 
@@ -79,13 +79,17 @@ class PipelineEngine:
         key = (kind, num_micro_batches)
         if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
+            max_ahead = MAX_POSTED_AHEAD
             if kind == AUTO and self.measured is not None:
                 schedules = self.measured.schedules(num_micro_batches)
+                # A list lets a sender run ahead by as many messages as it holds micro-batches.
+                limits = self.measured.candidates(num_micro_batches)[0].limits
+                max_ahead = max(max_ahead, max(limits, default=0) - 1)
             elif kind is None:
                 schedules = [make_forward_schedule(chunks, pp, num_micro_batches)] * pp
             else:
                 schedules = [make_schedule(kind, pp, stage, chunks, num_micro_batches) for stage in range(pp)]
-            self._timetables[key] = build_timetable(self.layout, schedules)
+            self._timetables[key] = build_timetable(self.layout, schedules, max_ahead)
         return self._timetables[key]
 
     def run(
@@ -166,15 +170,6 @@ def max_pending_sends(layout: Layout) -> int:
     return 2 * layout.num_virtual_stages
 
 
-MAX_POSTED_AHEAD = 2
-"""Maximum number of receives posted before they are due, in each direction.
-
-A transfer begins when its receive is posted; a late receive leaves the link idle while this rank computes. The sender
-is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B. A list of the list scheduler may
-let a sender run ahead by as many messages as a stage holds micro-batches.
-"""
-
-
 class _StepMessages:
     """Messages of a step: their addresses, and the times at which receives are posted."""
 
@@ -206,7 +201,7 @@ class _StepMessages:
         }
         self._posted = {True: 0, False: 0}
         self._received = {True: 0, False: 0}
-        self._most_ahead = max(MAX_POSTED_AHEAD, engine.measured.limit - 1 if engine.measured is not None else 0)
+        self._max_ahead = table.max_ahead
         self._completed = engine.completed
         self._signatures: list[Hashable] = []
         self._posts_ahead = True
@@ -247,7 +242,7 @@ class _StepMessages:
             return
         posting = []
         for forward, count in ((True, due_receives.forward), (False, due_receives.backward)):
-            ahead = self._received[forward] + self._most_ahead if self._posts_ahead else 0
+            ahead = self._received[forward] + self._max_ahead if self._posts_ahead else 0
             while self._incoming[forward] and self._posted[forward] < max(count, ahead):
                 posting.append(self._incoming[forward].popleft())
                 self._posted[forward] += 1
@@ -272,7 +267,7 @@ class _StepMessages:
         message = self._message(op, incoming=False)
         if self.channel is not None and message is not None:
             self.channel.send(message, x)
-            self.channel.flush(keep=max_pending_sends(self.layout))
+            self.channel.flush(keep=max(max_pending_sends(self.layout), self._max_ahead + 1))
 
     def end(self) -> None:
         """Ends the step after all its sends have completed."""

@@ -13,6 +13,14 @@ _Position = tuple[Pass, int, int]
 """An operation's place in the model: (computation, virtual stage, micro-batch)."""
 
 
+MAX_POSTED_AHEAD = 2
+"""Maximum number of receives posted before they are due, in each direction, under a fixed schedule.
+
+A transfer begins when its receive is posted; a late receive leaves the link idle while this rank computes. The sender
+is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B.
+"""
+
+
 @dataclass(frozen=True)
 class Due:
     """Number of receives of a step, in order, with messages sent before an operation can begin."""
@@ -29,14 +37,18 @@ class Timetable:
         schedules: operations of every stage, in order.
         epilogues: for every stage the operations with exposed messages.
         messages_due: for every stage and operation, the receives of messages that were sent before it.
+        max_ahead: maximum number of receives posted before they are due, in each direction.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
     epilogues: tuple[frozenset[PipelineOp], ...]
     messages_due: tuple[tuple[Due, ...], ...]
+    max_ahead: int = MAX_POSTED_AHEAD
 
 
-def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
+def build_timetable(
+    layout: Layout, schedules: Sequence[Sequence[PipelineOp]], max_ahead: int = MAX_POSTED_AHEAD
+) -> Timetable:
     """Builds the timetable of the given schedules.
 
     An operation's level is the length of the longest chain of operations that ends with it, in which each operation
@@ -55,6 +67,7 @@ def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -
         schedules=tuple(map(tuple, schedules)),
         epilogues=tuple(map(find_epilogue, schedules)),
         messages_due=tuple(tuple(_count_due(layout, of_stage, levels)) for of_stage in positions),
+        max_ahead=max_ahead,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -12,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.engine import MAX_POSTED_AHEAD, max_pending_sends
+from megatron.parallel.pipeline.engine import max_pending_sends
+from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, PipelineOp, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD
 
 Message = tuple[bool, int, int]
 """(forward, boundary, micro-batch)"""
@@ -21,14 +26,17 @@ Message = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline; ``kind`` "eval" is the forward-only schedule."""
+    """A pipeline; ``kind`` "eval" is the forward-only schedule, "list" a list for random times drawn with ``seed``."""
 
     kind: str
     pp: int
     chunks: int
     count: int
+    seed: int = 0
 
     def schedules(self) -> list[list[PipelineOp]]:
+        if self.kind == "list":
+            return [list(ops) for ops in random_list(self.pp, self.count, self.seed)]
         if self.kind == "eval":
             return [make_forward_schedule(self.chunks, self.pp, self.count) for _ in range(self.pp)]
         return [make_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
@@ -52,15 +60,27 @@ class Case:
         return (lower, upper) if forward else (upper, lower)
 
 
+@cache
+def random_list(pp: int, count: int, seed: int) -> list[list[PipelineOp]]:
+    """Operations of every stage by the list scheduler, for random times of passes and messages and a random limit."""
+    draw = random.Random(seed).uniform
+    passes_s = [[draw(0.1, 3.0) for _ in range(pp)] for _ in range(3)]
+    joint_s = [inputs + weights for inputs, weights in zip(*passes_s[1:], strict=True)]
+    hops = [Hop(*(draw(0.0, 2.0) for _ in range(4))) for _ in range(2)]
+    pipeline = Pipeline("1f1b", passes_s[0], joint_s, passes_s[2], pp, lambda forward, *_: hops[forward])
+    lists = [candidate for candidate in rank_schedules(pipeline, count, 3 * pp) if candidate.kind == AUTO]
+    return lists[seed % len(lists)].schedules(pipeline, count)
+
+
 @st.composite
 def cases(draw: st.DrawFn, *kinds: str) -> Case:
-    kind = draw(st.sampled_from(kinds or (*SCHEDULES, "interleaved", "eval")))
+    kind = draw(st.sampled_from(kinds or (*SCHEDULES, "interleaved", "eval", "list")))
     if kind == "interleaved":
         pp = draw(st.integers(2, 6))
         return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
     pp = draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 4)) if kind == "eval" and pp > 1 else 1
-    return Case(kind, pp, chunks, draw(st.integers(1, 20)))
+    return Case(kind, pp, chunks, draw(st.integers(1, 20)), draw(st.integers(0, 9)) if kind == "list" else 0)
 
 
 class Wires:
@@ -153,7 +173,7 @@ def _tagged(message: Message) -> Hashable:
 def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
         passes = [Pass.FORWARD] if case.kind == "eval" else [Pass.FORWARD, Pass.BACKWARD]
-        passes += [Pass.WEIGHT] if case.kind == "zb-h1" and stage > 0 else []
+        passes += [Pass.WEIGHT] if case.kind in ("zb-h1", "list") and stage > 0 else []
         order = [(op.chunk, op.micro_batch, op.computation) for op in schedule]
         assert Counter(order) == Counter(product(range(case.chunks), range(case.count), passes))
         for chunk, micro_batch, _ in order:
