@@ -21,8 +21,8 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text, or its type if the text is empty."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """First line of an error's text that is not blank, without spaces around it, or its type if there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
 
 
 class ErrorList:

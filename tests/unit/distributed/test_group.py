@@ -56,6 +56,11 @@ def test_an_error_without_text_is_named_by_its_type() -> None:
     assert first_line(KeyError()) == "KeyError"
 
 
+def test_blanks_before_an_error_are_no_part_of_its_first_line() -> None:
+    assert first_line(ValueError("\n no registry at 'sqlite:'\nmore")) == "no registry at 'sqlite:'"
+    assert first_line(ValueError(" \n")) == "ValueError"
+
+
 def test_the_finish_function_runs_once(alone: Group) -> None:
     calls: list[int] = []
     pending = Pending(None, 0, "local", finish=lambda: calls.append(1))
