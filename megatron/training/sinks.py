@@ -203,22 +203,27 @@ def open_sinks(
         tracked_runs: the runs of Weights & Biases and MLflow to resume.
 
     Raises:
-        UserError: when a file cannot be opened or a package is missing; the message names the flag.
+        UserError: when a file cannot be opened or a package is missing; the message names the flag. The sinks that
+            were opened before are closed.
     """
-    sinks: list[Sink] = [ConsoleSink(console)]
-    if config.log_txt_file is not None:
-        sinks.append(TextFileSink(config.log_txt_file))
-    if config.log_json_file is not None:
-        sinks.append(JsonLinesSink(config.log_json_file, (resume or {}).get("iterations", 0)))
-    if config.tensorboard_dir is not None:
-        folder = config.tensorboard_dir
-        sinks.append(TensorBoardSink(folder, config, dp_size=dp_size, world_size=world_size, resume=resume))
     tracked = tracked_runs or {}
     sizes = {"dp_size": dp_size, "world_size": world_size}
-    if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, config, **sizes, run_id=tracked.get(WandbSink.tracker)))
-    if config.mlflow_experiment is not None:
-        sinks.append(MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked.get(MlflowSink.tracker)))
+    sinks: list[Sink] = [ConsoleSink(console)]
+    try:
+        if config.log_txt_file is not None:
+            sinks.append(TextFileSink(config.log_txt_file))
+        if config.log_json_file is not None:
+            sinks.append(JsonLinesSink(config.log_json_file, (resume or {}).get("iterations", 0)))
+        if config.tensorboard_dir is not None:
+            sinks.append(TensorBoardSink(config.tensorboard_dir, config, **sizes, resume=resume))
+        if config.wandb_project is not None:
+            sinks.append(WandbSink(config.wandb_project, config, **sizes, run_id=tracked.get(WandbSink.tracker)))
+        if config.mlflow_experiment is not None:
+            sinks.append(MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked.get(MlflowSink.tracker)))
+    except UserError:
+        for sink in sinks:
+            sink.close()
+        raise
     return sinks
 
 

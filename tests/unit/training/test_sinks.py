@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from megatron.training.curves import TensorBoardSink
 from megatron.training.metrics import Evaluation, PointTraffic, StepMetrics, format_train_line
 from megatron.training.records import read_records
 from megatron.training.sink import Sink
-from megatron.training.sinks import Sinks, open_sinks
+from megatron.training.sinks import Sinks, TextFileSink, open_sinks
 from tests.support.disk import largest_file
 from tests.unit.training.support import read_curves
 
@@ -336,3 +337,13 @@ def test_figures_of_controllers_are_in_the_json_lines_and_the_curves(tmp_path: P
     curves = read_curves(folder)
     assert curves["entropy/dp-grad"] == [(20, -3.25)]
     assert curves["rank of stage 1/dp-grad"] == [(20, 0.0)]
+
+
+def test_sinks_that_were_opened_before_a_failure_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(TextFileSink, "close", lambda self: closed.append("text file"))
+    monkeypatch.setattr(TensorBoardSink, "__init__", fail := mock.Mock(side_effect=UserError("no package")))
+    with pytest.raises(UserError, match="no package"):
+        opened(log_txt_file=str(tmp_path / "log.txt"), tensorboard_dir=str(tmp_path / "tb"))
+    assert fail.called
+    assert closed == ["text file"]
