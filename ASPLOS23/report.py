@@ -10,15 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.figures import COLORS, curve_style, label_iterations, new_figure, save_figure
 from megatron.base.markdown import markdown_table
-from megatron.training.plots import (
-    COLORS,
-    curve_style,
-    label_iterations,
-    new_figure,
-    of_final_draw,
-    save_figure,
-)
+from megatron.training.plots import of_final_draw
 from megatron.training.records import Record, finite_figures, read_records
 
 Events = list[Record]

@@ -2,13 +2,14 @@
 
     make bench-convergence                        all cases and seeds; finished runs are kept
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
+    make bench-convergence ARGS="--ladder"        the candidates of --compress auto
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
 replicas; a model with experts on 4 replicas that share them; sums in two levels on 4 replicas, 2 on each of 2 nodes;
 islands of a process each. Afterwards each trained model continues held-out text (the task CONTINUATION), since a loss
-may hide the cost of compression there. Prints a table (the whole spec, mean and spread over the seeds), names warm-ups
-that take more than a fifth of the run, and writes it all with a picture. Curves over iterations: plot_loss_curves.py
-with the logs in runs/.
+may hide the cost of compression there. Prints a table (the whole spec, mean and spread over the seeds, and whether the
+loss is equivalent to dense within 0.3%), names warm-ups that take more than a fifth of the run, and writes it all with
+a picture. Curves over iterations: plot_loss_curves.py with the logs in runs/.
 """
 
 from __future__ import annotations
@@ -25,22 +26,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import join_for_help, parse_names, runs
-from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, read_case
+from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, ladder_cases, read_case
 from benchmarks.report import device_name, header, write_record
+from megatron.base.figures import COLORS, new_figure, save_figure
 from megatron.base.markdown import markdown_table
 from megatron.compression.builtin import BUILTIN
+from megatron.compression.ladder import interval_of_mean
 from megatron.compression.points import EXPERT_POINTS
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
 from megatron.config.islands import folder_of
-from megatron.training.plots import COLORS, new_figure, save_figure
 from megatron.training.records import read_records
 
 POINTS = (
     *("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", "outer"),
     *(point.value for point in EXPERT_POINTS),
 )
+
+
+MARGIN = 0.3
+"""Percent of loss within which a case counts as equivalent to dense, by two one-sided tests at 5%."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Outcome:
     Args:
         case: name of the case.
         loss, spread: final validation losses, mean and standard deviation over the seeds.
-        worse: percent above the dense runs of the same seeds; None where those are missing.
+        increases: percent above the dense run of the same seed, for each seed with both.
         sent: kB per iteration, by point.
         seeds: number of runs.
         words: the case's specs and flags.
@@ -61,12 +67,31 @@ class Outcome:
     case: str
     loss: float
     spread: float
-    worse: float | None
+    increases: Sequence[float]
     sent: Mapping[str, float]
     seeds: int
     words: str
     exact: float | None = None
     ranked: float | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the other cases of the family are compared with it."""
+        return self.case.split(", ")[-1] == "dense"
+
+    @property
+    def worse(self) -> float | None:
+        """Mean percent above the dense runs of the same seeds; None where those are missing."""
+        return statistics.fmean(self.increases) if self.increases else None
+
+    @property
+    def interval(self) -> str:
+        """The interval of that mean, and whether it shows equivalence; empty for a baseline or a single seed."""
+        if len(self.increases) < 2 or self.is_baseline:
+            return ""
+        low, high = interval_of_mean(self.increases)
+        verdict = ", equivalent" if low >= -MARGIN and high <= MARGIN else ""
+        return f"{low:+.2f} to {high:+.2f}%{verdict}"
 
 
 def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
@@ -148,22 +173,30 @@ def outcomes(
         if not losses:
             continue
         dense.setdefault(baseline, losses if case == baseline else {})
-        changes = [losses[seed] / dense[baseline][seed] - 1 for seed in losses if seed in dense[baseline]]
+        increases = [100 * (losses[seed] / dense[baseline][seed] - 1) for seed in losses if seed in dense[baseline]]
         sent = [bytes_per_iteration(run) for run in events.values()]
         means = {p: kind.islands * statistics.fmean(run.get(p, 0.0) for run in sent) / 1000 for p in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
-        worse = 100 * statistics.fmean(changes) if changes else None
         quality = [figures for seed in losses if (figures := continuation_figures(logs[seed]))]
         exact, ranked = (statistics.fmean(column) for column in zip(*quality, strict=True)) if quality else (None, None)
         loss = statistics.fmean(losses.values())
-        finished.append(Outcome(case, loss, spread, worse, means, len(losses), " ".join(words), exact, ranked))
+        finished.append(Outcome(case, loss, spread, increases, means, len(losses), " ".join(words), exact, ranked))
     return finished
 
 
 def table(finished: Sequence[Outcome]) -> str:
     """The results as Markdown, with the whole spec of each case; a single seed has no spread."""
     points = [point for point in POINTS if any(outcome.sent[point] for outcome in finished)]
-    heads = ["case", "spec", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
+    heads = [
+        "case",
+        "spec",
+        "seeds",
+        "validation loss",
+        "vs dense",
+        "90% interval",
+        *(f"{point} kB" for point in points),
+        "total kB",
+    ]
     heads += ["continued exactly", "ranked first"]
     rows = []
     for outcome in finished:
@@ -171,7 +204,7 @@ def table(finished: Sequence[Outcome]) -> str:
         sent = [outcome.sent[point] for point in points]
         spread = f" ± {outcome.spread:.4f}" if outcome.seeds > 1 else ""
         spec = f"`{outcome.words}`" if outcome.words else ""
-        cells = [outcome.case, spec, outcome.seeds, f"{outcome.loss:.4f}{spread}", change]
+        cells = [outcome.case, spec, outcome.seeds, f"{outcome.loss:.4f}{spread}", change, outcome.interval]
         cells += [f"{kb:.1f}" for kb in (*sent, sum(sent))]
         shares = (outcome.exact, outcome.ranked)
         rows.append([*cells, *("" if share is None else f"{share:.2f}%" for share in shares)])
@@ -201,7 +234,7 @@ def draw(finished: Sequence[Outcome], path: Path) -> None:
     small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
     percents = [outcome.worse for outcome in finished if outcome.worse is not None and not math.isnan(outcome.worse)]
     for y, outcome in enumerate(finished):
-        if outcome.case.split(", ")[-1] == "dense":
+        if outcome.is_baseline:
             loss.annotate(f"{outcome.loss:.3f} nats per token", (least, y), (4, -2.5), **small)
         elif outcome.worse is not None and not math.isnan(outcome.worse):
             x = max(outcome.worse, least)
@@ -243,6 +276,7 @@ def main() -> None:
         help="a case of your own, such as 'mine: dp-grad=cast'; the first word of its name ('islands, mine') chooses "
         "the layout. Without --cases, only its baseline is trained beside it. Repeatable",
     )
+    parser.add_argument("--ladder", action="store_true", help="the candidates of --compress auto, beside dense")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated (1,2,3)")
     parser.add_argument("--iterations", type=int, default=1000, help="of each run (1000)")
     parser.add_argument(
@@ -255,9 +289,10 @@ def main() -> None:
         user_cases = dict(map(read_case, options.case))
     except ValueError as error:
         parser.error(f"--case {error}")
-    baselines = ";".join(dict.fromkeys(family(case).baseline for case in user_cases)) or None
+    alone = [*user_cases, *(ladder_cases() if options.ladder else ())]
+    baselines = ";".join(dict.fromkeys(family(case).baseline for case in alone)) or None
     names = parse_names(parser, "--cases", options.cases or baselines, CASES, ";")
-    cases = {name: CASES[name] for name in names} | user_cases
+    cases = {name: CASES[name] for name in names} | user_cases | (ladder_cases() if options.ladder else {})
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
     failed = []
     if not options.table:

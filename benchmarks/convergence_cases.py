@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.points import Point
+
 CB = "pp-backward=lowrank,rank=16"
 MEAN = f"{CB},when=epilogue,error-feedback=lazy-mean"
 RADIUS = "dp-grad=stable-topk,interval=5,flush=rotate,warmup=200"
@@ -109,6 +112,26 @@ CASES |= {
     f"{ISLANDS}, streaming, H=20, compressed in step": [f"{_STREAMED},in-step=compressed"],
     f"{ISLANDS}, streaming, H=20, 10% in step, compressed": [f"{_STREAMED},warmup=0.1,in-step=compressed"],
 }
+
+
+def ladder_cases() -> dict[str, list[str]]:
+    """The candidates of ``--compress auto``, each by itself, named by their specs. Without the fused embedding, whose
+    losses are those of the plain one. Sums in two levels have the layout of replicas."""
+    specs = (
+        (point, rung.spec(point, name, MODEL["hidden-size"]))
+        for name, registration in BUILTIN.items()
+        for point, rungs in registration.ladder.items()
+        for rung in rungs
+        if point is not Point.EMBED_GRAD
+    )
+    return {
+        f"{REPLICAS}, {spec}" if "levels=" in spec else spec: [
+            spec,
+            *([SHARDED] if point is Point.PARAM_GATHER else []),
+        ]
+        for point, spec in specs
+    }
+
 
 MODEL: dict[str, Any] = {
     "num-layers": 4,

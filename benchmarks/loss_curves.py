@@ -23,15 +23,8 @@ from typing import Any
 
 from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run, split_name
 from megatron.base.errors import UserError
+from megatron.base.figures import curve_style, label_iterations, new_figure, picture_format, save_figure, time_unit
 from megatron.base.markdown import markdown_table
-from megatron.training.plots import (
-    curve_style,
-    label_iterations,
-    new_figure,
-    picture_format,
-    save_figure,
-    time_unit,
-)
 
 AXES = ("iterations", "tokens", "hours")
 

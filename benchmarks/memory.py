@@ -24,12 +24,12 @@ from benchmarks.models import Shape
 from benchmarks.report import Column, Table
 from benchmarks.steps import random_batch, run_config
 from megatron.compression.linalg import matrix_shape
+from megatron.distributed.ledger import gather_rows
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
 from megatron.training.assembly import Engines, build_engines, make_layout
 from megatron.training.report import peak_memory_bytes
 from megatron.training.step import train_step
-from megatron.training.traffic import gather_rows
 
 CASES: dict[str, list[str]] = {
     "dense": [],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.config.model import ModelConfig
-from megatron.training.flops import model_flops_per_sample
+from megatron.models.flops import model_flops_per_sample
 
 VOCAB = 50257
 PEER_VOCAB = 50304

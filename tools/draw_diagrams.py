@@ -19,11 +19,10 @@ if __name__ == "__main__":
 
     start_program("tools.draw_diagrams")
 
+from megatron.base.figures import COLORS, new_figure, save_figure
 from megatron.compression.points import Point
 from megatron.parallel.pipeline.schedule import find_epilogue
-from megatron.parallel.pipeline.simulate import Hop, Pipeline
-from megatron.training.plots import COLORS, new_figure, save_figure
-from megatron.training.schedule_plot import (
+from megatron.parallel.pipeline.schedule_plot import (
     Timeline,
     compute_bubble,
     draw_passes,
@@ -32,6 +31,7 @@ from megatron.training.schedule_plot import (
     make_legend_patches,
     summarize_times,
 )
+from megatron.parallel.pipeline.simulate import Hop, Pipeline
 
 REPO = Path(__file__).resolve().parents[1]
 

@@ -28,13 +28,13 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import write_whole
 from megatron.base.errors import UserError
+from megatron.base.figures import check_picture, save_figure
 from megatron.base.markdown import markdown_table
 from megatron.base.regular import read_regular
 from megatron.base.values import Values
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass
-from megatron.training.plots import check_picture, save_figure
-from megatron.training.schedule_plot import (
+from megatron.parallel.pipeline.schedule_plot import (
     Timeline,
     check_size,
     compute_bubble,

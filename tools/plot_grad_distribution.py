@@ -38,8 +38,8 @@ if __name__ == "__main__":
     start_program("tools.plot_grad_distribution")
 
 from megatron.base.errors import UserError
+from megatron.base.figures import COLORS, label_iterations, new_figure, picture_format, save_figure
 from megatron.base.markdown import markdown_table
-from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure
 from megatron.training.records import Record, finite_figures, read_records
 
 Series = dict[str, dict[int, list[float]]]

@@ -22,7 +22,7 @@ from benchmarks.steps import random_batch
 from megatron.compression.points import EXPERT_POINTS
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.distributed.ledger import Ledger
+from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
@@ -30,7 +30,6 @@ from megatron.training.assembly import build_engines, make_layout
 from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
-from megatron.training.traffic import gather_rows
 
 POLL_SECONDS = 0.02
 _IN_LAYERS = ("tp-forward", "tp-backward", *(point.value for point in EXPERT_POINTS))

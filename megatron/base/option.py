@@ -131,6 +131,7 @@ class FieldOption:
             maximum=option.maximum,
             above=option.above,
             below=option.below,
+            percent=option.unit == "percent",
         )
 
     @property

@@ -106,7 +106,15 @@ class StatefulParts:
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
     """Renames values saved by an earlier version to this version's names."""
-    values = {"variance_frozen_at": 0, "controllers": {}, "expert_loads": {}, "outer": {}, "tracked_runs": {}, **common}
+    values = {
+        "variance_frozen_at": 0,
+        "controllers": {},
+        "expert_loads": {},
+        "outer": {},
+        "tracked_runs": {},
+        "compression_choice": {},
+        **common,
+    }
     if "rank_controller" in values:
         values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}
     return values

@@ -26,6 +26,7 @@ class ValueType:
     element: int, float, bool or str.
     choices: the allowed texts, compared without regard to case, hyphens and underscores.
     minimum, maximum: inclusive bounds of a number; above, below: exclusive bounds.
+    percent: a number in percent, which a text may end with "%".
     """
 
     element: type
@@ -34,6 +35,7 @@ class ValueType:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    percent: bool = False
 
     @property
     def name(self) -> str:
@@ -60,8 +62,9 @@ class ValueType:
                 return False
             raise UserError(f"{location}: {shortened(text)!r} is neither true nor false")
         if self.element in (int, float):
+            number_text = text.strip().removesuffix("%") if self.percent else text
             try:
-                return read_whole(text) if self.element is int else read_number(text)
+                return read_whole(number_text) if self.element is int else read_number(number_text)
             except ValueError as error:
                 raise UserError(f"{location}: {shortened(text)!r} {error}") from None
         if self.choices:

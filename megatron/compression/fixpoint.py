@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.compression.ladder import Rung
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
@@ -346,6 +347,25 @@ class FixpointRounds(TwoStepSum):
         return _levels_problem(self.config) if point in (Point.TP_FWD, Point.TP_BWD) else ""
 
 
+_LADDER = {
+    Point.PP_FWD: (
+        Rung("bits=8", (0.003, 0.077, 0.008)),
+        Rung("bits=4,grid=minmax,scale-dtype=bf16,rotation=64", (0.307, 0.224, 0.329)),
+    ),
+    Point.PP_BWD: (
+        Rung("bits=6", (-0.012, -0.029, -0.001)),
+        Rung("bits=4,rotation=64", (-0.087, 0.177, 0.012)),
+    ),
+    Point.DP_GRAD: (
+        Rung("bits=8,error-feedback=on", (0.124, -0.042, 0.044)),
+        Rung("bits=4,error-feedback=on", (0.268, 0.118, 0.38)),
+        Rung("levels=8/4,error-feedback=on", (0.222, 0.174, 0.138)),
+        Rung("bits=2,rotation=64,error-feedback=on", (1.134, 1.805, 1.405)),
+    ),
+    Point.PARAM_GATHER: (Rung("bits=4,group=2048", (0.061, 0.013, -0.038)),),
+}
+
+
 def register(registry: Registry) -> None:
     """Register ``fixpoint``."""
     registry.register(
@@ -356,5 +376,6 @@ def register(registry: Registry) -> None:
             rounds=FixpointRounds,
             source="AQ-SGD's stateless quantizer, Wang et al. 2022; with levels, SDP4Bit, Jia et al. 2024",
             example="pp-forward=fixpoint,bits=4",
+            ladder=_LADDER,
         ),
     )

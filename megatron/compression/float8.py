@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.compression.ladder import Rung
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import SEED, opt
+from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.float8 import Float8
@@ -108,6 +110,9 @@ class Float8Rounds(TwoStepSum):
         self.format = Float8Format(self.config)
 
 
+_LADDER = {Point.PP_FWD: (Rung("", (0.028, 0.006, 0.053)),)}
+
+
 def register(registry: Registry) -> None:
     """Register ``float8``."""
     registry.register(
@@ -118,5 +123,6 @@ def register(registry: Registry) -> None:
             rounds=Float8Rounds,
             source="Micikevicius et al. 2022; e8m0 scales: OCP microscaling specification, 2023",
             example="pp-backward=float8,format=e5m2",
+            ladder=_LADDER,
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Factors
 from megatron.compression.factors import FactorFormat
+from megatron.compression.ladder import Rung
 from megatron.compression.linalg import matrix_shape, random_bases
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
@@ -81,6 +82,19 @@ class PowerSGD(RoundCompressor):
         return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, local_q_kmr))
 
 
+def _share_of_width(divisor: int) -> Callable[[int], str]:
+    """Options with a rank of a share of the hidden size, after a warm-up of 4% of the run."""
+    return lambda hidden_size: f"rank={max(hidden_size // divisor, 1)},factors=fixpoint8,warmup=0.04"
+
+
+_LADDER = {
+    Point.DP_GRAD: (
+        Rung(_share_of_width(4), (0.642, 0.37, 0.353)),
+        Rung(_share_of_width(16), (2.714, 3.055, 2.718)),
+    ),
+}
+
+
 def register(registry: Registry) -> None:
     """Register ``powersgd``."""
     registry.register(
@@ -93,5 +107,6 @@ def register(registry: Registry) -> None:
             alternatives=("lowrank", "fixpoint"),
             source="PowerSGD, Vogels et al. 2019, algorithm 1",
             example="dp-grad=powersgd,rank=32,factors=fixpoint8",
+            ladder=_LADDER,
         ),
     )

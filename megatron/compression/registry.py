@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.ladder import Rung
 from megatron.compression.points import Point
 
 
@@ -29,6 +30,7 @@ class Registration:
         source: the paper or specification.
         example: a complete value of ``--compress``.
         identity: the compressor does not change the traffic.
+        ladder: settings that ``--compress auto`` may choose, by point, at most eight each.
     """
 
     config: type[Any]
@@ -43,6 +45,7 @@ class Registration:
     source: str = ""
     example: str = ""
     identity: bool = False
+    ladder: Mapping[Point, tuple[Rung, ...]] = field(default_factory=dict)
 
     def default_feedback(self, point: Point) -> str:
         """Default residual at a point. The default at ``outer`` is the default at ``dp-grad``."""

@@ -22,6 +22,10 @@ def _compresses_forward(run: Any, _: int) -> bool:
 
 _FORWARD_COMPRESSOR = Condition(_compresses_forward, "without a compressor of what goes forward")
 
+AUTO = "auto"
+"""Value of ``--compress`` that chooses the compressors of the points without a spec."""
+_CHOOSES = Condition(lambda run, _: run.compression.is_auto, f"without --compress {AUTO}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
@@ -31,10 +35,20 @@ class CompressionConfig:
         [],
         "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or what goes "
         "to experts and back: experts=default. "
-        "--list-compressors prints all points and compressors.",
+        "--list-compressors prints all points and compressors. auto measures this machine and its links at the start, "
+        "and chooses the fastest compressors within --max-loss-increase for all points without a spec.",
         repeatable=True,
-        metavar="POINT=SPEC",
+        metavar="POINT=SPEC|auto",
         common="compress",
+    )
+    max_loss_increase: float = option(
+        0.5,
+        "Largest increase of the validation loss that --compress auto accepts, by what was measured with each "
+        "compressor on a small GPT (docs/results/loss.md).",
+        unit="percent",
+        above=0.0,
+        maximum=100.0,
+        only_if=(_CHOOSES,),
     )
     compress_module: list[str] = option(  # noqa: RUF009
         [],
@@ -51,8 +65,18 @@ class CompressionConfig:
         only_if=(_FORWARD_COMPRESSOR,),
     )
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether points without a spec get one from ``--compress auto``."""
+        return any(text.strip().lower() == AUTO for text in self.compress)
+
+    @property
+    def spec_texts(self) -> list[str]:
+        """Values of ``--compress`` that are specs."""
+        return [text for text in self.compress if text.strip().lower() != AUTO]
+
     def specs(self, length: RunLength) -> dict[Point, Spec]:
-        """Compressor spec of each communication point.
+        """Compressor spec of each communication point that has one.
 
         Raises:
             UserError: for an unreadable or unusable spec.
@@ -60,7 +84,7 @@ class CompressionConfig:
         from megatron.compression.plugins import build_registry
         from megatron.compression.spec import read_specs
 
-        specs = read_specs(self.compress, build_registry(self.compress_module), length)
+        specs = read_specs(self.spec_texts, build_registry(self.compress_module), length)
         if self.eval_compressed:
             return {point: spec.with_evaluation() for point, spec in specs.items()}
         return specs

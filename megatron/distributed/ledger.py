@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron.compression.points import Point
 from megatron.distributed.clock import Clock, HostClock, Mark, Tell
-from megatron.distributed.group import NOTHING, Pending
+from megatron.distributed.group import NOTHING, Group, Pending
 from megatron.distributed.observer import Observer
 
 _FLIGHT_NAMES = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
@@ -205,3 +207,13 @@ class Ledger:
             yield
         finally:
             self._accounts = counted
+
+
+def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
+    """All-gather every rank's numbers, in rank order."""
+    mine = torch.tensor([values], dtype=torch.float64)
+    rows = torch.empty((group.size, len(values)), dtype=torch.float64)
+    pending = group.all_gather(rows, mine)
+    ledger.count_message(Point.CONTROL, pending.sent_bytes)
+    pending.wait()
+    return [[float(x) for x in row] for row in rows.tolist()]

@@ -6,11 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import Layout
+
+NOT_PLANNED = ("t5", "deberta")
+"""Types of models that the planner does not support."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,29 @@ def of_first_island(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, islands=dataclasses.replace(islands_config, island=0, islands_address=address))
 
 
+def plannable(config: RunConfig, gpus: int) -> RunConfig:
+    """Resolve the configuration for ``gpus`` devices.
+
+    Raises:
+        UserError: when training or the planner would reject it on these devices.
+    """
+    # The target is the cluster, regardless of this machine's devices.
+    resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
+    if resolved.parallel.pipeline_schedule == "auto":
+        raise UserError(
+            "--pipeline-schedule auto is not planned: a run makes it from measured times; plan eager-1f1b or zb-h1"
+        )
+    recompute = resolved.recompute
+    if recompute.recompute_granularity == "full" and (
+        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
+    ):
+        raise UserError(
+            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
+            "which keeps the input of each layer"
+        )
+    return resolved
+
+
 def choice_of(config: RunConfig, devices: int) -> Choice:
     """The choice of a resolved configuration on ``devices`` devices, which islands share."""
     parallel, training, islands = config.parallel, config.training, config.islands.islands
@@ -148,7 +175,7 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
         recompute=config.recompute,
         sharded=parallel.use_distributed_optimizer and dp > 1,
         overlap=parallel.overlap_grad_reduce and dp > 1,
-        specs=tuple(config.compression.compress),
+        specs=tuple(config.compression.spec_texts),
         islands=islands,
         folded=parallel.folds_experts and config.model.has_experts,
     )

@@ -2,6 +2,7 @@
 
     python tools/plan.py --config run.yaml --cluster cluster.yaml             the run as it is, and the fastest ones
     python tools/plan.py --config run.yaml --cluster cluster.yaml --no-search the run as it is
+    python tools/plan.py --config run.yaml --cluster cluster.yaml --compress auto  compressors for its layout
     python tools/launch.py --nproc-per-node 8 tools/plan.py --config run.yaml --cluster cluster.yaml --measure
 
 --config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
@@ -25,29 +26,30 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields
+from megatron.base.figures import check_picture
+from megatron.base.value_type import ValueType
 from megatron.compression.points import Point
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.planner.choice import Choice, choice_of, of_first_island
+from megatron.planner.auto import candidate_specs, choose, read_ladders, report
+from megatron.planner.choice import NOT_PLANNED, Choice, choice_of, plannable
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
 from megatron.planner.expert_imbalance import imbalance_of
 from megatron.planner.growth import growth
-from megatron.planner.measure import described, measure_all
+from megatron.planner.measure import described, measure_all, without_pipeline
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import breakdown, compare_with_one_node, draw_prediction, reason, table
 from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
-from megatron.training.assembly import make_layout
-from megatron.training.plots import check_picture
 
 GPT2_VOCAB = 50257
 _OF_NO_GPT = (
@@ -75,6 +77,16 @@ def parser() -> argparse.ArgumentParser:
         metavar='"SPEC SPEC"',
         help="compressors that serve together, as in --compress; once for each set to be searched, in place of the "
         'usual ones; "" is no compression',
+    )
+    cli.add_argument(
+        "--compress",
+        choices=("auto",),
+        help="choose compressors for the run's layout, as training with --compress auto does, in place of the search",
+    )
+    cli.add_argument(
+        "--max-loss-increase",
+        metavar="PERCENT",
+        help="largest increase of the validation loss that --compress auto accepts (the run's: 0.5)",
     )
     cli.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, not the tokenizer's")
     cli.add_argument(
@@ -112,28 +124,16 @@ def entries_of(config: RunConfig) -> int:
     return model_entries(config.tokenizer, built)
 
 
-def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
-    tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
-    replicas = max(world_size // tp, 1)
-    choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
-    training = dataclasses.replace(config.training, global_batch_size=replicas * config.training.micro_batch_size)
-    backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() else "gloo"
-    parallel = dataclasses.replace(config.parallel, distributed_backend=backend)
-    measured_config = dataclasses.replace(config, training=training, parallel=parallel)
-    return choice.configure(measured_config).resolve(world_size, cuda_available=torch.cuda.is_available())
-
-
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
     """Measure this machine; the first rank writes and returns the cluster, the other ranks return None."""
     env = LaunchEnvironment.read()
     if env.world_size == 1:
-        values = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
+        values = measure_all(without_pipeline(config, 1), vocab_size, specs, None, 1)
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        resolved = _without_pipeline(config, env.world_size)
+        resolved = without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
-        topology = build_topology(make_layout(resolved, env.world_size), pick_device(backend, env.local_rank))
+        topology = build_topology(choice_of(resolved, env.world_size).mesh, pick_device(backend, env.local_rank))
         values = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
         shutdown()
         if env.rank:
@@ -156,7 +156,7 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     Raises:
         UserError: when a set cannot be parsed, or training would reject it.
     """
-    configured = tuple(config.compression.compress)
+    configured = tuple(config.compression.spec_texts)
     if options.specs is None:
         sets = [*with_experts(config.model, SPEC_SETS), configured]
     elif options.no_search:
@@ -179,29 +179,6 @@ def _is_outer(spec: str) -> bool:
     return spec.startswith(f"{Point.OUTER.value}=")
 
 
-def plannable(config: RunConfig, gpus: int) -> RunConfig:
-    """Resolve the configuration for ``gpus`` devices.
-
-    Raises:
-        UserError: when training or the planner would reject it on these devices.
-    """
-    # The target is the cluster, regardless of this machine's devices.
-    resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
-    if resolved.parallel.pipeline_schedule == "auto":
-        raise UserError(
-            "--pipeline-schedule auto is not planned: a run makes it from measured times; plan eager-1f1b or zb-h1"
-        )
-    recompute = resolved.recompute
-    if recompute.recompute_granularity == "full" and (
-        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
-    ):
-        raise UserError(
-            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
-            "which keeps the input of each layer"
-        )
-    return resolved
-
-
 def check_planned_model(parsed: ParsedRun, location: str) -> None:
     """Check that the planner supports the model type, and that the type is known: a configuration for
     ``pretrain_bert.py`` may omit it.
@@ -214,7 +191,7 @@ def check_planned_model(parsed: ParsedRun, location: str) -> None:
         UserError: when the type is unsupported or ambiguous.
     """
     kind = parsed.config.model.model_type
-    if kind in ("t5", "deberta"):
+    if kind in NOT_PLANNED:
         raise UserError(f"{location}: model_type {kind} is not planned: its stages differ; try its layouts")
     hints = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
     tokenizer = parsed.config.tokenizer.tokenizer_type or ""
@@ -267,6 +244,14 @@ def show(
         grown = growth(predictor, baseline.choice)
         if grown is not None:
             print(f"  {grown.line}")
+    if config.compression.is_auto:
+        budget = config.compression.max_loss_increase
+        ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
+        chosen = choose(predictor, baseline.choice, ladders, budget, memory)
+        print(f"\n{report(chosen, budget)}\n\n{table([chosen.chosen], memory)}")
+        print(breakdown(chosen.chosen, predictor.cluster, warns_of_loss=False))
+        _write_configuration(options, chosen.chosen, config)
+        return [*predictions, chosen.chosen], chosen.chosen
     if options.no_search:
         return predictions, predictions[0]
     start = time.perf_counter()
@@ -280,10 +265,14 @@ def show(
     if len(result.best) > 1:
         print(f"the runner-up is {reason(result.best[0], result.best[1])}")
     print(compare_with_one_node(predictor, result.best[0]), end="")
-    if options.write:
-        write_whole(options.write, result.best[0].choice.configure(config).to_yaml().encode(), "--write")
-        print(f"the fastest run's configuration is written to {options.write}")
+    _write_configuration(options, result.best[0], config)
     return [*predictions, *result.best], result.best[0]
+
+
+def _write_configuration(options: argparse.Namespace, best: Prediction, config: RunConfig) -> None:
+    if options.write:
+        write_whole(options.write, best.choice.configure(config).to_yaml().encode(), "--write")
+        print(f"the fastest run's configuration is written to {options.write}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -303,6 +292,7 @@ def run(options: argparse.Namespace) -> None:
     parsed = parse_args(["--config", options.config])
     check_planned_model(parsed, f"--config {options.config}")
     config = parsed.config
+    config = _with_auto(config, options)
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
@@ -320,14 +310,18 @@ def run(options: argparse.Namespace) -> None:
     try:
         base, refusal = plannable(config, gpus), None
     except UserError as error:
-        if options.no_search or config.training.global_batch_size is None:
+        if options.no_search or config.compression.is_auto or config.training.global_batch_size is None:
             raise
         base, refusal = searchable(config), error
     sets, imbalance = spec_sets(options, config), imbalance_of(options.expert_imbalance, base.model)
     vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
         check_writable(options.cluster, "--cluster")
-        measured = measure(config, cluster, vocab_size, config.compression.compress, path)
+        specs = list(config.compression.spec_texts)
+        specs += (
+            candidate_specs(read_ladders(base, choice_of(base, gpus), planned)) if config.compression.is_auto else []
+        )
+        measured = measure(config, cluster, vocab_size, specs, path)
         if measured is None:
             return
         print(f"measured; written to {path}\n")
@@ -344,6 +338,28 @@ def run(options: argparse.Namespace) -> None:
     if options.draw_schedule:
         draw_prediction(predictor, best, Path(options.draw_schedule))
         print(f"the schedule is drawn in {options.draw_schedule}")
+
+
+def _with_auto(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """The configuration with ``--compress auto`` and ``--max-loss-increase`` of the command line.
+
+    Raises:
+        UserError: when they contradict other flags.
+    """
+    compression = config.compression
+    if options.compress is not None:
+        compression = dataclasses.replace(compression, compress=[options.compress, *compression.spec_texts])
+    if options.max_loss_increase is not None:
+        if not compression.is_auto:
+            raise UserError("--max-loss-increase: give --compress auto, too")
+        percent = ValueType(element=float, percent=True).from_text(options.max_loss_increase, "--max-loss-increase")
+        compression = dataclasses.replace(compression, max_loss_increase=percent)
+        check_fields("compression", compression)
+    if compression.is_auto and (options.specs is not None or options.no_search):
+        raise UserError("--compress auto chooses for the run's layout; leave out --specs and --no-search")
+    if compression.is_auto and config.islands.several:
+        raise UserError("--compress auto: not for islands; name the specs")
+    return dataclasses.replace(config, compression=compression)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

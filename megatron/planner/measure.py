@@ -1,16 +1,17 @@
 """Measurement of this machine: device rates, links, and ratios of measured to predicted times.
 
-Under torchrun all ranks measure at the same time, as in training, and results are averaged; a single process cannot
-measure links.
+Under torchrun all ranks measure at the same time, as in training. Rates of devices are averaged, and the slowest link
+counts; a single process cannot measure links.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.distributed.clock import clock_of
 from megatron.distributed.group import Group
-from megatron.distributed.ledger import Ledger
+from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
 from megatron.kernels.ops import finite_norm
@@ -35,7 +36,9 @@ from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
 from megatron.planner.piece_costs import EMBEDDING, kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
-from megatron.training.traffic import gather_rows
+
+SIDES = ("inside", "across")
+"""Kinds of links: inside nodes and between them."""
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """Measured rates of a device."""
@@ -301,6 +304,18 @@ def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> floa
     return math.nan if alone else (time.perf_counter() - start) / (2 * count)
 
 
+def without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
+    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
+    tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
+    replicas = max(world_size // tp, 1)
+    choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
+    training = dataclasses.replace(config.training, global_batch_size=replicas * config.training.micro_batch_size)
+    backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() else "gloo"
+    parallel = dataclasses.replace(config.parallel, distributed_backend=backend)
+    measured_config = dataclasses.replace(config, training=training, parallel=parallel)
+    return choice.configure(measured_config).resolve(world_size, cuda_available=torch.cuda.is_available())
+
+
 def measure_all(
     config: RunConfig, vocab_size: int, specs: Sequence[str], topology: Topology | None, ranks_per_node: int
 ) -> dict[str, float]:
@@ -332,11 +347,16 @@ def measure_all(
 
 
 def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Mean of each value over the ranks that measured it."""
+    """Mean of each value over the ranks that measured it; of links the slowest, which all others wait for."""
     if topology is None:
         return values
-    rows = torch.tensor(gather_rows(topology.control, Ledger(), list(values.values())), dtype=torch.float64)
-    return dict(zip(values, rows.nanmean(dim=0).tolist(), strict=True))
+    rows = gather_rows(topology.control, Ledger(), list(values.values()))
+    columns = [[x for x in column if not math.isnan(x)] for column in zip(*rows, strict=True)]
+    slowest: dict[str, Callable[[list[float]], float]] = {
+        **{f"{side}_gbit": min for side in SIDES},
+        **{f"{side}_us": max for side in SIDES},
+    }
+    return {name: slowest.get(name, statistics.fmean)(column) for name, column in zip(values, columns, strict=True)}
 
 
 def described(measured: Mapping[str, float], base: Cluster) -> Cluster:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
+from megatron.models.flops import model_tflops
 from megatron.models.stages import padded_vocab_size
 from megatron.parallel.data.gradient_sync import bucket_elements
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
@@ -19,7 +20,6 @@ from megatron.planner.fill import leaving, memory, traffic
 from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.piece_costs import EMBEDDING
 from megatron.planner.stages import StageCost, Stages, collective_seconds
-from megatron.training.flops import model_tflops
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.base.errors import UserError
+from megatron.base.figures import save_figure
 from megatron.config.islands import IslandsConfig
 from megatron.config.run import RunConfig
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
+from megatron.parallel.pipeline.schedule_plot import MAX_PASSES, Timeline, check_size, draw_schedule, summarize_times
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import search
-from megatron.training.plots import save_figure
-from megatron.training.schedule_plot import MAX_PASSES, Timeline, check_size, draw_schedule, summarize_times
 
 _LOSS = (
     "these compressors change the loss, by how much is not predicted: docs/results/loss.md says what was measured, and "
@@ -114,13 +114,16 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
     return unset_names
 
 
-def breakdown(prediction: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
+def breakdown(
+    prediction: Prediction, cluster: Cluster, config: RunConfig | None = None, *, warns_of_loss: bool = True
+) -> str:
     """Format the breakdown of a prediction: time, memory, traffic, and the flags that select it.
 
     Args:
         prediction: the prediction.
         cluster: the cluster of the prediction.
         config: the user's configuration to which the flags are added; None where it already selects this choice.
+        warns_of_loss: say that the compressors' cost in loss is not predicted.
     """
     time_shares = _shares(prediction.parts, prediction.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(prediction.memory, prediction.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
@@ -143,7 +146,7 @@ def breakdown(prediction: Prediction, cluster: Cluster, config: RunConfig | None
             f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
             f"  start   {start(prediction.choice, cluster)} FLAGS (of the first island; others: --islands-address)",
         ]
-    if any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
+    if warns_of_loss and any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
     lines.append(f"  flags   {flags(prediction.choice)}")
     left_out = [] if config is None else unset(prediction.choice, config)

@@ -150,6 +150,13 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
     """Distinct sets of compressors, without those at points that send nothing in this choice."""
+    silent = silent_points(choice)
+    useful_sets = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
+    return list(dict.fromkeys(useful_sets))
+
+
+def silent_points(choice: Choice) -> frozenset[str]:
+    """Names of the points that send nothing in a choice."""
     silent = [
         *((Point.OUTER.value,) if choice.islands == 1 else ()),
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
@@ -159,8 +166,7 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
         *((point.value for point in EXPERT_POINTS) if choice.ep == 1 else ()),
         *(EXPERT_LEGS if choice.ep == 1 else ()),
     ]
-    useful_sets = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
-    return list(dict.fromkeys(useful_sets))
+    return frozenset(silent)
 
 
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -195,14 +201,14 @@ def search(
     possible = dict.fromkeys(choices(config, cluster, spec_sets))
     configured = choice_of(config, cluster.gpus)
     configured = replace(configured, specs=_useful([configured.specs], configured)[0])
-    if configured.world_size * configured.islands == cluster.gpus and _refusal(config, configured) is None:
+    if configured.world_size * configured.islands == cluster.gpus and refusal_reason(config, configured) is None:
         possible[configured] = None  # whether or not the enumeration includes it
     queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
     best: dict[Layout, Prediction] = {}
     predicted, too_large, smallest = 0, 0, math.inf
-    refusal: str | None = None
+    why_refused: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
         # Seconds that a layout must undercut to be among the fastest.
@@ -224,11 +230,11 @@ def search(
         prediction = predictor.predict(choice)
         if prediction.seconds >= (most if incumbent is None else incumbent.seconds):
             continue
-        if (refused := _refusal(config, choice)) is None:
+        if (refused := refusal_reason(config, choice)) is None:
             best[choice.layout] = prediction
-        refusal = refused or refusal
+        why_refused = refused or why_refused
     if not best:
-        raise UserError(_nothing(config, cluster, considered, refusal, smallest, limit))
+        raise UserError(_nothing(config, cluster, considered, why_refused, smallest, limit))
     fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
 
@@ -251,7 +257,7 @@ def _nothing(
     )
 
 
-def _refusal(config: RunConfig, choice: Choice) -> str | None:
+def refusal_reason(config: RunConfig, choice: Choice) -> str | None:
     """The reason why training would reject a choice; None if it would not."""
     try:
         choice.resolve(config)

@@ -162,7 +162,8 @@ def groups_by_node(config: RunConfig) -> frozenset[str]:
     """Names of the groups that compressors or experts split by node; see ``NODE_SPLITS``."""
     specs, parallel = config.compression.specs(RunLength(config.training.planned_iters)), config.parallel
     experts = parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off"
-    return frozenset(["ep"] if experts else []).union(
+    chosen = config.compression.is_auto and Point.DP_GRAD not in specs  # may be sums in two levels
+    return frozenset([*(["ep"] if experts else []), *(["dp"] if chosen else [])]).union(
         "dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding"
         for point, spec in specs.items()
         if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.make_rounds().traits.levels

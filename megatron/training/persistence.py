@@ -38,6 +38,7 @@ from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_
 from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines
+from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.changed_samples import SECTIONS, sample_warnings
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
@@ -328,6 +329,9 @@ def _stateful_parts(
         Scope.OPTIMIZER,
     )
     stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
+    stateful.register_value(
+        CHOICE, lambda: describe_choice(engines.config, engines.topology.layout), None, Scope.DESCRIPTION
+    )
     stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     stateful.register_value(
         "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER

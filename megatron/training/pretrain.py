@@ -40,6 +40,7 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, log_engines, rank_0_log
 from megatron.training.assembly import build_engines, groups_by_node, make_layout
+from megatron.training.auto_compression import PredictionCheck, check_auto, with_chosen_compressors
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
@@ -144,7 +145,9 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
         parsed.config = replace(merged, tokenizer=tokenizer)
-    return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
+    config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
+    check_auto(config, env.world_size)
+    return config
 
 
 def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
@@ -213,8 +216,11 @@ def run(
             judge=job.judge,
         )
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
+        config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, rank_0_log(topology))
         length = run_length(train_iters, datasets[0], sizes.batches)
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
+        if choice is not None:
+            engines.ledger.observers.append(PredictionCheck(choice, engines.plan))
         about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
         log_engines(engines, datasets, about_compression, log)
         schedule = LRSchedule.from_options(

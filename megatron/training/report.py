@@ -16,13 +16,14 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts
-from megatron.training.assembly import Engines
-from megatron.training.flops import (
+from megatron.distributed.ledger import gather_rows
+from megatron.models.flops import (
     benchmark_tflops,
     model_flops_per_sample,
     model_flops_utilization,
     model_tflops,
 )
+from megatron.training.assembly import Engines
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, format_controller_lines
 from megatron.training.peaks import peak_tflops
@@ -31,7 +32,7 @@ from megatron.training.progress_state import Progress
 from megatron.training.run_plan import RunPlan
 from megatron.training.sinks import ProgressBarSink, Sinks, open_sinks
 from megatron.training.timers import Timers
-from megatron.training.traffic import TrafficMeter, format_comm_line, gather_rows
+from megatron.training.traffic import TrafficMeter, format_comm_line
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.group import Group
-from megatron.distributed.ledger import Ledger
+from megatron.distributed.ledger import gather_rows
 from megatron.training.assembly import Engines
 from megatron.training.metrics import PointTraffic
 
@@ -22,16 +22,6 @@ _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
 _LONGER = 1.01
 _OLD_STEPS = 1000.0
-
-
-def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
-    """All-gather every rank's numbers, in rank order."""
-    mine = torch.tensor([values], dtype=torch.float64)
-    rows = torch.empty((group.size, len(values)), dtype=torch.float64)
-    pending = group.all_gather(rows, mine)
-    ledger.count_message(Point.CONTROL, pending.sent_bytes)
-    pending.wait()
-    return [[float(x) for x in row] for row in rows.tolist()]
 
 
 def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic], computed_s: float) -> str:

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -276,6 +277,21 @@ def _anchors(text: str) -> set[str]:
 
 FOLDERS = ("megatron", "tools", "tests", "benchmarks", "examples", "tasks", "dataset", "ASPLOS23")
 """Folders with files that the pages name without their folder."""
+
+
+def test_the_candidates_of_the_automatic_choice_are_current() -> None:
+    """Their table has what the compressors declare, in the order of the points."""
+    text = DOCUMENTS["docs/results/loss.md"].partition("## Candidates of the automatic choice")[2]
+    rows = [
+        f"| `{rung.spec(point, name, 64)}` | {', '.join(f'{increase:+.3f}%' for increase in rung.increases)} "
+        f"| {fmean(rung.increases):+.3f}% | {rung.highest_increase:.2f}% |"
+        for point in Point
+        if point is not Point.EMBED_GRAD
+        for name, registration in sorted(BUILTIN.items())
+        for rung in registration.ladder.get(point, ())
+    ]
+    assert rows
+    assert re.findall(r"^\| `.*$", text, re.MULTILINE) == rows
 
 
 def test_links_and_anchors_resolve() -> None:

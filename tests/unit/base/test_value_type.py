@@ -122,3 +122,12 @@ def test_any_value_is_read_or_refused_in_one_short_line(kind: ValueType, value: 
         assert len(message.splitlines()) == 1
         assert len(message) < 300
         json.dumps(result, allow_nan=False)
+
+
+def test_a_percentage_may_end_with_a_percent_sign() -> None:
+    kind = ValueType(element=float, percent=True)
+    assert [kind.from_text(text, "x") for text in ("0.5", "0.5%", " 12 %")] == [0.5, 0.5, 12.0]
+    assert kind.from_plain("0.2%", "x") == 0.2
+    for plain_kind, text in ((kind, "5%%"), (ValueType(element=float), "0.5%")):
+        with pytest.raises(UserError, match="is not a number"):
+            plain_kind.from_text(text, "x")

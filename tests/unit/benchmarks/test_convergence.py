@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import convergence
 from benchmarks.convergence import continuation_file, log_of, long_warmups, outcomes, table
-from benchmarks.convergence_cases import CASES, family, is_flag, read_case
+from benchmarks.convergence_cases import CASES, family, is_flag, ladder_cases, read_case
 
 
 def _log(path: Path, loss: float, sent: float, finished: bool = True) -> None:
@@ -34,9 +34,9 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
         continuation_file(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
     rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
     assert len(rows) == 4
-    assert rows[2].startswith("| dense |  | 2 | 4.5000 ± 0.7071 | +0.00% | 8.0 | 8.0 |")
+    assert rows[2].startswith("| dense |  | 2 | 4.5000 ± 0.7071 | +0.00% |  | 8.0 | 8.0 |")
     assert rows[2].endswith("| 8.0 | 15.00% | 50.00% |")
-    assert rows[3].startswith("| CB |  | 1 | 4.0400 | +1.00% | 2.0 | 2.0 |")
+    assert rows[3].startswith("| CB |  | 1 | 4.0400 | +1.00% |  | 2.0 | 2.0 |")
     assert rows[3].endswith("| 2.0 |  |  |")
 
 
@@ -95,6 +95,28 @@ def test_each_case_is_compared_with_the_baseline_of_its_family(tmp_path: Path) -
         _log(log_of(tmp_path, case, 1, 2), loss, 8000.0)
     percents = [outcome.worse for outcome in outcomes(tmp_path, list(cases), [1], 2)]
     assert percents == pytest.approx([0.0, 5.0, 0.0, 1.0])
+
+
+def test_the_interval_shows_equivalence(tmp_path: Path) -> None:
+    """Means of three seeds, with 2.920 standard errors on each side."""
+    losses = {"dense": (4.0, 4.0, 4.0), "PowerSGD": (4.0, 4.004, 4.008), "CB+FE": (4.0, 4.02, 4.04)}
+    for case, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds, 1):
+            _log(log_of(tmp_path, case, seed, 2), loss, 8000.0)
+    intervals = {outcome.case: outcome.interval for outcome in outcomes(tmp_path, list(losses), [1, 2, 3], 2)}
+    assert intervals == {
+        "dense": "",
+        "PowerSGD": "-0.07 to +0.27%, equivalent",
+        "CB+FE": "-0.34 to +1.34%",
+    }
+    assert outcomes(tmp_path, ["dense", "CB+FE"], [1], 2)[1].interval == ""
+
+
+def test_the_candidates_of_the_automatic_choice_are_cases() -> None:
+    cases = ladder_cases()
+    assert cases["dp-grad=fixpoint,bits=4,error-feedback=on"] == ["dp-grad=fixpoint,bits=4,error-feedback=on"]
+    assert cases["param-gather=fixpoint,bits=4,group=2048"][1] == "--use-distributed-optimizer"
+    assert {family(case).baseline for case in cases} == {"dense", "replicas, dense"}
 
 
 def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.bert import BertStage
+from megatron.models.flops import model_flops_per_sample
 from megatron.models.losses import Targets
-from megatron.training.flops import model_flops_per_sample
 from tests.support.hf_weights import bert_pairs, bert_to_ours
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs
 from tests.unit.models.reference import assert_close, assert_same_gradients, context_of, copy_weights

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.models.flops import model_flops_per_sample
 from megatron.models.losses import Targets
 from megatron.models.stages import boundary_lengths, stage_layers
 from megatron.models.t5 import T5Stage
 from megatron.training.assembly import make_layout
-from megatron.training.flops import model_flops_per_sample
 from tests.support.tiny import T5, VOCAB, tiny_config, tiny_engines, tiny_spans
 from tests.unit.models.reference import Pairs, assert_close, assert_same_gradients, context_of, copy_weights
 

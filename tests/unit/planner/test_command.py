@@ -19,12 +19,12 @@ import yaml
 from megatron.config.run import RunConfig
 from megatron.convert.model import tensors_of
 from megatron.models.stages import padded_vocab_size
+from megatron.parallel.pipeline import schedule_plot
 from megatron.planner import report
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import LinkSpec, read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
-from megatron.training import schedule_plot
 from tests.support.disk import largest_file
 from tests.support.svg import KINDS, read_rows, read_texts
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run, write_files
@@ -187,6 +187,26 @@ def test_the_search_includes_the_runs_choice(tmp_path: Path, capsys: pytest.Capt
     assert same_layout["choice"]["micro_batch"] == 32
 
 
+def test_compressors_are_chosen_for_the_runs_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a flag, or by the run's own configuration; what is written repeats the choice."""
+    words, best = _files(tmp_path), tmp_path / "best.yaml"
+    slow = replace(CLUSTER, gpus_per_node=1, across=LinkSpec(0.05, 20.0))
+    (tmp_path / "cluster.yaml").write_text(write_cluster(slow))
+    options = ["--max-loss-increase", "5%", "--write", str(best), "--json", str(tmp_path / "plan.json")]
+    assert main([*words, "--compress", "auto", *options]) == 0
+    output = capsys.readouterr().out
+    before, after = json.loads((tmp_path / "plan.json").read_text())
+    assert after["seconds"] < before["seconds"]
+    assert before["choice"]["specs"] == []
+    assert f"the same by hand: {' '.join(f'--compress {spec}' for spec in after['choice']['specs'])}" in output
+    assert "the fastest of each" not in output
+    assert RunConfig.load_yaml(best).compression.compress == after["choice"]["specs"]
+    small_budget = small_run(specs=("auto",), model=TWO_LAYERS, parallel={"pipeline_model_parallel_size": 2})
+    (tmp_path / "run.yaml").write_text(small_budget.to_yaml())
+    assert main(words) == 0
+    assert "(--max-loss-increase 0.5)" in capsys.readouterr().out
+
+
 def test_a_run_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     (tmp_path / "cluster.yaml").write_text("gpus: 8\ndevice: {memory_gib: 0.0001}\n")
@@ -204,6 +224,10 @@ def test_measurements_are_written_to_the_file(tmp_path: Path, capsys: pytest.Cap
     names = {"layer forward", "head backward", "optimizer", "coding dp-grad=powersgd,rank=2"}
     assert names <= set(measured.corrections)
     assert "measured; written to" in capsys.readouterr().out
+    assert main([*words, "--measure", "--compress", "auto"]) == 0
+    candidates = {"coding pp-forward=float8", "coding pp-backward=fixpoint,bits=6"}
+    assert candidates <= set(read_cluster(tmp_path / "cluster.yaml").corrections)
+    assert "--compress auto: predicted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -228,6 +252,10 @@ def test_measurements_are_written_to_the_file(tmp_path: Path, capsys: pytest.Cap
         (["--measure", "--gpus", "3", "--no-search"], "does not divide the 3 processes"),
         (["--config", "block.yaml", "--no-search"], "--recompute-method block"),
         (["--vocab-size", str(10**18)], "at most 16_777_216"),
+        (["--max-loss-increase", "1"], "--max-loss-increase: give --compress auto, too"),
+        (["--compress", "auto", "--max-loss-increase", "0%"], "--max-loss-increase is 0.0; it must be above 0"),
+        (["--compress", "auto", "--max-loss-increase", "little"], "--max-loss-increase: 'little' is not a number"),
+        (["--compress", "auto", "--no-search"], "--compress auto chooses for the run's layout; leave out --specs"),
     ],
 )
 def test_invalid_arguments_are_refused_in_one_line(

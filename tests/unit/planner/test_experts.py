@@ -14,6 +14,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.distributed.policy import CompressionPlan
+from megatron.models.flops import model_flops_per_sample
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
@@ -21,7 +22,6 @@ from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.expert_imbalance import imbalance_of
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
-from megatron.training.flops import model_flops_per_sample
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
 MOE: dict[str, Any] = {"num_experts": [8, 8, 16, 16], "expert_interval": 2, "moe_ffn_hidden_size": 128}

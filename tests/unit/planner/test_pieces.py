@@ -11,11 +11,11 @@ import torch
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.kernels.native import problem
+from megatron.models.flops import model_flops_per_sample
 from megatron.planner.cluster import Device
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
-from megatron.training.flops import model_flops_per_sample
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}

@@ -13,12 +13,12 @@ import pytest
 from benchmarks.network.cases import BENCHES
 from benchmarks.network.run import linked, predicted
 from megatron.config.run import RunConfig
+from megatron.models.flops import benchmark_tflops
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import LinkSpec, read_cluster
 from megatron.planner.costs import wires_of
 from megatron.planner.growth import growth
 from megatron.planner.predict import Predictor
-from megatron.training.flops import benchmark_tflops
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
 pytestmark = pytest.mark.slow

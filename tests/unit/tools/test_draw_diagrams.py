@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.figures import save_figure
 from megatron.compression.points import Point
-from megatron.training.plots import save_figure
 from tests.support.svg import KINDS, read_rows, read_texts
 from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, draw_bubbles, draw_epilogue, main
 

@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.base.figures import ENDINGS, curve_style, label_iterations, new_figure, save_figure, time_unit
 from megatron.training import plots
-from megatron.training.plots import (
-    ENDINGS,
-    curve_style,
-    label_iterations,
-    new_figure,
-    plot_loss_curve,
-    save_figure,
-    time_unit,
-)
+from megatron.training.plots import plot_loss_curve
 from tests.support.disk import largest_file
 
 pytest.importorskip("matplotlib")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.base.figures import check_picture, save_figure
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass, make_schedule
-from megatron.training.plots import check_picture, save_figure
-from megatron.training.schedule_plot import (
+from megatron.parallel.pipeline.schedule_plot import (
     MAX_PASSES,
     MAX_RANKS,
     Timeline,

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.figures import COLORS, new_figure
 from megatron.parallel.pipeline.schedule import Pass, TimedPass
-from megatron.training.plots import COLORS, new_figure
 
 MAX_PASSES = 5000
 """Maximum number of passes in a picture, which takes seconds to draw."""

@@ -1,0 +1,126 @@
+"""``--compress auto``: compressors that all ranks agree on, that the checkpoint keeps, and that flags repeat."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab import command as netlab
+from tests.multiprocess.test_resume import _losses
+from tests.support.cli import CliResult, run_cli
+from tests.support.corpus import tiny_flags
+from tests.support.warm import INTERPRETER
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
+
+REPO = Path(__file__).resolve().parents[2]
+STAGES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "pipeline_model_parallel_size": 2}
+
+
+def _train(prefix: Path, log: Path, compress: list[str], world_size: int = 4, **changes: Any) -> CliResult:
+    flags = tiny_flags(prefix, **{**STAGES, "compress": compress, "log_json_file": log, **changes})
+    return run_cli(world_size, ["pretrain_gpt.py", *flags]).check()
+
+
+@pytest.fixture(scope="module")
+def chosen(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on four hosts with slow links, stopped after 3 of 6 iterations, and what it printed."""
+    try:
+        netlab.check_permission()
+    except netlab.LabError as problem:
+        pytest.skip(str(problem))
+    folder = tmp_path_factory.mktemp("chosen")
+    flags = tiny_flags(
+        prefix,
+        **STAGES,
+        compress=["auto"],
+        max_loss_increase=50,
+        exit_interval=3,
+        save=folder / "saved",
+        log_json_file=folder / "log.jsonl",
+    )
+    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", "4", "--rate", "2mbit", "--timeout", "100", "--"]
+    result = subprocess.run(
+        [INTERPRETER, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+def test_slow_links_are_compressed_and_flags_repeat_the_run(
+    chosen: tuple[Path, str], prefix: Path, tmp_path: Path
+) -> None:
+    """To the last digit: the measurement draws no random number of the run."""
+    folder, text = chosen
+    (by_hand,) = re.findall(r"the same by hand: (.*)", text)
+    specs = re.findall(r"--compress (\S+)", by_hand)
+    assert {spec.partition("=")[0] for spec in specs} >= {"pp-forward", "pp-backward", "dp-grad"}
+    assert re.search(r"predicted [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ x as fast", text)
+    _train(prefix, tmp_path / "by_hand.jsonl", specs)
+    losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
+    assert losses == {iteration: repeated[iteration] for iteration in (1, 2, 3)}
+
+
+def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
+    """Though its links are fast."""
+    folder, text = chosen
+    specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
+    resumed = _train(prefix, tmp_path / "resumed.jsonl", ["auto"], load=folder / "saved")
+    assert f"keeps the choice of the checkpoint's run: {' '.join(specs)}" in resumed.stdout
+    assert "predicted" not in resumed.stdout
+    _train(prefix, tmp_path / "whole.jsonl", specs)
+    whole = _losses(tmp_path / "whole.jsonl")
+    assert _losses(tmp_path / "resumed.jsonl") == {iteration: whole[iteration] for iteration in (4, 5, 6)}
+
+
+def test_a_spec_of_the_user_replaces_the_kept_one(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
+    folder, _ = chosen
+    resumed = _train(prefix, tmp_path / "log.jsonl", ["auto", "pp-forward=cast"], load=folder / "saved")
+    (kept,) = re.findall(r"keeps the choice of the checkpoint's run: (.*)", resumed.stdout)
+    assert "pp-forward" not in kept
+    assert "dp-grad" in kept
+
+
+def test_another_layout_chooses_again(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
+    folder, text = chosen
+    specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
+    resumed = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, load=folder / "saved", pipeline_model_parallel_size=1)
+    assert f"the layout has changed since the checkpoint, which had {' '.join(specs)}" in resumed.stdout
+    assert "--compress auto: predicted" in resumed.stdout
+    assert "pp-forward" not in resumed.stdout.partition("--compress auto: predicted")[2]
+
+
+def test_both_choices_of_a_pipeline_work_together(prefix: Path, tmp_path: Path) -> None:
+    """The compressors are chosen before the first step, the schedule after the fifth."""
+    schedule = {"pipeline_schedule": "auto", "global_batch_size": 8}
+    result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, **schedule)
+    assert re.search(r"--compress auto: predicted .*pipeline schedule: ", result.stdout, re.DOTALL)
+
+
+def test_a_single_process_has_nothing_to_choose(prefix: Path, tmp_path: Path) -> None:
+    result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 1, pipeline_model_parallel_size=1)
+    assert "no point without a spec has both traffic and a compressor to choose" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--max-loss-increase 0", "--max-loss-increase is 0.0; it must be above 0 and at most 100"),
+        ("--max-loss-increase 101", "--max-loss-increase is 101.0; it must be above 0 and at most 100"),
+        ("--islands 2 --island 0 --islands-address localhost:1", "--compress auto: chooses within one island only"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--compress auto: cannot predict this run (--recompute-method block",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, line: str, prefix: Path) -> None:
+    flags = tiny_flags(prefix, **STAGES, compress=["auto"])
+    result = run_cli(2, ["pretrain_gpt.py", *flags, *words.split()])
+    assert result.returncode == 2
+    assert line in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,193 @@
+"""The choice of ``--compress auto``, against a plain loop over all sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.ladder import Rung
+from megatron.compression.points import Point
+from megatron.planner.auto import WORTHWHILE, AutoChoice, CandidateSpec, choose, read_ladders, report
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Prediction, Predictor
+from tests.unit.planner.support import CLUSTER, predictor_of, small_run
+
+NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
+SLOW = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.05))
+FAST = dataclasses.replace(NODES, across=CLUSTER.inside)
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}
+
+
+class FakePredictor:
+    """Predicts seconds as a base less what each spec saves, and memory as what each spec needs."""
+
+    def __init__(self, base_s: float, saved_s: dict[str, float], memory_gib: dict[str, float]) -> None:
+        self.base_s, self.saved_s, self.memory_gib = base_s, saved_s, memory_gib
+
+    def predict(self, choice: Choice) -> Prediction:
+        seconds = self.base_s - sum(self.saved_s[spec] for spec in choice.specs)
+        nbytes = 2**30 * (1.0 + sum(self.memory_gib[spec] for spec in choice.specs))
+        return cast(Prediction, SimpleNamespace(choice=choice, seconds=seconds, memory_bytes=nbytes))
+
+
+candidates = st.lists(
+    st.tuples(st.floats(-0.1, 0.3), st.floats(0.0, 0.6), st.sampled_from((0.0, 1.0))), min_size=1, max_size=4
+)
+
+
+@given(st.lists(candidates, min_size=1, max_size=3), st.floats(0.0, 1.0), st.sampled_from((0.5, 2.0)))
+def test_the_choice_is_the_mildest_of_the_fastest_sets(
+    drawn: list[list[tuple[float, float, float]]], budget: float, memory_gib: float
+) -> None:
+    """Against a loop over all sets, with the rule written out."""
+    saved_s: dict[str, float] = {}
+    needed: dict[str, float] = {}
+    ladders: dict[Point, Sequence[CandidateSpec]] = {}
+    for point, rungs in zip(Point, drawn, strict=False):
+        for number, (saved, increase, gib) in enumerate(rungs):
+            spec = f"{point.value}=c{number}"
+            saved_s[spec], needed[spec] = saved, gib
+            ladders[point] = [*ladders.get(point, []), CandidateSpec(spec, increase)]
+    fake = FakePredictor(1.0, saved_s, needed)
+    result = choose(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)
+
+    allowed = []
+    for members in itertools.product(*([None, *ladder] for ladder in ladders.values())):
+        chosen = [member for member in members if member is not None]
+        increase = sum(member.increase for member in chosen)
+        fits = 1.0 + sum(needed[member.spec] for member in chosen) <= max(memory_gib, 1.0)
+        if not chosen or (increase <= budget and fits):
+            allowed.append((1.0 - sum(saved_s[member.spec] for member in chosen), increase))
+    fastest_s = min(seconds for seconds, _ in allowed)
+    increase, seconds = min(
+        (increase, seconds) for seconds, increase in allowed if seconds * (1 - WORTHWHILE) <= fastest_s
+    )
+    assert result.considered == len(allowed)
+    assert result.increase == pytest.approx(increase)
+    assert result.chosen.seconds == pytest.approx(seconds)
+    assert [point.point for point in result.points] == list(ladders)
+    assert sum(point.candidate.increase for point in result.points if point.candidate) == pytest.approx(increase)
+
+
+def _chosen(result: AutoChoice) -> dict[Point, str]:
+    return {choice.point: choice.candidate.spec for choice in result.points if choice.candidate is not None}
+
+
+def _auto(cluster: Any, budget: float = 100.0, specs: tuple[str, ...] = (), **parallel: Any) -> AutoChoice:
+    config = small_run(specs=specs, model={"hidden_size": 256}, parallel=STAGES | parallel)
+    predictor, choice = predictor_of(config, cluster)
+    return choose(predictor, choice, read_ladders(config, choice, cluster), budget, memory_gib=40.0)
+
+
+def test_slow_links_are_compressed_and_fast_links_are_not() -> None:
+    slow, fast = _auto(SLOW), _auto(FAST)
+    assert {Point.PP_FWD, Point.PP_BWD, Point.DP_GRAD} <= _chosen(slow).keys()
+    assert slow.chosen.seconds < 0.5 * slow.uncompressed.seconds
+    assert not _chosen(fast)
+    assert fast.chosen == fast.uncompressed
+    assert all(point.reason for point in fast.points)
+
+
+def test_the_budget_holds_and_a_larger_one_is_never_slower() -> None:
+    seconds = []
+    for budget in (1e-9, 0.1, 0.5, 2.0):
+        result = _auto(SLOW, budget)
+        assert result.increase <= budget
+        seconds.append(result.chosen.seconds)
+    assert all(later <= earlier / (1 - WORTHWHILE) for earlier, later in itertools.pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_points_of_the_user_and_without_traffic_are_left_alone() -> None:
+    user_specs = ("dp-grad=cast", "pp-forward=none")
+    result = _auto(SLOW, specs=user_specs)
+    assert {Point.DP_GRAD, Point.PP_FWD}.isdisjoint(point.point for point in result.points)
+    assert result.chosen.choice.specs[:2] == user_specs
+    config, single = small_run(world=1), dataclasses.replace(CLUSTER, gpus=1)
+    assert not read_ladders(config, predictor_of(config, single)[1], single)
+    single_stage = _auto(SLOW, pipeline_model_parallel_size=1, use_distributed_optimizer=False)
+    assert {point.point for point in single_stage.points} == {Point.DP_GRAD}
+
+
+def test_compressors_that_training_refuses_are_no_candidates() -> None:
+    """The sharded optimizer refuses the fused embedding; without it, nothing gathers parameters."""
+    config = small_run(parallel=STAGES)
+    sharded = read_ladders(config, predictor_of(config)[1], CLUSTER)
+    assert Point.EMBED_GRAD not in sharded
+    assert Point.PARAM_GATHER in sharded
+    config = small_run(parallel=STAGES | {"use_distributed_optimizer": False})
+    replicated = read_ladders(config, predictor_of(config)[1], CLUSTER)
+    assert Point.PARAM_GATHER not in replicated
+    assert [candidate.spec for candidate in replicated[Point.EMBED_GRAD]] == ["embedding=none,fused=on"]
+
+
+def test_sums_in_two_levels_need_several_replicas_on_several_nodes() -> None:
+    """Two nodes of four devices: eight replicas of a device; eight nodes; one node; stages that fill nodes."""
+    config = small_run()
+    levels = "dp-grad=fixpoint,levels=8/4,error-feedback=on"
+    for gpus_per_node, expected in ((4, True), (1, False), (8, False)):
+        cluster = dataclasses.replace(CLUSTER, gpus_per_node=gpus_per_node)
+        ladder = read_ladders(config, predictor_of(config, cluster)[1], cluster)[Point.DP_GRAD]
+        assert (levels in [candidate.spec for candidate in ladder]) == expected
+    config = small_run(parallel={"pipeline_model_parallel_size": 2})
+    ladder = read_ladders(config, predictor_of(config)[1], CLUSTER)[Point.DP_GRAD]
+    assert levels not in [candidate.spec for candidate in ladder]
+
+
+def test_the_report_names_each_point_and_the_flags() -> None:
+    result = _auto(SLOW, 0.5)
+    text = report(result, 0.5)
+    flags = " ".join(f"--compress {spec}" for spec in _chosen(result).values())
+    assert f"the same by hand: {flags}" in text
+    for choice in result.points:
+        assert f"\n  {choice.point.value} " in text
+    assert "nothing: no gain" in report(_auto(FAST), 100.0)
+
+
+def test_the_highest_increase_is_the_end_of_a_confidence_interval() -> None:
+    """0.2 + 2.920 * 0.1 / sqrt(3), by a table of Student's t distribution."""
+    assert Rung("", (0.1, 0.2, 0.3)).highest_increase == pytest.approx(0.2 + 2.920 * 0.1 / math.sqrt(3))
+    assert Rung("", (-1.0, -1.1, -0.9)).highest_increase == 0.0
+
+
+PLUG_IN = """
+from megatron.compression.cast import CastConfig, CastRounds
+from megatron.compression.points import Point
+from megatron.compression.ladder import Rung
+from megatron.compression.registry import Registration
+
+def register(registry):
+    ladder = {Point.DP_GRAD: (Rung(lambda hidden: f"warmup={hidden}", (0.1, 0.1)), Rung("", (0.2, 0.4)))}
+    registry.register("mine", Registration(CastConfig, rounds=CastRounds, ladder=ladder))
+"""
+
+
+def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PLUG_IN)
+    config = small_run(parallel=STAGES, compression={"compress": ["auto"], "compress_module": [tmp_path / "mine.py"]})
+    candidates = read_ladders(config, predictor_of(config)[1], CLUSTER)[Point.DP_GRAD]
+    increases = {candidate.spec: candidate.increase for candidate in candidates}
+    assert increases["dp-grad=mine,warmup=64"] == pytest.approx(0.1)
+    assert increases["dp-grad=mine"] == pytest.approx(0.3 + 6.314 * 0.1)
+
+
+def test_every_rung_is_a_spec_with_evidence() -> None:
+    points = {point for registration in BUILTIN.values() for point in registration.ladder}
+    assert points == {Point.PP_FWD, Point.PP_BWD, Point.DP_GRAD, Point.PARAM_GATHER, Point.EMBED_GRAD}
+    for name, registration in BUILTIN.items():
+        for point, rungs in registration.ladder.items():
+            assert len(rungs) <= 8
+            for rung in rungs:
+                registration.check_serves(point, name)
+                assert rung.spec(point, name, 64).startswith(f"{point.value}={name}")
+                assert len(rung.increases) >= 2

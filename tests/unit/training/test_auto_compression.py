@@ -1,0 +1,103 @@
+"""``--compress auto`` on a rank: the kept choice of a checkpoint, and the check of the prediction."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.compression.points import Point
+from megatron.compression.spec import Spec
+from megatron.config.run import RunConfig
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.process_group import LaunchEnvironment
+from megatron.distributed.topology import single_process
+from megatron.planner.auto import AutoChoice
+from megatron.training import auto_compression
+from megatron.training.auto_compression import CHOICE, PredictionCheck, check_auto, with_chosen_compressors
+from megatron.training.saved_run import SavedRun
+from tests.support.tiny import tiny_config
+
+AUTO: dict[str, dict[str, Any]] = {"compression": {"compress": ["auto", "pp-forward=cast"]}}
+KEPT = {"specs": ["pp-forward=fixpoint,bits=8", "dp-grad=fixpoint,bits=4"], "layout": [1, 1, 1, 1]}
+
+
+def _choose(config: RunConfig, choice: Any) -> tuple[RunConfig, AutoChoice | None, list[str]]:
+    saved = cast(SavedRun, SimpleNamespace(common={CHOICE: choice}))
+    lines: list[str] = []
+    chosen = with_chosen_compressors(
+        config, single_process(), LaunchEnvironment(0, 1, 0, 1), 100, saved, lambda line: lines.append(line)
+    )
+    return *chosen, lines
+
+
+def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
+    config, choice, lines = _choose(tiny_config(AUTO, 1), KEPT)
+    assert config.compression.compress == ["auto", "pp-forward=cast", "dp-grad=fixpoint,bits=4"]
+    assert choice is None
+    assert lines == ["--compress auto: keeps the choice of the checkpoint's run: dp-grad=fixpoint,bits=4"]
+
+
+def test_a_checkpoint_of_another_layout_or_without_a_choice_is_not_kept() -> None:
+    config, _, lines = _choose(tiny_config(AUTO, 1), {**KEPT, "layout": [1, 1, 2, 1]})
+    assert config.compression.compress == ["auto", "pp-forward=cast"]
+    assert "the layout has changed since the checkpoint, which had pp-forward=fixpoint,bits=8" in lines[0]
+    assert _choose(tiny_config(AUTO, 1), {})[2] == [auto_compression.NOTHING_TO_CHOOSE]
+
+
+def test_finetuning_chooses_again() -> None:
+    finetune = {**AUTO, "checkpoint": {"load": "somewhere", "finetune": True}}
+    assert _choose(tiny_config(finetune, 1), KEPT)[2] == [auto_compression.NOTHING_TO_CHOOSE]
+
+
+def test_without_auto_nothing_is_chosen_or_read() -> None:
+    config = tiny_config({"compression": {"compress": ["pp-forward=cast"]}}, 1)
+    assert _choose(config, "damaged") == (config, None, [])
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("text", "expected names and values"),
+        ({"specs": ["dp-grad=cast"]}, "layout is missing"),
+        ({"specs": "dp-grad=cast", "layout": [1, 1, 1, 1]}, "specs: expected a list"),
+        ({"specs": [7], "layout": [1, 1, 1, 1]}, "specs: 7 is not a text"),
+        ({"specs": ["dp-grad=nothing-known"], "layout": [1, 1, 1, 1]}, "no compressor is named 'nothing-known'"),
+    ],
+)
+def test_a_damaged_choice_is_refused_in_one_line(choice: Any, message: str) -> None:
+    with pytest.raises(UserError, match=r"the choice of --compress auto.*load another checkpoint") as caught:
+        _choose(tiny_config(AUTO, 1), choice)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_are_not_planned_are_refused() -> None:
+    config = tiny_config(AUTO, 1)
+    check_auto(config, 1)
+    object.__setattr__(config.model, "model_type", "t5")
+    with pytest.raises(UserError, match="the planner does not know t5 models; name the specs"):
+        check_auto(config, 1)
+
+
+def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 s in the warm-up, then two of 5 s that settle, then of 2 s; evaluations come between."""
+    now = 0.0
+    monkeypatch.setattr(auto_compression.time, "perf_counter", lambda: now)
+    choice = cast(AutoChoice, SimpleNamespace(chosen=SimpleNamespace(seconds=1.5)))
+    spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=3)))
+    check = PredictionCheck(choice, CompressionPlan({Point.DP_GRAD: spec}))
+    reports = []
+    for iteration in range(20):
+        if iteration == 7:
+            check.begin_step(-1)
+            now += 100.0
+        check.begin_step(iteration)
+        now += 10.0 if iteration < 3 else 5.0 if iteration < 5 else 2.0
+        reports += [(iteration, finding) for finding in check.findings(iteration + 1)]
+    ((iteration, finding),) = reports
+    assert iteration == 11
+    assert finding.values == {"predicted_s": 1.5, "measured_s": 2.0}
+    assert finding.line == "--compress auto: an iteration takes 2 s, 1.5 s were predicted"
