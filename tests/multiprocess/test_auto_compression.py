@@ -111,7 +111,10 @@ def test_a_single_process_has_nothing_to_choose(prefix: Path, tmp_path: Path) ->
     [
         ("--max-loss-increase 0", "--max-loss-increase is 0.0; it must be above 0 and at most 100"),
         ("--max-loss-increase 101", "--max-loss-increase is 101.0; it must be above 0 and at most 100"),
-        ("--islands 2 --island 0 --islands-address localhost:1", "--compress auto: chooses within one island only"),
+        (
+            "--islands 2 --island 0 --islands-address localhost:1 --compress outer=cast,every=1",
+            "--compress auto: chooses within one island only",
+        ),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
             "--compress auto: cannot predict this run (--recompute-method block",
