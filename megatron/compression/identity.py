@@ -58,7 +58,7 @@ class IdentityCodec(Codec):
         return payloads.wire
 
 
-_LADDER = {
+_LADDER: dict[Point, tuple[Rung, ...]] = {
     # The same sum by one all-reduce in place of two: no loss changes, beyond the order of the sum.
     Point.EMBED_GRAD: (Rung("fused=on", (0.0, 0.0)),),
 }
@@ -66,7 +66,7 @@ _LADDER = {
 
 def register(registry: Registry) -> None:
     """Register the identity as ``none`` and ``identity``."""
-    for name in ("none", "identity"):
+    for name, ladder in (("none", _LADDER), ("identity", {})):
         registry.register(
             name,
             Registration(
@@ -76,6 +76,6 @@ def register(registry: Registry) -> None:
                 no_feedback="leaves no error",
                 example=f"dp-grad={name}",
                 identity=True,
-                ladder=_LADDER if name == "none" else {},
+                ladder=ladder,
             ),
         )
