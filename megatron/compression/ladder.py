@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from megatron.compression.points import Point
 
+MAX_RUNGS = 8
+"""Maximum number of rungs of a compressor at a point: all sets of rungs are predicted."""
+
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 """Quantiles of Student's t distribution at 95% (one-sided), for 1, 2, ... degrees of freedom."""
 
@@ -39,6 +42,10 @@ class Rung:
 
     options: str | Callable[[int], str]
     increases: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.increases) < 2 or not all(map(math.isfinite, self.increases)):
+            raise ValueError(f"a rung has the increases of at least two runs, not {self.increases}")
 
     def spec(self, point: Point, name: str, hidden_size: int) -> str:
         """The value of ``--compress``."""

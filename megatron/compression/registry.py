@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.ladder import Rung
+from megatron.compression.ladder import MAX_RUNGS, Rung
 from megatron.compression.points import Point
 
 
@@ -97,10 +97,13 @@ class Registry:
         """Add a compressor.
 
         Raises:
-            ValueError: when the name is taken.
+            ValueError: when the name is taken, or a ladder is too long.
         """
         if name in self._entries:
             raise ValueError(f"a compressor named {name!r} is registered already; choose another name")
+        for point, rungs in registration.ladder.items():
+            if len(rungs) > MAX_RUNGS:
+                raise ValueError(f"{name} has {len(rungs)} rungs at {point.value}; declare at most {MAX_RUNGS}")
         self._entries[name] = registration
 
     def __getitem__(self, name: str) -> Registration:

@@ -165,6 +165,11 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     return specs
 
 
+def point_name(text: str) -> str:
+    """Name of the point, or of the points, of a value of ``--compress``."""
+    return text.partition("=")[0].strip().lower()
+
+
 def expand_spec(text: str) -> list[str]:
     """Expand a spec for several points to a spec for each point.
 

@@ -56,7 +56,7 @@ def check_compression(
                 f"{flag},when=epilogue: what it compresses depends on the schedule, so with --pipeline-schedule auto "
                 "the losses would depend on measured times; name a schedule"
             )
-        reason = _nothing_to_do(model, parallel, world_size, point)
+        reason = why_no_traffic(model, parallel, world_size, point)
         if reason and not spec.identity:
             note(f"{flag}: no effect, {reason}")
         expert_ranks = parallel.expert_model_parallel_size
@@ -88,7 +88,7 @@ def check_compression(
     return specs
 
 
-def _nothing_to_do(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
+def why_no_traffic(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
     """Reason why a point has no traffic in this run; empty if it has."""
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
         return "there is one pipeline stage"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.base.option import Condition, option
@@ -15,6 +16,8 @@ if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
 
 
 def _compresses_forward(run: Any, _: int) -> bool:
+    if run.compression.is_auto:
+        return True
     points = [spec.partition("=")[0].strip().lower() for spec in run.compression.compress]
     forward = ("pp-forward", "tp-forward", "ep-dispatch", "ep-combine", "experts")
     return any(point.startswith(forward) and not point.endswith("-backward") for point in points)
@@ -24,7 +27,7 @@ _FORWARD_COMPRESSOR = Condition(_compresses_forward, "without a compressor of wh
 
 AUTO = "auto"
 """Value of ``--compress`` that chooses the compressors of the points without a spec."""
-_CHOOSES = Condition(lambda run, _: run.compression.is_auto, f"without --compress {AUTO}")
+_AUTO_CHOICE = Condition(lambda run, _: run.compression.is_auto, f"without --compress {AUTO}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class CompressionConfig:
         unit="percent",
         above=0.0,
         maximum=100.0,
-        only_if=(_CHOOSES,),
+        only_if=(_AUTO_CHOICE,),
     )
     compress_module: list[str] = option(  # noqa: RUF009
         [],
@@ -72,8 +75,21 @@ class CompressionConfig:
 
     @property
     def spec_texts(self) -> list[str]:
-        """Values of ``--compress`` that are specs."""
+        """Values of ``--compress`` that are specs, of the user or chosen."""
         return [text for text in self.compress if text.strip().lower() != AUTO]
+
+    @property
+    def chosen_specs(self) -> list[str]:
+        """The chosen specs of a configuration from ``with_choice``."""
+        return self.compress[self.compress.index(AUTO) + 1 :] if AUTO in self.compress else []
+
+    def with_choice(self, user_specs: Sequence[str], chosen_specs: Sequence[str]) -> CompressionConfig:
+        """A copy with chosen specs; those of the user come before ``auto``, and the chosen ones after it."""
+        return replace(self, compress=[*user_specs, AUTO, *chosen_specs])
+
+    def without_choice(self) -> CompressionConfig:
+        """A copy of a configuration from ``with_choice`` without the chosen specs."""
+        return replace(self, compress=self.compress[: self.compress.index(AUTO) + 1]) if self.chosen_specs else self
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:
         """Compressor spec of each communication point that has one.

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import read_specs
+from megatron.compression.spec import point_name, read_specs
+from megatron.config.check_compression import why_no_traffic
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.search import refusal_reason, silent_points
+from megatron.planner.search import refusal_reason
 
 WORTHWHILE = 0.03
 """Share of an iteration that compression must save; also, sets this close to the fastest count as equally fast.
@@ -90,23 +91,26 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         config: resolved configuration; its own specs are those of the user.
         choice: the layout.
         cluster: the numbers of devices and nodes.
+
+    Raises:
+        UserError: when a compressor declares options that it cannot read.
     """
     registry = build_registry(config.compression.compress_module)
-    length = RunLength(config.training.planned_iters)
+    length = RunLength(config.training.planned_iters or 1_000_000)
     two_levels = 1 < wires_of(cluster, choice).dp.per_node < choice.dp
-    silent = silent_points(choice)
-    user_points = {spec.partition("=")[0].strip().lower() for spec in choice.specs}
+    user_points = {point_name(spec) for spec in choice.specs}
     ladders: dict[Point, list[CandidateSpec]] = {}
     for point in Point:
-        if not point.compressible or point.value in silent or point.value in user_points:
+        if not point.compressible or point is Point.OUTER or point.value in user_points:
+            continue
+        if why_no_traffic(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
             for rung in registry[name].ladder.get(point, ()):
                 text = rung.spec(point, name, config.model.hidden_size)
-                if refusal_reason(config, replace(choice, specs=(*choice.specs, text))) is not None:
-                    continue
                 spec = read_specs([text], registry, length)[point]
-                if two_levels or not (point.is_reduction and spec.make_rounds().traits.levels):
+                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, text))) is not None
+                if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
                     ladders.setdefault(point, []).append(CandidateSpec(text, rung.highest_increase))
     return ladders
 
@@ -119,7 +123,8 @@ def candidate_specs(ladders: Ladders) -> list[str]:
 def choose(predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float) -> AutoChoice:
     """Choose compressors by predicting every set within the budget, so the choice is exact.
 
-    Among sets that are as fast as the fastest, within ``WORTHWHILE``, the one with the lowest increase is chosen.
+    Nothing is chosen if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the lowest
+    increase among those that are.
 
     Args:
         predictor: predictor of the model on the cluster.
@@ -143,9 +148,9 @@ def choose(predictor: Predictor, choice: Choice, ladders: Ladders, budget: float
                 sets.append((increase, chosen, prediction))
     fastest_s = min(prediction.seconds for _, _, prediction in sets)
     fast = [entry for entry in sets if entry[2].seconds * (1 - WORTHWHILE) <= fastest_s]
-    increase, chosen, prediction = min(fast, key=lambda entry: (entry[0], entry[2].seconds))
+    increase, chosen, prediction = sets[0] if sets[0] in fast else min(fast, key=lambda s: (s[0], s[2].seconds))
     points = [
-        _point_choice(predictor, choice, chosen, prediction, point, candidates, budget - increase)
+        _point_choice(predictor, choice, chosen, prediction, point, candidates, budget - increase, limit)
         for point, candidates in ladders.items()
     ]
     return AutoChoice(uncompressed, prediction, points, increase, len(sets))
@@ -163,24 +168,28 @@ def _point_choice(
     point: Point,
     candidates: Sequence[CandidateSpec],
     remaining_budget: float,
+    limit: float,
 ) -> PointChoice:
     """The choice at a point with what it saves, or the reason why nothing is chosen there."""
     if point in chosen:
         others = {other: candidate for other, candidate in chosen.items() if other is not point}
         saved_s = predictor.predict(_with_specs(choice, others)).seconds - prediction.seconds
         return PointChoice(point, chosen[point], saved_s)
-    seconds = {
-        candidate: predictor.predict(_with_specs(choice, {**chosen, point: candidate})).seconds
-        for candidate in candidates
+    predictions = {
+        candidate: predictor.predict(_with_specs(choice, {**chosen, point: candidate})) for candidate in candidates
     }
-    fastest = min(candidates, key=lambda candidate: seconds[candidate])
-    saved_s = prediction.seconds - seconds[fastest]
+    fastest = min(candidates, key=lambda candidate: predictions[candidate].seconds)
+    saved_s = prediction.seconds - predictions[fastest].seconds
+    if saved_s <= 0.0:
+        return PointChoice(point, None, saved_s, "coding would take longer than it saves")
+    would_save = f"{fastest.spec.partition('=')[2]} would save {saved_s:.3g} s"
     if saved_s <= WORTHWHILE * prediction.seconds:
-        return PointChoice(point, None, saved_s, "no gain: its traffic takes little time")
-    within = [candidate for candidate in candidates if candidate.increase <= remaining_budget]
-    if not within:
-        return PointChoice(point, None, saved_s, "the budget is spent")
-    return PointChoice(point, None, saved_s, "no gain within the budget")
+        return PointChoice(point, None, saved_s, f"{would_save}, too little")
+    if predictions[fastest].memory_bytes > limit:
+        return PointChoice(point, None, saved_s, f"{would_save}, but does not fit into memory")
+    if fastest.increase > remaining_budget:
+        return PointChoice(point, None, saved_s, f"{would_save}, but costs up to {fastest.increase:.2f}% of loss")
+    return PointChoice(point, None, saved_s, f"{would_save}, together with other points too little")
 
 
 def report(result: AutoChoice, budget: float) -> str:
@@ -188,13 +197,13 @@ def report(result: AutoChoice, budget: float) -> str:
     before_s, after_s = result.uncompressed.seconds, result.chosen.seconds
     lines = [
         f"--compress auto: predicted {after_s:.3g} s an iteration, {before_s:.3g} s without: {before_s / after_s:.2f} "
-        f"x as fast; validation loss at most {result.increase:.2f}% higher (--max-loss-increase {budget:g}), by what "
-        "was measured on a small GPT"
+        f"times as fast; validation loss at most {result.increase:.2f}% higher (--max-loss-increase {budget:g}), as "
+        "measured on a small GPT"
     ]
     for point in result.points:
         name = point.point.value
         if point.candidate is None:
-            lines.append(f"  {name:<13} nothing: {point.reason} (would save {point.saved_s:.3g} s)")
+            lines.append(f"  {name:<13} nothing: {point.reason}")
         else:
             cost = f"saves {point.saved_s:.3g} s, loss at most {point.candidate.increase:.2f}% higher"
             lines.append(f"  {name:<13} {point.candidate.spec.partition('=')[2]}: {cost}")

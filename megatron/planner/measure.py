@@ -1,7 +1,7 @@
 """Measurement of this machine: device rates, links, and ratios of measured to predicted times.
 
 Under torchrun all ranks measure at the same time, as in training. Rates of devices are averaged, and the slowest link
-counts; a single process cannot measure links.
+between neighbors counts; a single process cannot measure links.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
+from megatron.distributed.agreement import together
 from megatron.distributed.clock import clock_of
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger, gather_rows
@@ -33,21 +34,16 @@ from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, STEP_PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
+from megatron.planner.links import SIDES, measure_links
 from megatron.planner.piece_costs import EMBEDDING, kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
-
-SIDES = ("inside", "across")
-"""Kinds of links: inside nodes and between them."""
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """Measured rates of a device."""
 
 _SECONDS = 0.5
 """Seconds spent on measuring a rate."""
-
-_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
-"""Messages that measure a link's bandwidth take at least this time or have at least this size."""
 
 _UPDATE_ELEMENTS = 1 << 24
 """Maximum number of parameters in the timed optimizer step."""
@@ -218,10 +214,11 @@ class Corrections:
 
     def of_coding(self, text: str) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
-        ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
-        dry = planned((text,), lambda: self._coding_s(point, spec, DryBackend(self.device)))
-        real = self._coding_s(point, spec, self.backend)
-        return real / dry if dry and real else 1.0
+        specs = self.book.specs(dataclasses.replace(self.choice, specs=(text,)))  # several of experts=default
+        dry_backend = DryBackend(self.device)
+        dry_s = planned((text,), lambda: sum(self._coding_s(*entry, dry_backend) for entry in specs.items()))
+        real_s = sum(self._coding_s(*entry, self.backend) for entry in specs.items())
+        return real_s / dry_s if dry_s and real_s else 1.0
 
     def _coding_s(self, point: Point, spec: Spec, backend: DryBackend) -> float:
         pieces = self._pieces({point: spec}, backend)
@@ -259,51 +256,6 @@ def _update_seconds(elements: int, backend: LiveBackend) -> float:
     return 1.0 / rate_of(step, backend.recorder().synchronize)
 
 
-def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
-    """Measure latency and bandwidth of the links.
-
-    Args:
-        topology: the mesh of all ranks.
-        ranks_per_node: ranks that share a node.
-
-    Returns:
-        inside_us, inside_gbit, across_us and across_gbit for the links that exist; NaN on a rank without a peer.
-    """
-    rates: dict[str, float] = {}
-    for name, stride in (("inside", 1), ("across", ranks_per_node)):
-        if (name == "inside" and ranks_per_node == 1) or stride >= topology.layout.world_size:
-            continue
-        latency, nbytes = _ping_pong(topology, stride, 8, 50), 1 << 16
-        seconds = 0.0
-        while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
-            nbytes *= 2
-            seconds = _ping_pong(topology, stride, nbytes, 2)
-            # All ranks must agree on when a message is long enough: the slowest pair decides.
-            seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
-        pair_s = _ping_pong(topology, stride, nbytes, 3)
-        flows = stride if name == "across" else 1
-        rates[f"{name}_us"] = latency * 1e6
-        rates[f"{name}_gbit"] = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
-    return rates
-
-
-def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
-    """Seconds of a message between this rank and its peer: even blocks of ``stride`` ranks start, odd blocks answer."""
-    world, rank = topology.world, topology.rank
-    begins = rank // stride % 2 == 0
-    peer = rank + stride if begins else rank - stride
-    alone = peer >= topology.layout.world_size
-    x = torch.zeros(nbytes, dtype=torch.uint8, device=topology.device)
-    topology.control.barrier()
-    start = time.perf_counter()
-    for turn in range(0 if alone else 2 * count):
-        sends = begins == (turn % 2 == 0)
-        (world.send if sends else world.recv)(x, peer).wait()
-    if topology.device.type == "cuda":
-        torch.cuda.synchronize()
-    return math.nan if alone else (time.perf_counter() - start) / (2 * count)
-
-
 def without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
     """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
@@ -335,28 +287,34 @@ def measure_all(
     else:
         choice, backend = choice_of(config, topology.layout.world_size), LiveBackend(topology.device, topology.tp)
         values = measure_links(topology, ranks_per_node)
-    device = measure_device(config.precision.params_dtype, backend)
+    # What fails on a rank fails on all, before the others wait for it.
+    pg = topology.control.pg if topology is not None else None
+    device = together(pg, lambda: measure_device(config.precision.params_dtype, backend))
     # All ranks use the same rates, so that their corrections can be averaged.
-    values |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
+    values |= _combined({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
     cluster = described(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
     corrections = Corrections(config, vocab_size, choice, cluster, backend)
-    values |= corrections.of_parts()
-    values |= {CODING + text: corrections.of_coding(text) for text in specs}
-    return _means(values, topology)
+    values |= together(pg, corrections.of_parts)
+    values |= together(pg, lambda: {CODING + text: corrections.of_coding(text) for text in specs})
+    return _combined(values, topology)
 
 
-def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
+def _combined(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
     """Mean of each value over the ranks that measured it; of links the slowest, which all others wait for."""
     if topology is None:
         return values
-    rows = gather_rows(topology.control, Ledger(), list(values.values()))
+    return combine_rows(list(values), gather_rows(topology.control, Ledger(), list(values.values())))
+
+
+def combine_rows(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, float]:
+    """See ``_combined``; a row of values for each rank, NaN where a rank has not measured one."""
     columns = [[x for x in column if not math.isnan(x)] for column in zip(*rows, strict=True)]
     slowest: dict[str, Callable[[list[float]], float]] = {
         **{f"{side}_gbit": min for side in SIDES},
         **{f"{side}_us": max for side in SIDES},
     }
-    return {name: slowest.get(name, statistics.fmean)(column) for name, column in zip(values, columns, strict=True)}
+    return {name: slowest.get(name, statistics.fmean)(column) for name, column in zip(names, columns, strict=True)}
 
 
 def described(measured: Mapping[str, float], base: Cluster) -> Cluster:

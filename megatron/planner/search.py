@@ -150,13 +150,6 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
     """Distinct sets of compressors, without those at points that send nothing in this choice."""
-    silent = silent_points(choice)
-    useful_sets = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
-    return list(dict.fromkeys(useful_sets))
-
-
-def silent_points(choice: Choice) -> frozenset[str]:
-    """Names of the points that send nothing in a choice."""
     silent = [
         *((Point.OUTER.value,) if choice.islands == 1 else ()),
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
@@ -166,7 +159,8 @@ def silent_points(choice: Choice) -> frozenset[str]:
         *((point.value for point in EXPERT_POINTS) if choice.ep == 1 else ()),
         *(EXPERT_LEGS if choice.ep == 1 else ()),
     ]
-    return frozenset(silent)
+    useful_sets = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
+    return list(dict.fromkeys(useful_sets))
 
 
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -6,15 +6,17 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.compression.plugins import build_registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import read_specs
+from megatron.compression.spec import point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, together
@@ -39,7 +41,7 @@ CHOICE = "compression_choice"
 _REMEDY = "load another checkpoint, or name the specs"
 
 _STAND_IN: Literal["zb-h1"] = "zb-h1"
-"""Schedule that is predicted in place of ``--pipeline-schedule auto``, which is rarely slower."""
+"""Schedule that is predicted in place of ``--pipeline-schedule auto``."""
 
 
 def check_auto(config: RunConfig, world_size: int) -> None:
@@ -92,29 +94,29 @@ def with_chosen_compressors(
     if not config.compression.is_auto:
         return config, None
     group, user_specs = topology.control.pg, config.compression.spec_texts
-    kept = None
     if saved is not None and not config.checkpoint.finetune:
-        kept = together(group, lambda: _kept_specs(config, topology, saved, log))
-    if kept is not None:
-        log(f"--compress auto: keeps the choice of the checkpoint's run: {' '.join(kept) or 'nothing'}")
-        return _with_specs(config, [*user_specs, *kept], topology), None
-    planned, world_size = _planned(config), topology.layout.world_size
-    memory_gib = _memory_gib(topology.device, env.ranks_here)
-    cluster = Cluster(gpus=world_size, gpus_per_node=env.ranks_here, device=Device(memory_gib=memory_gib))
-    ladders = read_ladders(planned, choice_of(planned, world_size), cluster)
+        kept = together(group, lambda: _kept_config(config, topology, saved, log))
+        if kept is not None:
+            return kept, None
+    planned, cluster = _planned(config), _cluster(topology, env)
+    ladders = together(group, lambda: read_ladders(planned, choice_of(planned, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
-        return config, None
+        return _with_choice(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
+    specs = [*user_specs, *candidate_specs(ladders)]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
-        result = together(group, lambda: _choose(planned, topology, cluster, vocab_size, ladders))
+        values = measure_all(planned, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
-    log(report(result, config.compression.max_loss_increase))
+        torch.cuda.reset_peak_memory_stats()
+    budget = config.compression.max_loss_increase
+    result = together(group, lambda: _choose(planned, described(values, cluster), vocab_size, ladders))
+    log(report(result, budget))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     # All ranks choose by the same numbers, but their libraries may round differently.
     chosen = gather_texts(group, "\n".join(result.chosen.choice.specs[len(user_specs) :]))[0].splitlines()
-    return _with_specs(config, [*user_specs, *chosen], topology), result
+    return _with_choice(config, chosen, topology), result
 
 
 class PredictionCheck(Observer):
@@ -145,23 +147,29 @@ class PredictionCheck(Observer):
         self._has_reported = True
         measured_s = statistics.median(self._seconds[_SETTLING_STEPS:])
         values = {"predicted_s": self._predicted_s, "measured_s": measured_s}
-        line = f"--compress auto: an iteration takes {measured_s:.3g} s, {self._predicted_s:.3g} s were predicted"
+        line = f"--compress auto: an iteration takes {measured_s:.3g} s (predicted: {self._predicted_s:.3g} s)"
         yield Finding("auto_compression", values, line)
 
 
-def describe_choice(config: RunConfig, layout: Layout) -> dict[str, list[str] | list[int]]:
-    """The chosen specs, with the layout that they were chosen for, as checkpoints hold them; empty without a choice."""
-    if not config.compression.is_auto:
+def describe_choice(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """The chosen specs, with the layout and the budget that they were chosen for, as checkpoints hold them; empty
+    without ``--compress auto``."""
+    compression = config.compression
+    if not compression.is_auto:
         return {}
-    return {"specs": config.compression.spec_texts, "layout": _sizes(layout)}
+    budget = compression.max_loss_increase
+    return {"specs": compression.chosen_specs, "layout": _sizes(layout), "max_loss_increase": budget}
 
 
 def _sizes(layout: Layout) -> list[int]:
     return [layout.tp, layout.pp, layout.dp, layout.ep]
 
 
-def _kept_specs(config: RunConfig, topology: Topology, saved: SavedRun, log: Callable[[str], None]) -> list[str] | None:
-    """Specs that the checkpoint's run chose, without those at points with a spec of the user; None to choose again.
+def _kept_config(
+    config: RunConfig, topology: Topology, saved: SavedRun, log: Callable[[str], None]
+) -> RunConfig | None:
+    """The configuration with the specs that the checkpoint's run chose, except at points with a spec of the user; None
+    to choose again.
 
     Raises:
         UserError: when the checkpoint's values are damaged.
@@ -171,24 +179,51 @@ def _kept_specs(config: RunConfig, topology: Topology, saved: SavedRun, log: Cal
     if not choice:
         return None
     values = Values(choice, location, _REMEDY)
-    specs, sizes = values.texts("specs"), values.integers("layout")
+    specs, sizes, budget = values.texts("specs"), values.integers("layout"), values.number("max_loss_increase")
     try:
         read_specs(specs, build_registry(config.compression.compress_module), RunLength(config.training.planned_iters))
     except UserError as error:
         raise values.wrong(str(error)) from error
+    user_points = {point_name(spec) for spec in config.compression.spec_texts}
+    kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
+    reason, kept = "", None
     if sizes != _sizes(topology.layout):
-        log(f"--compress auto: the layout has changed since the checkpoint, which had {' '.join(specs) or 'nothing'}")
-        return None
-    user_points = {spec.partition("=")[0].strip().lower() for spec in config.compression.spec_texts}
-    return [spec for spec in specs if spec.partition("=")[0].strip().lower() not in user_points]
+        reason = "the layout has changed"
+    elif config.compression.max_loss_increase < budget:
+        reason = f"--max-loss-increase is below {budget:g}"
+    else:
+        try:
+            kept = _with_choice(config, kept_specs, topology)
+        except UserError as error:
+            reason = f"its choice no longer fits ({error})"
+    specs_text = " ".join(kept_specs) or "nothing"
+    log(
+        f"--compress auto: chooses again, since {reason}; the checkpoint's run had {specs_text}"
+        if kept is None
+        else f"--compress auto: keeps the choice of the checkpoint's run: {specs_text}"
+    )
+    return kept
 
 
-def _choose(planned: RunConfig, topology: Topology, cluster: Cluster, vocab_size: int, ladders: Ladders) -> AutoChoice:
-    choice = choice_of(planned, topology.layout.world_size)
-    specs = [*choice.specs, *candidate_specs(ladders)]
-    values = measure_all(planned, vocab_size, specs, topology, cluster.gpus_per_node)
-    predictor = Predictor(planned, described(values, cluster), vocab_size)
-    return choose(predictor, choice, ladders, planned.compression.max_loss_increase, cluster.device.memory_gib)
+def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
+    """The nodes of the run and the memory of its devices, the same on all ranks. A collective call.
+
+    Raises:
+        UserError: on every rank, when nodes hold different numbers of ranks.
+    """
+    group, world_size = topology.control.pg, topology.layout.world_size
+    nodes = [list(ranks) for _, ranks in groupby(gather_texts(group, env.node))]
+    if len({len(ranks) for ranks in nodes}) > 1:
+        counts = ", ".join(str(len(ranks)) for ranks in nodes)
+        raise UserError(f"--compress auto: nodes hold different numbers of ranks ({counts}); name the specs")
+    memory = torch.tensor(_memory_gib(topology.device, len(nodes[0])), dtype=torch.float64)
+    topology.control.all_reduce(memory, dist.ReduceOp.MIN).wait()
+    return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=float(memory)))
+
+
+def _choose(planned: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> AutoChoice:
+    predictor, budget = Predictor(planned, cluster, vocab_size), planned.compression.max_loss_increase
+    return choose(predictor, choice_of(planned, cluster.gpus), ladders, budget, cluster.device.memory_gib)
 
 
 def _planned(config: RunConfig) -> RunConfig:
@@ -205,7 +240,7 @@ def _memory_gib(device: torch.device, ranks_here: int) -> float:
     return memory_of_this_machine() / ranks_here / 2**30
 
 
-def _with_specs(config: RunConfig, specs: list[str], topology: Topology) -> RunConfig:
-    compression = dataclasses.replace(config.compression, compress=["auto", *specs])
+def _with_choice(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:
+    compression = config.compression.with_choice(config.compression.spec_texts, chosen_specs)
     config = dataclasses.replace(config, compression=compression)
     return config.resolve(topology.layout.world_size, cuda_available=torch.cuda.is_available())

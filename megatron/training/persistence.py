@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,9 @@ class RunCheckpoints:
 
     @cached_property
     def config_yaml(self) -> str:
-        """The resolved configuration, as saved."""
-        return self.run_config.to_yaml()
+        """The resolved configuration, as saved: without chosen compressors, which another run chooses itself."""
+        config = self.run_config
+        return replace(config, compression=config.compression.without_choice()).to_yaml()
 
     def save(self) -> None:
         """Save the state after ``progress.iteration`` steps, unless it is saved already.

@@ -110,6 +110,7 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], job: Job = Job(
     env, parallel = ranks.env, config.parallel
     if job.judge is not None and config.islands.several:
         raise UserError("--islands: a task is learned on one island; leave the flag out")
+    check_auto(config, env.world_size)
     cuda = parallel.distributed_backend == "nccl"
     if config.training.deterministic_mode:
         make_deterministic(cuda=cuda)
@@ -145,9 +146,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
         parsed.config = replace(merged, tokenizer=tokenizer)
-    config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
-    check_auto(config, env.world_size)
-    return config
+    return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
 def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lab import command as netlab
 from tests.multiprocess.test_resume import _losses
-from tests.support.cli import CliResult, run_cli
+from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
 from tests.support.warm import INTERPRETER
 
@@ -59,7 +59,7 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     (by_hand,) = re.findall(r"the same by hand: (.*)", text)
     specs = re.findall(r"--compress (\S+)", by_hand)
     assert {spec.partition("=")[0] for spec in specs} >= {"pp-forward", "pp-backward", "dp-grad"}
-    assert re.search(r"predicted [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ x as fast", text)
+    assert re.search(r"predicted [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ times as fast", text)
     _train(prefix, tmp_path / "by_hand.jsonl", specs)
     losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
     assert losses == {iteration: repeated[iteration] for iteration in (1, 2, 3)}
@@ -69,7 +69,7 @@ def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, 
     """Though its links are fast."""
     folder, text = chosen
     specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
-    resumed = _train(prefix, tmp_path / "resumed.jsonl", ["auto"], load=folder / "saved")
+    resumed = _train(prefix, tmp_path / "resumed.jsonl", ["auto"], load=folder / "saved", max_loss_increase=50)
     assert f"keeps the choice of the checkpoint's run: {' '.join(specs)}" in resumed.stdout
     assert "predicted" not in resumed.stdout
     _train(prefix, tmp_path / "whole.jsonl", specs)
@@ -79,7 +79,8 @@ def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, 
 
 def test_a_spec_of_the_user_replaces_the_kept_one(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
     folder, _ = chosen
-    resumed = _train(prefix, tmp_path / "log.jsonl", ["auto", "pp-forward=cast"], load=folder / "saved")
+    budget = {"max_loss_increase": 50}
+    resumed = _train(prefix, tmp_path / "log.jsonl", ["auto", "pp-forward=cast"], load=folder / "saved", **budget)
     (kept,) = re.findall(r"keeps the choice of the checkpoint's run: (.*)", resumed.stdout)
     assert "pp-forward" not in kept
     assert "dp-grad" in kept
@@ -89,7 +90,7 @@ def test_another_layout_chooses_again(chosen: tuple[Path, str], prefix: Path, tm
     folder, text = chosen
     specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
     resumed = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, load=folder / "saved", pipeline_model_parallel_size=1)
-    assert f"the layout has changed since the checkpoint, which had {' '.join(specs)}" in resumed.stdout
+    assert f"since the layout has changed; the checkpoint's run had {' '.join(specs)}" in resumed.stdout
     assert "--compress auto: predicted" in resumed.stdout
     assert "pp-forward" not in resumed.stdout.partition("--compress auto: predicted")[2]
 
@@ -99,6 +100,25 @@ def test_both_choices_of_a_pipeline_work_together(prefix: Path, tmp_path: Path) 
     schedule = {"pipeline_schedule": "auto", "global_batch_size": 8}
     result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, **schedule)
     assert re.search(r"--compress auto: predicted .*pipeline schedule: ", result.stdout, re.DOTALL)
+
+
+def test_experts_of_the_user_are_measured_and_sums_that_are_left_out_are_no_candidates(
+    prefix: Path, tmp_path: Path
+) -> None:
+    experts = {"num_experts": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    result = _train(prefix, tmp_path / "log.jsonl", ["auto", "experts=default"], 2, **experts)
+    assert re.search(r"--compress auto: predicted .*\n  dp-grad ", result.stdout)
+    alone = {"no_allreduce": True, "pipeline_model_parallel_size": 1}
+    result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, **alone)
+    assert "no point without a spec has both traffic and a compressor to choose" in result.stdout
+
+
+def test_nodes_of_different_size_are_refused_on_every_rank(prefix: Path) -> None:
+    flags = tiny_flags(prefix, compress=["auto"], global_batch_size=3)
+    with launch_ranks_cli(3, ["pretrain_gpt.py", *flags], env={"LOCAL_WORLD_SIZE": "2"}) as ranks:
+        results = ranks.wait(100)
+    assert [result.returncode for result in results] == [2, 2, 2]
+    assert "--compress auto: nodes hold different numbers of ranks (2, 1)" in results[0].stderr
 
 
 def test_a_single_process_has_nothing_to_choose(prefix: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
 from megatron.compression.points import Point
@@ -69,14 +71,17 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
         if not chosen or (increase <= budget and fits):
             allowed.append((1.0 - sum(saved_s[member.spec] for member in chosen), increase))
     fastest_s = min(seconds for seconds, _ in allowed)
-    increase, seconds = min(
-        (increase, seconds) for seconds, increase in allowed if seconds * (1 - WORTHWHILE) <= fastest_s
-    )
+    fast = [(increase, seconds) for seconds, increase in allowed if seconds * (1 - WORTHWHILE) <= fastest_s]
+    increase, seconds = (0.0, 1.0) if fastest_s >= 1 - WORTHWHILE else min(fast)
     assert result.considered == len(allowed)
     assert result.increase == pytest.approx(increase)
     assert result.chosen.seconds == pytest.approx(seconds)
     assert [point.point for point in result.points] == list(ladders)
-    assert sum(point.candidate.increase for point in result.points if point.candidate) == pytest.approx(increase)
+    chosen = [point.candidate for point in result.points if point.candidate]
+    assert sum(candidate.increase for candidate in chosen) == pytest.approx(increase)
+    for point_choice in result.points:
+        if point_choice.candidate is not None:
+            assert point_choice.saved_s == pytest.approx(saved_s[point_choice.candidate.spec])
 
 
 def _chosen(result: AutoChoice) -> dict[Point, str]:
@@ -151,7 +156,7 @@ def test_the_report_names_each_point_and_the_flags() -> None:
     assert f"the same by hand: {flags}" in text
     for choice in result.points:
         assert f"\n  {choice.point.value} " in text
-    assert "nothing: no gain" in report(_auto(FAST), 100.0)
+    assert re.search(r"nothing: (\S+ would save|coding would take longer)", report(_auto(FAST), 100.0))
 
 
 def test_the_highest_increase_is_the_end_of_a_confidence_interval() -> None:
@@ -179,6 +184,23 @@ def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
     increases = {candidate.spec: candidate.increase for candidate in candidates}
     assert increases["dp-grad=mine,warmup=64"] == pytest.approx(0.1)
     assert increases["dp-grad=mine"] == pytest.approx(0.3 + 6.314 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("ladder", "message"),
+    [
+        ('(Rung("", (0.1,)),)', "a rung has the increases of at least two runs"),
+        ('(Rung("", (0.1, 0.2)),) * 9', "mine has 9 rungs at dp-grad; declare at most 8"),
+        ('(Rung("bitz=3", (0.1, 0.2)),)', "mine has no option 'bitz'"),
+    ],
+)
+def test_a_ladder_that_cannot_be_is_refused(ladder: str, message: str, tmp_path: Path) -> None:
+    text = PLUG_IN.replace("ladder = {Point.DP_GRAD: ", "ladder = {Point.DP_GRAD: " + ladder + "}  # ", 1)
+    (tmp_path / "mine.py").write_text(text)
+    config = small_run(parallel=STAGES)
+    compression = dataclasses.replace(config.compression, compress_module=[str(tmp_path / "mine.py")])
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_ladders(dataclasses.replace(config, compression=compression), predictor_of(config)[1], CLUSTER)
 
 
 def test_every_rung_is_a_spec_with_evidence() -> None:

@@ -16,12 +16,22 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
 from megatron.planner.auto import AutoChoice
 from megatron.training import auto_compression
-from megatron.training.auto_compression import CHOICE, PredictionCheck, check_auto, with_chosen_compressors
+from megatron.training.auto_compression import (
+    CHOICE,
+    PredictionCheck,
+    check_auto,
+    describe_choice,
+    with_chosen_compressors,
+)
 from megatron.training.saved_run import SavedRun
 from tests.support.tiny import tiny_config
 
 AUTO: dict[str, dict[str, Any]] = {"compression": {"compress": ["auto", "pp-forward=cast"]}}
-KEPT = {"specs": ["pp-forward=fixpoint,bits=8", "dp-grad=fixpoint,bits=4"], "layout": [1, 1, 1, 1]}
+KEPT = {
+    "specs": ["pp-forward=fixpoint,bits=8", "dp-grad=fixpoint,bits=4"],
+    "layout": [1, 1, 1, 1],
+    "max_loss_increase": 0.5,
+}
 
 
 def _choose(config: RunConfig, choice: Any) -> tuple[RunConfig, AutoChoice | None, list[str]]:
@@ -35,16 +45,39 @@ def _choose(config: RunConfig, choice: Any) -> tuple[RunConfig, AutoChoice | Non
 
 def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
     config, choice, lines = _choose(tiny_config(AUTO, 1), KEPT)
-    assert config.compression.compress == ["auto", "pp-forward=cast", "dp-grad=fixpoint,bits=4"]
+    assert config.compression.compress == ["pp-forward=cast", "auto", "dp-grad=fixpoint,bits=4"]
+    assert config.compression.chosen_specs == ["dp-grad=fixpoint,bits=4"]
+    assert config.compression.without_choice().compress == ["pp-forward=cast", "auto"]
     assert choice is None
     assert lines == ["--compress auto: keeps the choice of the checkpoint's run: dp-grad=fixpoint,bits=4"]
 
 
 def test_a_checkpoint_of_another_layout_or_without_a_choice_is_not_kept() -> None:
     config, _, lines = _choose(tiny_config(AUTO, 1), {**KEPT, "layout": [1, 1, 2, 1]})
-    assert config.compression.compress == ["auto", "pp-forward=cast"]
-    assert "the layout has changed since the checkpoint, which had pp-forward=fixpoint,bits=8" in lines[0]
+    assert config.compression.compress == ["pp-forward=cast", "auto"]
+    expected = "chooses again, since the layout has changed; the checkpoint's run had dp-grad=fixpoint,bits=4"
+    assert lines[0] == f"--compress auto: {expected}"
     assert _choose(tiny_config(AUTO, 1), {})[2] == [auto_compression.NOTHING_TO_CHOOSE]
+
+
+def test_a_lower_budget_and_specs_that_no_longer_fit_choose_again() -> None:
+    _, _, lines = _choose(tiny_config(AUTO, 1), {**KEPT, "max_loss_increase": 0.6})
+    assert "chooses again, since --max-loss-increase is below 0.6; " in lines[0]
+    fused = {**KEPT, "specs": ["embedding=none,fused=on"]}
+    sharded = {**AUTO, "parallel": {"use_distributed_optimizer": True}}
+    _, _, lines = _choose(tiny_config(sharded, 1), fused)
+    assert "chooses again, since its choice no longer fits (--compress embedding=none: with --use-d" in lines[0]
+
+
+def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
+    layout = single_process().layout
+    assert describe_choice(tiny_config({"compression": {"compress": ["dp-grad=cast"]}}, 1), layout) == {}
+    chosen = tiny_config({"compression": {"compress": ["pp-forward=cast", "auto", "dp-grad=cast"]}}, 1)
+    assert describe_choice(chosen, layout) == {
+        "specs": ["dp-grad=cast"],
+        "layout": [1, 1, 1, 1],
+        "max_loss_increase": 0.5,
+    }
 
 
 def test_finetuning_chooses_again() -> None:
@@ -62,9 +95,9 @@ def test_without_auto_nothing_is_chosen_or_read() -> None:
     [
         ("text", "expected names and values"),
         ({"specs": ["dp-grad=cast"]}, "layout is missing"),
-        ({"specs": "dp-grad=cast", "layout": [1, 1, 1, 1]}, "specs: expected a list"),
-        ({"specs": [7], "layout": [1, 1, 1, 1]}, "specs: 7 is not a text"),
-        ({"specs": ["dp-grad=nothing-known"], "layout": [1, 1, 1, 1]}, "no compressor is named 'nothing-known'"),
+        ({**KEPT, "specs": "dp-grad=cast"}, "specs: expected a list"),
+        ({**KEPT, "specs": [7]}, "specs: 7 is not a text"),
+        ({**KEPT, "specs": ["dp-grad=nothing-known"]}, "no compressor is named 'nothing-known'"),
     ],
 )
 def test_a_damaged_choice_is_refused_in_one_line(choice: Any, message: str) -> None:
@@ -100,4 +133,4 @@ def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatc
     ((iteration, finding),) = reports
     assert iteration == 11
     assert finding.values == {"predicted_s": 1.5, "measured_s": 2.0}
-    assert finding.line == "--compress auto: an iteration takes 2 s, 1.5 s were predicted"
+    assert finding.line == "--compress auto: an iteration takes 2 s (predicted: 1.5 s)"

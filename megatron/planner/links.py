@@ -1,0 +1,86 @@
+"""Measurement of the links between ranks, by messages there and back between neighbors."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from megatron.distributed.ledger import Ledger, gather_rows
+from megatron.distributed.topology import Topology
+
+SIDES = ("inside", "across")
+"""Kinds of links: inside nodes and between them."""
+
+_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
+"""Messages that measure a link's bandwidth take at least this time or have at least this size."""
+
+
+def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
+    """Measure latency and bandwidth of the links.
+
+    Args:
+        topology: the mesh of all ranks.
+        ranks_per_node: ranks that share a node.
+
+    Returns:
+        inside_us, inside_gbit, across_us and across_gbit for the links that exist; NaN on a rank without a peer.
+    """
+    rates: dict[str, float] = {}
+    nodes = topology.layout.world_size // ranks_per_node
+    for name, stride, count in (("inside", 1, ranks_per_node), ("across", ranks_per_node, nodes)):
+        # Neighbors are paired in two ways, so that every link between neighbors is measured.
+        for shift in range(min(count - 1, 2)):
+            peer = peer_of(topology.rank, stride, count, shift)
+            latency, nbytes = _ping_pong(topology, peer, 8, 50), 1 << 16
+            seconds = 0.0
+            while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
+                nbytes *= 2
+                seconds = _ping_pong(topology, peer, nbytes, 2)
+                # All ranks must agree on when a message is long enough: the slowest pair decides.
+                seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
+            pair_s = _ping_pong(topology, peer, nbytes, 3)
+            flows = stride if name == "across" else 1
+            gbit = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
+            # NaN of a rank without a peer loses.
+            rates[f"{name}_us"] = max(rates.get(f"{name}_us", math.nan), latency * 1e6, key=_worst_latency)
+            rates[f"{name}_gbit"] = min(rates.get(f"{name}_gbit", math.nan), gbit, key=_worst_rate)
+    return rates
+
+
+def _worst_latency(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def _worst_rate(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def peer_of(rank: int, stride: int, count: int, shift: int) -> int | None:
+    """The rank with which a rank measures a link; None without one.
+
+    Args:
+        rank: the rank.
+        stride: distance of the peers: 1 inside nodes, and the ranks of a node between nodes.
+        count: number of ranks in a node, or of nodes.
+        shift: 0 to pair the first with the second, the third with the fourth, ...; 1 to pair the second with the third.
+    """
+    index = rank // stride % count
+    peer_index = index + 1 if (index - shift) % 2 == 0 else index - 1
+    return rank + (peer_index - index) * stride if 0 <= peer_index < count else None
+
+
+def _ping_pong(topology: Topology, peer: int | None, nbytes: int, count: int) -> float:
+    """Seconds of a message between this rank and its peer, of which the lower starts; NaN without a peer."""
+    world, rank = topology.world, topology.rank
+    x = torch.zeros(nbytes, dtype=torch.uint8, device=topology.device)
+    topology.control.barrier()
+    start = time.perf_counter()
+    for turn in range(0 if peer is None else 2 * count):
+        assert peer is not None
+        sends = (rank < peer) == (turn % 2 == 0)
+        (world.send if sends else world.recv)(x, peer).wait()
+    if topology.device.type == "cuda":
+        torch.cuda.synchronize()
+    return math.nan if peer is None else (time.perf_counter() - start) / (2 * count)
