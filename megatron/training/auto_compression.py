@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
@@ -21,6 +20,7 @@ from megatron.config.memory import memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.layout import Layout
+from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.observer import Finding, Observer
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
@@ -95,28 +95,28 @@ def with_chosen_compressors(
         return config, None
     group, user_specs = topology.control.pg, config.compression.spec_texts
     if saved is not None and not config.checkpoint.finetune:
-        kept = together(group, lambda: _kept_config(config, topology, saved, log))
-        if kept is not None:
-            return kept, None
-    planned, cluster = _planned(config), _cluster(topology, env)
-    ladders = together(group, lambda: read_ladders(planned, choice_of(planned, cluster.gpus), cluster))
+        kept_config = together(group, lambda: _kept_config(config, topology, saved, log))
+        if kept_config is not None:
+            return kept_config, None
+    planned_config, cluster = _planned(config), _cluster(topology, env)
+    ladders = together(group, lambda: read_ladders(planned_config, choice_of(planned_config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
         return _with_choice(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
     specs = [*user_specs, *candidate_specs(ladders)]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
-        values = measure_all(planned, vocab_size, specs, topology, cluster.gpus_per_node)
+        values = measure_all(planned_config, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     budget = config.compression.max_loss_increase
-    result = together(group, lambda: _choose(planned, described(values, cluster), vocab_size, ladders))
+    result = together(group, lambda: _choose(planned_config, described(values, cluster), vocab_size, ladders))
     log(report(result, budget))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     # All ranks choose by the same numbers, but their libraries may round differently.
-    chosen = gather_texts(group, "\n".join(result.chosen.choice.specs[len(user_specs) :]))[0].splitlines()
-    return _with_choice(config, chosen, topology), result
+    chosen_specs = gather_texts(group, "\n".join(result.chosen.choice.specs[len(user_specs) :]))[0].splitlines()
+    return _with_choice(config, chosen_specs, topology), result
 
 
 class PredictionCheck(Observer):
@@ -125,14 +125,16 @@ class PredictionCheck(Observer):
     Args:
         choice: the choice with its prediction.
         plan: the compressors of the run; steps of their warm-ups are not measured.
+        observers: the observers of the run, which it joins until it has reported.
     """
 
-    def __init__(self, choice: AutoChoice, plan: CompressionPlan) -> None:
+    def __init__(self, choice: AutoChoice, plan: CompressionPlan, observers: list[Observer]) -> None:
+        self._observers = observers
         self._predicted_s = choice.chosen.seconds
         self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
         self._last = (-1, 0.0)
         self._seconds: list[float] = []
-        self._has_reported = False
+        observers.append(self)
 
     def begin_step(self, iteration: int) -> None:
         now = time.perf_counter()
@@ -142,9 +144,9 @@ class PredictionCheck(Observer):
         self._last = (iteration, now)
 
     def findings(self, iteration: int) -> Iterable[Finding]:
-        if self._has_reported or len(self._seconds) < _SETTLING_STEPS + _CHECKED_STEPS:
+        if len(self._seconds) < _SETTLING_STEPS + _CHECKED_STEPS:
             return
-        self._has_reported = True
+        self._observers.remove(self)  # observers slow every operation down
         measured_s = statistics.median(self._seconds[_SETTLING_STEPS:])
         values = {"predicted_s": self._predicted_s, "measured_s": measured_s}
         line = f"--compress auto: an iteration takes {measured_s:.3g} s (predicted: {self._predicted_s:.3g} s)"
@@ -186,23 +188,23 @@ def _kept_config(
         raise values.wrong(str(error)) from error
     user_points = {point_name(spec) for spec in config.compression.spec_texts}
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
-    reason, kept = "", None
+    reason, kept_config = "", None
     if sizes != _sizes(topology.layout):
         reason = "the layout has changed"
     elif config.compression.max_loss_increase < budget:
         reason = f"--max-loss-increase is below {budget:g}"
     else:
         try:
-            kept = _with_choice(config, kept_specs, topology)
+            kept_config = _with_choice(config, kept_specs, topology)
         except UserError as error:
             reason = f"its choice no longer fits ({error})"
     specs_text = " ".join(kept_specs) or "nothing"
     log(
         f"--compress auto: chooses again, since {reason}; the checkpoint's run had {specs_text}"
-        if kept is None
+        if kept_config is None
         else f"--compress auto: keeps the choice of the checkpoint's run: {specs_text}"
     )
-    return kept
+    return kept_config
 
 
 def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
@@ -216,14 +218,13 @@ def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     if len({len(ranks) for ranks in nodes}) > 1:
         counts = ", ".join(str(len(ranks)) for ranks in nodes)
         raise UserError(f"--compress auto: nodes hold different numbers of ranks ({counts}); name the specs")
-    memory = torch.tensor(_memory_gib(topology.device, len(nodes[0])), dtype=torch.float64)
-    topology.control.all_reduce(memory, dist.ReduceOp.MIN).wait()
-    return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=float(memory)))
+    rows = gather_rows(topology.control, Ledger(), [_memory_gib(topology.device, len(nodes[0]))])
+    return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
-def _choose(planned: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> AutoChoice:
-    predictor, budget = Predictor(planned, cluster, vocab_size), planned.compression.max_loss_increase
-    return choose(predictor, choice_of(planned, cluster.gpus), ladders, budget, cluster.device.memory_gib)
+def _choose(planned_config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> AutoChoice:
+    predictor, budget = Predictor(planned_config, cluster, vocab_size), planned_config.compression.max_loss_increase
+    return choose(predictor, choice_of(planned_config, cluster.gpus), ladders, budget, cluster.device.memory_gib)
 
 
 def _planned(config: RunConfig) -> RunConfig:

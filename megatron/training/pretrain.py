@@ -219,7 +219,7 @@ def run(
         length = run_length(train_iters, datasets[0], sizes.batches)
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
         if choice is not None:
-            engines.ledger.observers.append(PredictionCheck(choice, engines.plan))
+            PredictionCheck(choice, engines.plan, engines.ledger.observers)
         about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
         log_engines(engines, datasets, about_compression, log)
         schedule = LRSchedule.from_options(

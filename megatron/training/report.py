@@ -152,7 +152,7 @@ class Reporter:
 
     def after_step(self, step: StepMetrics) -> None:
         """Record a step, and report the window if a line is due."""
-        for observer in self.engines.ledger.observers:
+        for observer in tuple(self.engines.ledger.observers):  # one may leave with its last report
             for finding in observer.findings(step.iteration):
                 if finding.line is not None:
                     self.sinks.line(finding.line)

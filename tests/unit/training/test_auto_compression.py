@@ -11,6 +11,7 @@ from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
+from megatron.distributed.observer import Observer
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
@@ -121,7 +122,9 @@ def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatc
     monkeypatch.setattr(auto_compression.time, "perf_counter", lambda: now)
     choice = cast(AutoChoice, SimpleNamespace(chosen=SimpleNamespace(seconds=1.5)))
     spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=3)))
-    check = PredictionCheck(choice, CompressionPlan({Point.DP_GRAD: spec}))
+    observers: list[Observer] = []
+    check = PredictionCheck(choice, CompressionPlan({Point.DP_GRAD: spec}), observers)
+    assert observers == [check]
     reports = []
     for iteration in range(20):
         if iteration == 7:
@@ -129,8 +132,9 @@ def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatc
             now += 100.0
         check.begin_step(iteration)
         now += 10.0 if iteration < 3 else 5.0 if iteration < 5 else 2.0
-        reports += [(iteration, finding) for finding in check.findings(iteration + 1)]
+        reports += [(iteration, finding) for observer in tuple(observers) for finding in observer.findings(0)]
     ((iteration, finding),) = reports
     assert iteration == 11
+    assert observers == []
     assert finding.values == {"predicted_s": 1.5, "measured_s": 2.0}
     assert finding.line == "--compress auto: an iteration takes 2 s (predicted: 1.5 s)"
