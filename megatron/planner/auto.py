@@ -1,4 +1,4 @@
-"""Choice of ``--compress auto``: the fastest compressors by prediction whose measured cost in loss fits a budget."""
+"""Choice of ``--compress auto``: the fastest compressors whose measured cost in loss fits a budget."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from megatron.planner.search import refusal_reason
 WORTHWHILE = 0.03
 """Share of an iteration that compression must save; also, sets this close to the fastest count as equally fast.
 
-Predictions are not more accurate than this.
+Neither predictions nor trial steps are more accurate than this.
 """
+
+TRIAL_MARGIN = 0.15
+"""Sets predicted to take longer than the fastest by more than this share are not timed."""
+
+MAX_TRIALS = 3
+"""Maximum number of sets that are timed, in addition to no compressors."""
 
 
 NOTHING_TO_CHOOSE = "--compress auto: no point without a spec has both traffic and a compressor to choose"
@@ -64,22 +70,52 @@ class PointChoice:
 
 
 @dataclass(frozen=True)
+class CompressorSet:
+    """Compressors for the points of a run.
+
+    Args:
+        candidates: the compressors by point; points without one are missing.
+        prediction: prediction of an iteration with them and with the specs of the user.
+        trial_s: measured seconds of an iteration; None if none was run.
+    """
+
+    candidates: Mapping[Point, CandidateSpec]
+    prediction: Prediction
+    trial_s: float | None = None
+
+    @property
+    def increase(self) -> float:
+        """Largest expected increase of the validation loss, in percent: the sum over the points."""
+        return sum(candidate.increase for candidate in self.candidates.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration: as measured, else as predicted."""
+        return self.prediction.seconds if self.trial_s is None else self.trial_s
+
+    @property
+    def specs(self) -> list[str]:
+        """The values of ``--compress``."""
+        return [candidate.spec for candidate in self.candidates.values()]
+
+
+@dataclass(frozen=True)
 class AutoChoice:
     """The chosen compressors.
 
     Args:
-        uncompressed: prediction with the specs of the user alone.
-        chosen: prediction with the chosen compressors, too.
+        uncompressed: the run with the specs of the user alone.
+        chosen: the chosen set.
         points: choice at each point that has traffic and no spec of the user.
-        increase: largest expected increase of the validation loss, in percent: the sum over the points.
         considered: number of sets of compressors within the budget.
+        trials: sets whose iterations were timed; empty if the choice is by prediction.
     """
 
-    uncompressed: Prediction
-    chosen: Prediction
+    uncompressed: CompressorSet
+    chosen: CompressorSet
     points: Sequence[PointChoice]
-    increase: float
     considered: int
+    trials: Sequence[CompressorSet] = ()
 
 
 def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders:
@@ -120,11 +156,8 @@ def candidate_specs(ladders: Ladders) -> list[str]:
     return [candidate.spec for candidates in ladders.values() for candidate in candidates]
 
 
-def choose(predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float) -> AutoChoice:
-    """Choose compressors by predicting every set within the budget, so the choice is exact.
-
-    Nothing is chosen if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the lowest
-    increase among those that are.
+class CompressorSearch:
+    """All sets of candidates within a budget, and the choice among them.
 
     Args:
         predictor: predictor of the model on the cluster.
@@ -133,72 +166,96 @@ def choose(predictor: Predictor, choice: Choice, ladders: Ladders, budget: float
         budget: largest acceptable sum of increases of the validation loss, in percent.
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
 
+    ``sets`` holds the prediction of every set, so a choice by prediction is exact. The first is empty.
+
     Raises:
         UserError: when a set cannot be predicted.
     """
-    uncompressed = predictor.predict(choice)
-    limit = max(memory_gib * 2**30, uncompressed.memory_bytes)
-    sets: list[tuple[float, dict[Point, CandidateSpec], Prediction]] = [(0.0, {}, uncompressed)]
-    for members in itertools.product(*([None, *candidates] for candidates in ladders.values())):
-        chosen = {point: member for point, member in zip(ladders, members, strict=True) if member is not None}
-        increase = sum(member.increase for member in chosen.values())
-        if chosen and increase <= budget:
-            prediction = predictor.predict(_with_specs(choice, chosen))
-            if prediction.memory_bytes <= limit:
-                sets.append((increase, chosen, prediction))
-    fastest_s = min(prediction.seconds for _, _, prediction in sets)
-    fast = [entry for entry in sets if entry[2].seconds * (1 - WORTHWHILE) <= fastest_s]
-    increase, chosen, prediction = sets[0] if sets[0] in fast else min(fast, key=lambda s: (s[0], s[2].seconds))
-    points = [
-        _point_choice(predictor, choice, chosen, prediction, point, candidates, budget - increase, limit)
-        for point, candidates in ladders.items()
-    ]
-    return AutoChoice(uncompressed, prediction, points, increase, len(sets))
+
+    def __init__(
+        self, predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float
+    ) -> None:
+        self._predictor, self._choice, self._ladders, self._budget = predictor, choice, ladders, budget
+        uncompressed = CompressorSet({}, predictor.predict(choice))
+        self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
+        self.sets = [uncompressed]
+        for members in itertools.product(*([None, *candidates] for candidates in ladders.values())):
+            candidates = {point: member for point, member in zip(ladders, members, strict=True) if member is not None}
+            if candidates and sum(candidate.increase for candidate in candidates.values()) <= budget:
+                compressors = CompressorSet(candidates, self._predict(candidates))
+                if compressors.prediction.memory_bytes <= self._memory_limit:
+                    self.sets.append(compressors)
+
+    def contenders(self) -> list[CompressorSet]:
+        """Sets worth timing: no compressors and, if any are nearly as fast as the fastest prediction, up to
+        ``MAX_TRIALS`` of them; empty if compressors cannot gain."""
+        limit_s = min(each.seconds for each in self.sets) * (1 + TRIAL_MARGIN)
+        fast_sets = sorted((each for each in self.sets[1:] if each.seconds <= limit_s), key=lambda each: each.seconds)
+        if not fast_sets:
+            return []
+        mildest = _mildest_of_fastest(fast_sets)
+        others = [each for each in fast_sets if each is not mildest]
+        return [self.sets[0], mildest, *others[: MAX_TRIALS - 1]]
+
+    def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
+        """Choose a set: none if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the
+        lowest increase among those that are.
+
+        Args:
+            trials: sets whose iterations were timed, the first without compressors; empty to choose by prediction.
+        """
+        sets = trials or self.sets
+        chosen = _mildest_of_fastest(sets)
+        points = [self._explain(point, chosen, trials) for point in self._ladders]
+        return AutoChoice(sets[0], chosen, points, len(self.sets), trials)
+
+    def _predict(self, candidates: Mapping[Point, CandidateSpec]) -> Prediction:
+        specs = (candidate.spec for candidate in candidates.values())
+        return self._predictor.predict(replace(self._choice, specs=(*self._choice.specs, *specs)))
+
+    def _explain(self, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]) -> PointChoice:
+        """The choice at a point with what it saves, or the reason why nothing is chosen there."""
+        seconds = chosen.prediction.seconds
+        if point in chosen.candidates:
+            others = {other: candidate for other, candidate in chosen.candidates.items() if other is not point}
+            return PointChoice(point, chosen.candidates[point], self._predict(others).seconds - seconds)
+        predictions = {
+            candidate: self._predict({**chosen.candidates, point: candidate}) for candidate in self._ladders[point]
+        }
+        fastest = min(predictions, key=lambda candidate: predictions[candidate].seconds)
+        saved_s = seconds - predictions[fastest].seconds
+        name = fastest.spec.partition("=")[2]
+        if saved_s <= 0.0:
+            reason = "coding would take longer than it saves"
+        elif saved_s <= WORTHWHILE * seconds:
+            reason = f"{name} would save {saved_s:.3g} s, too little"
+        elif predictions[fastest].memory_bytes > self._memory_limit:
+            reason = f"{name} would save {saved_s:.3g} s, but does not fit into memory"
+        elif fastest.increase > self._budget - chosen.increase:
+            reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
+        elif any(point in trial.candidates for trial in trials):
+            reason = f"{name} was to save {saved_s:.3g} s, but trial steps were no faster"
+        else:
+            reason = f"{name} would save {saved_s:.3g} s, together with other points too little"
+        return PointChoice(point, None, saved_s, reason)
 
 
-def _with_specs(choice: Choice, chosen: Mapping[Point, CandidateSpec]) -> Choice:
-    return replace(choice, specs=(*choice.specs, *(candidate.spec for candidate in chosen.values())))
-
-
-def _point_choice(
-    predictor: Predictor,
-    choice: Choice,
-    chosen: Mapping[Point, CandidateSpec],
-    prediction: Prediction,
-    point: Point,
-    candidates: Sequence[CandidateSpec],
-    remaining_budget: float,
-    limit: float,
-) -> PointChoice:
-    """The choice at a point with what it saves, or the reason why nothing is chosen there."""
-    if point in chosen:
-        others = {other: candidate for other, candidate in chosen.items() if other is not point}
-        saved_s = predictor.predict(_with_specs(choice, others)).seconds - prediction.seconds
-        return PointChoice(point, chosen[point], saved_s)
-    predictions = {
-        candidate: predictor.predict(_with_specs(choice, {**chosen, point: candidate})) for candidate in candidates
-    }
-    fastest = min(candidates, key=lambda candidate: predictions[candidate].seconds)
-    saved_s = prediction.seconds - predictions[fastest].seconds
-    if saved_s <= 0.0:
-        return PointChoice(point, None, saved_s, "coding would take longer than it saves")
-    would_save = f"{fastest.spec.partition('=')[2]} would save {saved_s:.3g} s"
-    if saved_s <= WORTHWHILE * prediction.seconds:
-        return PointChoice(point, None, saved_s, f"{would_save}, too little")
-    if predictions[fastest].memory_bytes > limit:
-        return PointChoice(point, None, saved_s, f"{would_save}, but does not fit into memory")
-    if fastest.increase > remaining_budget:
-        return PointChoice(point, None, saved_s, f"{would_save}, but costs up to {fastest.increase:.2f}% of loss")
-    return PointChoice(point, None, saved_s, f"{would_save}, together with other points too little")
+def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
+    """The set with the lowest increase of the loss among those as fast as the fastest, within ``WORTHWHILE``."""
+    fastest_s = min(each.seconds for each in sets)
+    fast_sets = [each for each in sets if each.seconds * (1 - WORTHWHILE) <= fastest_s]
+    return next(
+        (each for each in fast_sets if not each.candidates), min(fast_sets, key=lambda s: (s.increase, s.seconds))
+    )
 
 
 def report(result: AutoChoice, budget: float) -> str:
     """Table of the choice: for each point what was chosen, what it saves and costs, and the flags that repeat it."""
     before_s, after_s = result.uncompressed.seconds, result.chosen.seconds
     lines = [
-        f"--compress auto: predicted {after_s:.3g} s an iteration, {before_s:.3g} s without: {before_s / after_s:.2f} "
-        f"times as fast; validation loss at most {result.increase:.2f}% higher (--max-loss-increase {budget:g}), as "
-        "measured on a small GPT"
+        f"--compress auto: {'measured' if result.trials else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
+        f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.chosen.increase:.2f}% "
+        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT"
     ]
     for point in result.points:
         name = point.point.value
@@ -207,9 +264,11 @@ def report(result: AutoChoice, budget: float) -> str:
         else:
             cost = f"saves {point.saved_s:.3g} s, loss at most {point.candidate.increase:.2f}% higher"
             lines.append(f"  {name:<13} {point.candidate.spec.partition('=')[2]}: {cost}")
-    specs = [point.candidate.spec for point in result.points if point.candidate is not None]
+    for trial in result.trials:
+        specs_text = " ".join(trial.specs) or "nothing"
+        lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {specs_text}")
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    elif specs:
-        lines.append(f"  the same by hand: {' '.join(f'--compress {spec}' for spec in specs)}")
+    elif result.chosen.candidates:
+        lines.append(f"  the same by hand: {' '.join(f'--compress {spec}' for spec in result.chosen.specs)}")
     return "\n".join(lines)

@@ -39,7 +39,7 @@ from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.planner.auto import candidate_specs, choose, read_ladders, report
+from megatron.planner.auto import CompressorSearch, candidate_specs, read_ladders, report
 from megatron.planner.choice import NOT_PLANNED, Choice, choice_of, plannable
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
 from megatron.planner.expert_imbalance import imbalance_of
@@ -247,11 +247,12 @@ def show(
     if config.compression.is_auto:
         budget = config.compression.max_loss_increase
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
-        chosen = choose(predictor, baseline.choice, ladders, budget, memory)
-        print(f"\n{report(chosen, budget)}\n\n{table([chosen.chosen], memory)}")
-        print(breakdown(chosen.chosen, predictor.cluster, warns_of_loss=False))
-        _write_configuration(options, chosen.chosen, config)
-        return [*predictions, chosen.chosen], chosen.chosen
+        auto_choice = CompressorSearch(predictor, baseline.choice, ladders, budget, memory).choose()
+        chosen = auto_choice.chosen.prediction
+        print(f"\n{report(auto_choice, budget)}\n\n{table([chosen], memory)}")
+        print(breakdown(chosen, predictor.cluster, warns_of_loss=False))
+        _write_configuration(options, chosen, config)
+        return [*predictions, chosen], chosen
     if options.no_search:
         return predictions, predictions[0]
     start = time.perf_counter()

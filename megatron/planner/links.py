@@ -13,7 +13,7 @@ from megatron.distributed.topology import Topology
 SIDES = ("inside", "across")
 """Kinds of links: inside nodes and between them."""
 
-_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
+_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.1, 1 << 26
 """Messages that measure a link's bandwidth take at least this time or have at least this size."""
 
 
@@ -37,10 +37,10 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
             seconds = 0.0
             while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
                 nbytes *= 2
-                seconds = _ping_pong(topology, peer, nbytes, 2)
+                seconds = _ping_pong(topology, peer, nbytes, 1)
                 # All ranks must agree on when a message is long enough: the slowest pair decides.
                 seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
-            pair_s = _ping_pong(topology, peer, nbytes, 3)
+            pair_s = _ping_pong(topology, peer, nbytes, 2)
             flows = stride if name == "across" else 1
             gbit = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
             # NaN of a rank without a peer loses.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
@@ -25,7 +27,16 @@ from megatron.distributed.observer import Finding, Observer
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
-from megatron.planner.auto import NOTHING_TO_CHOOSE, AutoChoice, Ladders, candidate_specs, choose, read_ladders, report
+from megatron.planner.auto import (
+    NOTHING_TO_CHOOSE,
+    AutoChoice,
+    CompressorSearch,
+    CompressorSet,
+    Ladders,
+    candidate_specs,
+    read_ladders,
+    report,
+)
 from megatron.planner.choice import NOT_PLANNED, choice_of, plannable
 from megatron.planner.cluster import Cluster, Device
 from megatron.planner.measure import described, measure_all
@@ -33,7 +44,7 @@ from megatron.planner.predict import Predictor
 from megatron.training.saved_run import SavedRun
 
 _SETTLING_STEPS, _CHECKED_STEPS = 2, 5
-"""Steps whose times are not compared with the prediction, and steps whose median time is."""
+"""Steps whose times are not compared with the choice's, and steps whose median time is."""
 
 CHOICE = "compression_choice"
 """Name of the choice in a checkpoint."""
@@ -72,9 +83,12 @@ def with_chosen_compressors(
     env: LaunchEnvironment,
     vocab_size: int,
     saved: SavedRun | None,
+    time_steps: Callable[[RunConfig], float] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
     """Choose the compressors of ``--compress auto``, or keep those of the checkpoint. A collective call.
+
+    The planner predicts all sets of compressors with measured rates; then the best are timed in training steps.
 
     Args:
         config: resolved configuration.
@@ -82,6 +96,7 @@ def with_chosen_compressors(
         env: environment of this process.
         vocab_size: entries of the vocabulary.
         saved: the checkpoint that the run begins with, if any.
+        time_steps: measures the seconds of a training step with a configuration; None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
@@ -98,6 +113,9 @@ def with_chosen_compressors(
         kept_config = together(group, lambda: _kept_config(config, topology, saved, log))
         if kept_config is not None:
             return kept_config, None
+    if time_steps is None:
+        log("--compress auto: chooses nothing, since no step is left to train")
+        return _with_choice(config, [], topology), None
     planned_config, cluster = _planned(config), _cluster(topology, env)
     ladders = together(group, lambda: read_ladders(planned_config, choice_of(planned_config, cluster.gpus), cluster))
     if not ladders:
@@ -109,28 +127,33 @@ def with_chosen_compressors(
         values = measure_all(planned_config, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
+    measured_cluster = described(values, cluster)
+    search = together(group, lambda: _search(planned_config, measured_cluster, vocab_size, ladders))
+    trials = [
+        dataclasses.replace(each, trial_s=time_steps(_with_choice(config, each.specs, topology)))
+        for each in _agree_on_sets(group, search.contenders(), search.sets)
+    ]
+    if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
-    budget = config.compression.max_loss_increase
-    result = together(group, lambda: _choose(planned_config, described(values, cluster), vocab_size, ladders))
-    log(report(result, budget))
+    result = together(group, lambda: search.choose(trials))
+    log(report(result, config.compression.max_loss_increase))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
-    # All ranks choose by the same numbers, but their libraries may round differently.
-    chosen_specs = gather_texts(group, "\n".join(result.chosen.choice.specs[len(user_specs) :]))[0].splitlines()
-    return _with_choice(config, chosen_specs, topology), result
+    (chosen,) = _agree_on_sets(group, [result.chosen], search.sets)
+    return _with_choice(config, chosen.specs, topology), result
 
 
 class PredictionCheck(Observer):
-    """Reports how long an iteration takes beside what was predicted, once.
+    """Reports how long an iteration takes beside what was expected, once.
 
     Args:
-        choice: the choice with its prediction.
+        choice: the choice with its expected time.
         plan: the compressors of the run; steps of their warm-ups are not measured.
         observers: the observers of the run, which it joins until it has reported.
     """
 
     def __init__(self, choice: AutoChoice, plan: CompressionPlan, observers: list[Observer]) -> None:
         self._observers = observers
-        self._predicted_s = choice.chosen.seconds
+        self._chosen = choice.chosen
         self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
         self._last = (-1, 0.0)
         self._seconds: list[float] = []
@@ -148,8 +171,10 @@ class PredictionCheck(Observer):
             return
         self._observers.remove(self)  # observers slow every operation down
         measured_s = statistics.median(self._seconds[_SETTLING_STEPS:])
-        values = {"predicted_s": self._predicted_s, "measured_s": measured_s}
-        line = f"--compress auto: an iteration takes {measured_s:.3g} s (predicted: {self._predicted_s:.3g} s)"
+        predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
+        values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
+        expected = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"
+        line = f"--compress auto: an iteration takes {measured_s:.3g} s ({expected})"
         yield Finding("auto_compression", values, line)
 
 
@@ -222,9 +247,20 @@ def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
-def _choose(planned_config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> AutoChoice:
+def _search(planned_config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> CompressorSearch:
     predictor, budget = Predictor(planned_config, cluster, vocab_size), planned_config.compression.max_loss_increase
-    return choose(predictor, choice_of(planned_config, cluster.gpus), ladders, budget, cluster.device.memory_gib)
+    choice, memory_gib = choice_of(planned_config, cluster.gpus), cluster.device.memory_gib
+    return CompressorSearch(predictor, choice, ladders, budget, memory_gib)
+
+
+def _agree_on_sets(
+    group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], sets: Sequence[CompressorSet]
+) -> list[CompressorSet]:
+    """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
+    differently."""
+    by_specs = {tuple(each.specs): each for each in sets}
+    texts = gather_texts(group, json.dumps([each.specs for each in selected]))
+    return [by_specs[tuple(specs)] for specs in json.loads(texts[0])]
 
 
 def _planned(config: RunConfig) -> RunConfig:

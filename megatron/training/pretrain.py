@@ -63,6 +63,7 @@ from megatron.training.run_plan import Judge, RunPlan
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
+from megatron.training.trial_steps import time_steps
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,19 @@ def run(
             judge=job.judge,
         )
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
-        config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, rank_0_log(topology))
         length = run_length(train_iters, datasets[0], sizes.batches)
+        trains = not config.validation.skip_train and position.iteration < train_iters
+        timed = partial(
+            time_steps,
+            topology=topology,
+            vocab_size=vocab_size,
+            length=length,
+            plan=plan,
+            consumed_samples=position.consumed_samples,
+        )
+        config, choice = with_chosen_compressors(
+            config, topology, env, vocab_size, saved, timed if trains else None, rank_0_log(topology)
+        )
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
         if choice is not None:
             PredictionCheck(choice, engines.plan, engines.ledger.observers)

@@ -19,7 +19,16 @@ from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
 from megatron.compression.points import Point
-from megatron.planner.auto import WORTHWHILE, AutoChoice, CandidateSpec, choose, read_ladders, report
+from megatron.planner.auto import (
+    MAX_TRIALS,
+    TRIAL_MARGIN,
+    WORTHWHILE,
+    AutoChoice,
+    CandidateSpec,
+    CompressorSearch,
+    read_ladders,
+    report,
+)
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
@@ -61,7 +70,8 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
             saved_s[spec], needed[spec] = saved, gib
             ladders[point] = [*ladders.get(point, []), CandidateSpec(spec, increase)]
     fake = FakePredictor(1.0, saved_s, needed)
-    result = choose(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)
+    search = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)
+    result = search.choose()
 
     allowed = []
     for members in itertools.product(*([None, *ladder] for ladder in ladders.values())):
@@ -74,7 +84,7 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
     fast = [(increase, seconds) for seconds, increase in allowed if seconds * (1 - WORTHWHILE) <= fastest_s]
     increase, seconds = (0.0, 1.0) if fastest_s >= 1 - WORTHWHILE else min(fast)
     assert result.considered == len(allowed)
-    assert result.increase == pytest.approx(increase)
+    assert result.chosen.increase == pytest.approx(increase)
     assert result.chosen.seconds == pytest.approx(seconds)
     assert [point.point for point in result.points] == list(ladders)
     chosen = [point.candidate for point in result.points if point.candidate]
@@ -82,6 +92,55 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
     for point_choice in result.points:
         if point_choice.candidate is not None:
             assert point_choice.saved_s == pytest.approx(saved_s[point_choice.candidate.spec])
+
+    contenders = search.contenders()
+    slowest_s = fastest_s * (1 + TRIAL_MARGIN)
+    compressed = sorted(each.seconds for each in search.sets[1:] if each.seconds <= slowest_s)
+    assert [not each.candidates for each in contenders] == [True] * bool(compressed) + [False] * len(contenders[1:])
+    assert len(contenders[1:]) == min(len(compressed), MAX_TRIALS)
+    assert all(each.seconds <= slowest_s for each in contenders[1:])
+    if result.chosen.candidates:
+        assert result.chosen in contenders
+    if len(compressed) > MAX_TRIALS:  # all but the mildest of the fastest are the fastest
+        assert sum(each.seconds > compressed[MAX_TRIALS - 1] for each in contenders[1:]) <= 1
+
+
+def _search_of(saved_s: dict[str, float], increases: dict[str, float]) -> CompressorSearch:
+    """A search with one point and a base of 1 s."""
+    fake = FakePredictor(1.0, saved_s, dict.fromkeys(saved_s, 0.0))
+    ladder = [CandidateSpec(spec, increases[spec]) for spec in saved_s]
+    return CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("trial_s", "expected"),
+    [
+        ((1.0, 0.9, 0.5), "dp-grad=bold"),  # the prediction is 0.7 s and 0.69 s: mild
+        ((1.0, 0.51, 0.5), "dp-grad=mild"),
+        ((0.7, 0.9, 0.7), None),
+        ((0.7, 0.75, 0.69), None),
+    ],
+)
+def test_trial_steps_outweigh_predictions(trial_s: tuple[float, ...], expected: str | None) -> None:
+    search = _search_of({"dp-grad=mild": 0.3, "dp-grad=bold": 0.31}, {"dp-grad=mild": 0.1, "dp-grad=bold": 0.4})
+    assert _chosen(search.choose()) == {Point.DP_GRAD: "dp-grad=mild"}
+    contenders = search.contenders()
+    assert [each.specs for each in contenders] == [[], ["dp-grad=mild"], ["dp-grad=bold"]]
+    trials = [dataclasses.replace(each, trial_s=seconds) for each, seconds in zip(contenders, trial_s, strict=True)]
+    result = search.choose(trials)
+    assert _chosen(result).get(Point.DP_GRAD) == expected
+    text = report(result, 1.0)
+    assert f"measured {result.chosen.trial_s} s an iteration, {trial_s[0]:.3g} s without" in text
+    assert f"trial steps: {trial_s[2]:.3g} s (predicted: 0.69 s) dp-grad=bold" in text
+    if expected is None:
+        assert "nothing: bold was to save 0.31 s, but trial steps were no faster" in text
+
+
+def test_nothing_is_tried_where_compressors_cannot_gain() -> None:
+    search = _search_of({"dp-grad=slow": -TRIAL_MARGIN - 0.01}, {"dp-grad=slow": 0.1})
+    assert search.contenders() == []
+    search = _search_of({"dp-grad=slow": -TRIAL_MARGIN + 0.01}, {"dp-grad=slow": 0.1})
+    assert len(search.contenders()) == 2
 
 
 def _chosen(result: AutoChoice) -> dict[Point, str]:
@@ -91,7 +150,8 @@ def _chosen(result: AutoChoice) -> dict[Point, str]:
 def _auto(cluster: Any, budget: float = 100.0, specs: tuple[str, ...] = (), **parallel: Any) -> AutoChoice:
     config = small_run(specs=specs, model={"hidden_size": 256}, parallel=STAGES | parallel)
     predictor, choice = predictor_of(config, cluster)
-    return choose(predictor, choice, read_ladders(config, choice, cluster), budget, memory_gib=40.0)
+    ladders = read_ladders(config, choice, cluster)
+    return CompressorSearch(predictor, choice, ladders, budget, memory_gib=40.0).choose()
 
 
 def test_slow_links_are_compressed_and_fast_links_are_not() -> None:
@@ -107,7 +167,7 @@ def test_the_budget_holds_and_a_larger_one_is_never_slower() -> None:
     seconds = []
     for budget in (1e-9, 0.1, 0.5, 2.0):
         result = _auto(SLOW, budget)
-        assert result.increase <= budget
+        assert result.chosen.increase <= budget
         seconds.append(result.chosen.seconds)
     assert all(later <= earlier / (1 - WORTHWHILE) for earlier, later in itertools.pairwise(seconds))
     assert seconds[-1] < seconds[0]
@@ -117,7 +177,7 @@ def test_points_of_the_user_and_without_traffic_are_left_alone() -> None:
     user_specs = ("dp-grad=cast", "pp-forward=none")
     result = _auto(SLOW, specs=user_specs)
     assert {Point.DP_GRAD, Point.PP_FWD}.isdisjoint(point.point for point in result.points)
-    assert result.chosen.choice.specs[:2] == user_specs
+    assert result.chosen.prediction.choice.specs[:2] == user_specs
     config, single = small_run(world=1), dataclasses.replace(CLUSTER, gpus=1)
     assert not read_ladders(config, predictor_of(config, single)[1], single)
     single_stage = _auto(SLOW, pipeline_model_parallel_size=1, use_distributed_optimizer=False)

@@ -35,11 +35,21 @@ KEPT = {
 }
 
 
-def _choose(config: RunConfig, choice: Any) -> tuple[RunConfig, AutoChoice | None, list[str]]:
+def _no_trial(config: RunConfig) -> float:
+    raise AssertionError("one process has no traffic to compress")
+
+
+def _choose(config: RunConfig, choice: Any, trains: bool = True) -> tuple[RunConfig, AutoChoice | None, list[str]]:
     saved = cast(SavedRun, SimpleNamespace(common={CHOICE: choice}))
     lines: list[str] = []
     chosen = with_chosen_compressors(
-        config, single_process(), LaunchEnvironment(0, 1, 0, 1), 100, saved, lambda line: lines.append(line)
+        config,
+        single_process(),
+        LaunchEnvironment(0, 1, 0, 1),
+        100,
+        saved,
+        _no_trial if trains else None,
+        lambda line: lines.append(line),
     )
     return *chosen, lines
 
@@ -81,6 +91,13 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
     }
 
 
+def test_a_run_without_steps_keeps_the_choice_or_chooses_nothing() -> None:
+    assert _choose(tiny_config(AUTO, 1), KEPT, trains=False)[0].compression.chosen_specs == ["dp-grad=fixpoint,bits=4"]
+    config, _, lines = _choose(tiny_config(AUTO, 1), {}, trains=False)
+    assert config.compression.chosen_specs == []
+    assert lines == ["--compress auto: chooses nothing, since no step is left to train"]
+
+
 def test_finetuning_chooses_again() -> None:
     finetune = {**AUTO, "checkpoint": {"load": "somewhere", "finetune": True}}
     assert _choose(tiny_config(finetune, 1), KEPT)[2] == [auto_compression.NOTHING_TO_CHOOSE]
@@ -116,11 +133,15 @@ def test_models_that_are_not_planned_are_refused() -> None:
         check_auto(config, 1)
 
 
-def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("trial_s", "expected"), [(None, "predicted: 1.5 s"), (1.9, "trial steps: 1.9 s")])
+def test_the_expected_time_is_compared_once_with_steps_after_the_warm_up(
+    trial_s: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of 10 s in the warm-up, then two of 5 s that settle, then of 2 s; evaluations come between."""
     now = 0.0
     monkeypatch.setattr(auto_compression.time, "perf_counter", lambda: now)
-    choice = cast(AutoChoice, SimpleNamespace(chosen=SimpleNamespace(seconds=1.5)))
+    chosen = SimpleNamespace(prediction=SimpleNamespace(seconds=1.5), trial_s=trial_s)
+    choice = cast(AutoChoice, SimpleNamespace(chosen=chosen))
     spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=3)))
     observers: list[Observer] = []
     check = PredictionCheck(choice, CompressionPlan({Point.DP_GRAD: spec}), observers)
@@ -136,5 +157,5 @@ def test_the_prediction_is_compared_once_with_steps_after_the_warm_up(monkeypatc
     ((iteration, finding),) = reports
     assert iteration == 11
     assert observers == []
-    assert finding.values == {"predicted_s": 1.5, "measured_s": 2.0}
-    assert finding.line == "--compress auto: an iteration takes 2 s (predicted: 1.5 s)"
+    assert finding.values == {"predicted_s": 1.5, "trial_s": trial_s, "measured_s": 2.0}
+    assert finding.line == f"--compress auto: an iteration takes 2 s ({expected})"

@@ -1,0 +1,84 @@
+"""Timing of training steps with some compressors, in engines that are thrown away."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+
+import torch
+
+from megatron.compression.schedule import RunLength
+from megatron.config.logs import LoggingConfig
+from megatron.config.run import RunConfig
+from megatron.data.loader import build_loader
+from megatron.distributed.agreement import together
+from megatron.distributed.ledger import Ledger, gather_rows
+from megatron.distributed.topology import Topology
+from megatron.training.assembly import build_engines
+from megatron.training.run_plan import RunPlan
+from megatron.training.step import take_batches, train_step
+
+_MAX_STEPS = 5
+_MAX_SECONDS = 5.0
+"""Long steps are fewer: after two, none follows when this time has passed."""
+
+
+def time_steps(
+    config: RunConfig, topology: Topology, vocab_size: int, length: RunLength, plan: RunPlan, consumed_samples: int
+) -> float:
+    """Time training steps past all warm-ups, in new engines. A collective call.
+
+    Random numbers of the run, its data's position and its logs are as before.
+
+    Args:
+        config: resolved configuration, with the compressors.
+        topology: the ranks.
+        vocab_size: entries of the vocabulary.
+        length: length of the run, for warm-ups in fractions of it.
+        plan: data of the run; all steps use its next global batch.
+        consumed_samples: position of the run in its data.
+
+    Returns:
+        Mean seconds of the later half of the steps, on the slowest rank; the same on all ranks.
+
+    Raises:
+        UserError: on every rank, when the engines cannot be built.
+    """
+    group, device = topology.control.pg, topology.device
+    silent_config = dataclasses.replace(config, logging=LoggingConfig())
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        engines = together(group, lambda: build_engines(silent_config, topology, vocab_size, length))
+        assert plan.train_set is not None
+        dp = topology.dp
+        loader = build_loader(
+            plan.train_set,
+            consumed_samples=consumed_samples,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+            num_workers=0,
+            needs_tokens=engines.needs_tokens,
+            island=0,
+            islands=1,
+        )
+        iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
+        micro_batches = plan.sizes.batches.num_micro_batches(consumed_samples)
+        seq_length = plan.sizes.lengths.at(iteration)
+        with loader:
+            batches = together(group, lambda: take_batches(loader, micro_batches, device, seq_length))
+        seconds: list[float] = []
+        while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
+            topology.control.barrier()
+            start = time.perf_counter()
+            step_iteration = iteration + len(seconds)
+            train_step(engines, batches, step_iteration, lr=0.0, weight_decay=0.0, seq_length=seq_length)
+            engines.ledger.clock.synchronize()
+            rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])
+            seconds.append(max(row[0] for row in rows))
+    del engines
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return statistics.fmean(seconds[len(seconds) // 2 :])
