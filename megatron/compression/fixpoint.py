@@ -357,10 +357,10 @@ _LADDER = {
         Rung("bits=4,rotation=64", (-0.087, 0.177, 0.012)),
     ),
     Point.DP_GRAD: (
-        Rung("bits=8,error-feedback=on", (0.124, -0.042, 0.044)),
-        Rung("bits=4,error-feedback=on", (0.268, 0.118, 0.38)),
-        Rung("levels=8/4,error-feedback=on", (0.222, 0.174, 0.138)),
-        Rung("bits=2,rotation=64,error-feedback=on", (1.134, 1.805, 1.405)),
+        Rung("bits=8,error-feedback=on", (0.124, -0.042, 0.044), residual=0.0089),
+        Rung("bits=4,error-feedback=on", (0.268, 0.118, 0.38), residual=0.161),
+        Rung("levels=8/4,error-feedback=on", (0.222, 0.174, 0.138), residual=0.174),
+        Rung("bits=2,rotation=64,error-feedback=on", (1.134, 1.805, 1.405), residual=0.683),
     ),
     Point.PARAM_GATHER: (Rung("bits=4,group=2048", (0.061, 0.013, -0.038)),),
 }

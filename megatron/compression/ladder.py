@@ -38,10 +38,12 @@ class Rung:
             returns it.
         increases: increase of the validation loss, in percent, of each run with this setting over the uncompressed run
             of the same seed. At least two.
+        residual: mean norm of the residual over that of the gradient in those runs; None without error feedback.
     """
 
     options: str | Callable[[int], str]
     increases: tuple[float, ...]
+    residual: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.increases) < 2 or not all(map(math.isfinite, self.increases)):
@@ -56,3 +58,8 @@ class Rung:
     def highest_increase(self) -> float:
         """Upper end of the interval of the mean increase, in percent; at least 0."""
         return max(interval_of_mean(self.increases)[1], 0.0)
+
+    @property
+    def mean_increase(self) -> float:
+        """Mean increase, in percent; at least 0."""
+        return max(statistics.fmean(self.increases), 0.0)

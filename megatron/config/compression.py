@@ -53,6 +53,13 @@ class CompressionConfig:
         maximum=100.0,
         only_if=(_AUTO_CHOICE,),
     )
+    loss_check_interval: int = option(
+        100,
+        "Iterations between checks of what the compressors chosen by --compress auto cost in loss; above "
+        "--max-loss-increase, one of them takes a gentler setting. 0 for no checks.",
+        minimum=0,
+        only_if=(_AUTO_CHOICE,),
+    )
     compress_module: list[str] = option(  # noqa: RUF009
         [],
         "A Python file whose register(registry) adds compressors.",

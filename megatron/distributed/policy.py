@@ -53,7 +53,9 @@ class CompressionPlan:
         specs: specs by point; other points are not compressed.
         stage, stages: this rank's pipeline stage, and the number of stages.
 
-    ``steps`` counts skipped updates; a run assigns its ``Progress``.
+    ``steps`` counts skipped updates; a run assigns its ``Progress``. ``evaluation_overrides`` holds
+    points at which evaluations compress, or do not, whatever their specs say; ``substitutes`` what ``substitute`` has
+    put in the place of specs.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
@@ -61,15 +63,19 @@ class CompressionPlan:
         self.stage = stage
         self.stages = stages
         self.steps = SkippedSteps()
+        self.evaluation_overrides: dict[Point, bool] = {}
         self._iteration = 0
         self._tuned: dict[Point, dict[str, float]] = {}
         self._exact: set[Point] = set()
+        self.substitutes: dict[Point, str] = {}
         self._rounds: dict[tuple[Point, Any], RoundCompressor] = {}
         self._codecs: dict[tuple[Point, Any], Codec] = {}
 
     def activation(self, point: Point) -> Activation:
         """Iterations and stages with compression at a point."""
-        return self.specs[point].activation if point in self.specs else Activation()
+        activation = self.specs[point].activation if point in self.specs else Activation()
+        in_evaluation = self.evaluation_overrides.get(point)
+        return activation if in_evaluation is None else replace(activation, evaluation=in_evaluation)
 
     def is_active(self, point: Point, iteration: int) -> bool:
         """Whether reductions at a point are compressed in an iteration (-1 in evaluation).
@@ -105,6 +111,24 @@ class CompressionPlan:
         must make the same call."""
         self._tuned[point] = dict(values or {})
         self._exact = self._exact - {point} if values is not None else self._exact | {point}
+
+    def substitute(self, point: Point, spec: Spec | None, text: str = "") -> None:
+        """Replace a point's compressor from the next step on. All ranks must make the same call.
+
+        Args:
+            point: a point with a compressor.
+            spec: the same compressor with other options; None for exact traffic.
+            text: the value of ``--compress``; empty for exact traffic.
+        """
+        self.substitutes[point] = text
+        if spec is None:
+            self._exact = self._exact | {point}
+            return
+        assert spec.name == self.specs[point].name
+        self.specs[point] = spec
+        for cache in (self._rounds, self._codecs):
+            for key in [key for key in cache if key[0] is point]:
+                del cache[key]
 
     def make_trial_plan(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
         """Make a plan for a single point that compresses in every iteration with these options; exact if None."""
@@ -165,7 +189,7 @@ class CompressionPlan:
 
     def codec(self, point: Point) -> Codec:
         """Codec of a point's messages with this iteration's options; it holds no state."""
-        if point not in self.specs:
+        if point not in self.specs or point in self._exact:
             return _EXACT_CODEC
         options = self.options(point)
         if (point, options) not in self._codecs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
+from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import point_name, read_specs
 from megatron.config.check_compression import why_no_traffic
@@ -41,10 +42,14 @@ class CandidateSpec:
     Args:
         spec: value of ``--compress``.
         increase: upper end of its measured increase of the validation loss, in percent.
+        mean_increase: mean of that increase.
+        residual: norm of the residual over that of the gradient, as measured; None without error feedback.
     """
 
     spec: str
     increase: float
+    mean_increase: float = 0.0
+    residual: float | None = None
 
 
 Ladders = Mapping[Point, Sequence[CandidateSpec]]
@@ -142,13 +147,20 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         if why_no_traffic(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
-            for rung in registry[name].ladder.get(point, ()):
-                text = rung.spec(point, name, config.model.hidden_size)
-                spec = read_specs([text], registry, length)[point]
-                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, text))) is not None
+            for candidate in candidates_of(registry, name, point, config.model.hidden_size):
+                spec = read_specs([candidate.spec], registry, length)[point]
+                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
                 if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
-                    ladders.setdefault(point, []).append(CandidateSpec(text, rung.highest_increase))
+                    ladders.setdefault(point, []).append(candidate)
     return ladders
+
+
+def candidates_of(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
+    """The settings of a compressor that may be chosen at a point."""
+    return [
+        CandidateSpec(rung.spec(point, name, hidden_size), rung.highest_increase, rung.mean_increase, rung.residual)
+        for rung in registry[name].ladder.get(point, ())
+    ]
 
 
 def candidate_specs(ladders: Ladders) -> list[str]:

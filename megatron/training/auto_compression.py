@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.compression.plugins import build_registry
+from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
@@ -178,14 +179,15 @@ class PredictionCheck(Observer):
         yield Finding("auto_compression", values, line)
 
 
-def describe_choice(config: RunConfig, layout: Layout) -> dict[str, Any]:
-    """The chosen specs, with the layout and the budget that they were chosen for, as checkpoints hold them; empty
-    without ``--compress auto``."""
+def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) -> dict[str, Any]:
+    """Describe the chosen specs, or what has replaced them, for checkpoints, with the layout and the budget that they
+    were chosen for; empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}
     budget = compression.max_loss_increase
-    return {"specs": compression.chosen_specs, "layout": _sizes(layout), "max_loss_increase": budget}
+    specs = [plan.substitutes.get(Point(point_name(spec)), spec) for spec in compression.chosen_specs]
+    return {"specs": [spec for spec in specs if spec], "layout": _sizes(layout), "max_loss_increase": budget}
 
 
 def _sizes(layout: Layout) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from megatron.base.errors import UserError
 from megatron.base.user_text import short_names
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
+from megatron.data.batch import Batch
 from megatron.data.build import Dataset
-from megatron.data.loader import MicroBatches
 from megatron.data.source import BlendedDataset
 from megatron.data.whole_batches import FilledSource, WholeBatches
 from megatron.training.assembly import Engines
@@ -89,7 +89,7 @@ class Evaluated:
     outputs_nc: Tensor | None = None
 
 
-def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int, first_draw: int) -> Evaluated:
+def evaluate(engines: Engines, batches: Iterator[Batch], rounds: int, micro_batches: int, first_draw: int) -> Evaluated:
     """Compute the mean of each loss over ``rounds`` global batches.
 
     Args:

@@ -332,7 +332,10 @@ def _stateful_parts(
     )
     stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
     stateful.register_value(
-        CHOICE, lambda: describe_choice(engines.config, engines.topology.layout), None, Scope.DESCRIPTION
+        CHOICE,
+        lambda: describe_choice(engines.config, engines.topology.layout, engines.plan),
+        None,
+        Scope.DESCRIPTION,
     )
     stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     stateful.register_value(

@@ -54,6 +54,7 @@ from megatron.training.islands import (
     refusing,
 )
 from megatron.training.kernel_check import check_kernels
+from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
@@ -218,17 +219,8 @@ def run(
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         trains = not config.validation.skip_train and position.iteration < train_iters
-        timed = partial(
-            time_steps,
-            topology=topology,
-            vocab_size=vocab_size,
-            length=length,
-            plan=plan,
-            consumed_samples=position.consumed_samples,
-        )
-        config, choice = with_chosen_compressors(
-            config, topology, env, vocab_size, saved, timed if trains else None, rank_0_log(topology)
-        )
+        timer = partial(time_steps, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
+        config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
         if choice is not None:
             PredictionCheck(choice, engines.plan, engines.ledger.observers)
@@ -253,13 +245,16 @@ def run(
             checkpoints.load_pretrained(*job.pretrained)
         elif config.checkpoint.load:
             log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+        guard = None
+        if trains and LossGuard.is_needed(engines):
+            guard = together(topology.control.pg, lambda: LossGuard(engines, held_out_batches(engines, plan), length))
     met = meet_islands(engines, env, position.iteration, islands)
     # Raises UserError on every rank when a log cannot be opened.
     together(topology.control.pg, reporter.open)
     reporter.share_tracked_runs()
     try:
         rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
-        Trainer(engines, plan, checkpoints, reporter, rounds).run()
+        Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()
     finally:
         met.leave()
         reporter.close()

@@ -17,6 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
+from megatron.distributed.observer import Finding
 from megatron.models.flops import (
     benchmark_tflops,
     model_flops_per_sample,
@@ -128,6 +129,12 @@ class Reporter:
         if values:
             self.sinks.event("outer", **values)
 
+    def record(self, finding: Finding, iteration: int) -> None:
+        """Write a finding to the log."""
+        if finding.line is not None:
+            self.sinks.line(finding.line)
+        self.sinks.event(finding.kind, iteration, **finding.values)
+
     def start_training(self) -> None:
         """Start the clock of the first window."""
         self.engines.ledger.clear()
@@ -154,9 +161,7 @@ class Reporter:
         """Record a step, and report the window if a line is due."""
         for observer in tuple(self.engines.ledger.observers):  # one may leave with its last report
             for finding in observer.findings(step.iteration):
-                if finding.line is not None:
-                    self.sinks.line(finding.line)
-                self.sinks.event(finding.kind, step.iteration, **finding.values)
+                self.record(finding, step.iteration)
         step_ended = time.perf_counter()
         step = replace(step, seconds_per_iteration=step_ended - self._step_started)
         self._step_started = step_ended

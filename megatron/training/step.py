@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron.compression.api import SampleKey
 from megatron.compression.points import Point
 from megatron.data.batch import Batch
+from megatron.data.loader import MicroBatches, build_loader
+from megatron.data.source import SampleSource
 from megatron.distributed.ledger import Ledger
 from megatron.models.context import ForwardContext
 from megatron.models.losses import LossSum, Targets
@@ -123,6 +125,32 @@ def _make_targets(batch: Batch, keys: DropoutKeys | None = None) -> Targets:
     assert batch.labels_bs is not None
     assert batch.loss_mask_bs is not None
     return Targets(batch.labels_bs, batch.loss_mask_bs, batch.order_b, batch.lengths_b, keys)
+
+
+def open_loader(
+    engines: Engines, dataset: SampleSource, consumed_samples: int, *, num_workers: int = 0, trains: bool = False
+) -> MicroBatches:
+    """Open this rank's micro-batches of a data set; close them after use.
+
+    Args:
+        engines: engines of this rank.
+        dataset: the data set.
+        consumed_samples: draws consumed by all ranks.
+        num_workers: threads that prefetch.
+        trains: whether islands divide the samples, as in training; in evaluations each island reads all of them.
+    """
+    dp, islands = engines.topology.dp, engines.config.islands
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=engines.config.training.micro_batch_size,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        num_workers=num_workers,
+        needs_tokens=engines.needs_tokens,
+        island=islands.island or 0 if trains else 0,
+        islands=islands.islands if trains else 1,
+    )
 
 
 def take_batches(

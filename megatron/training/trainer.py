@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from megatron.data.build import Dataset
-from megatron.data.loader import MicroBatches, build_loader
+from megatron.data.loader import MicroBatches
 from megatron.diloco.rounds import Rounds
 from megatron.diloco.startup import QuorumError
 from megatron.distributed.errors import CommunicationError
@@ -17,6 +17,7 @@ from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
+from megatron.training.loss_guard import LossGuard
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
@@ -24,7 +25,7 @@ from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
 from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
-from megatron.training.step import take_batches, train_step
+from megatron.training.step import open_loader, take_batches, train_step
 
 
 class Trainer:
@@ -36,6 +37,7 @@ class Trainer:
         checkpoints: checkpoints of the run, with its counters and learning-rate schedule.
         reporter: logs of the run.
         rounds: rounds of islands; None without the point ``outer``.
+        loss_guard: checks of compressors that the run has chosen; None without any.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Trainer:
         checkpoints: RunCheckpoints,
         reporter: Reporter,
         rounds: Rounds | None = None,
+        loss_guard: LossGuard | None = None,
     ) -> None:
         self.config = config = engines.config
         self.rounds = rounds
+        self.loss_guard = loss_guard
         self.judge = plan.judge
         self._judged_at: int | None = None
         self.engines = engines
@@ -269,6 +273,10 @@ class Trainer:
         if every and progress.iteration % every == 0:
             with self.reporter.paused("check"):
                 check_replicas(self.engines, progress.iteration)
+        if self.loss_guard is not None and self.loss_guard.is_due(progress.iteration):
+            with self.reporter.paused("check"):
+                finding = self.loss_guard.check()
+            self.reporter.record(finding, progress.iteration)
         assert self.train_set is not None
         epoch_samples = self.train_set.epoch_samples
         self.reporter.after_step(
@@ -309,20 +317,8 @@ class Trainer:
         return reason
 
     def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
-        dp, islands = self.topology.dp, self.config.islands
-        # Islands divide the training samples; each island reads all evaluation samples.
-        island, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
-        return build_loader(
-            dataset,
-            consumed_samples=consumed,
-            micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
-            num_workers=self.config.data.num_workers,
-            needs_tokens=self.engines.needs_tokens,
-            island=island,
-            islands=count,
-        )
+        workers = self.config.data.num_workers
+        return open_loader(self.engines, dataset, consumed, num_workers=workers, trains=dataset is self.train_set)
 
     def _evaluate(self, sets: Sequence[EvaluationSet], first_round: int, split: str, *, final: bool = False) -> None:
         """Evaluate data sets, and report their losses and the mean over the sets.

@@ -12,13 +12,12 @@ import torch
 from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.data.loader import build_loader
 from megatron.distributed.agreement import together
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.training.assembly import build_engines
 from megatron.training.run_plan import RunPlan
-from megatron.training.step import take_batches, train_step
+from megatron.training.step import open_loader, take_batches, train_step
 
 _MAX_STEPS = 5
 _MAX_SECONDS = 5.0
@@ -26,19 +25,19 @@ _MAX_SECONDS = 5.0
 
 
 def time_steps(
-    config: RunConfig, topology: Topology, vocab_size: int, length: RunLength, plan: RunPlan, consumed_samples: int
+    topology: Topology, vocab_size: int, length: RunLength, plan: RunPlan, consumed_samples: int, config: RunConfig
 ) -> float:
     """Time training steps past all warm-ups, in new engines. A collective call.
 
     Random numbers of the run, its data's position and its logs are as before.
 
     Args:
-        config: resolved configuration, with the compressors.
         topology: the ranks.
         vocab_size: entries of the vocabulary.
         length: length of the run, for warm-ups in fractions of it.
         plan: data of the run; all steps use its next global batch.
         consumed_samples: position of the run in its data.
+        config: resolved configuration, with the compressors.
 
     Returns:
         Mean seconds of the later half of the steps, on the slowest rank; the same on all ranks.
@@ -51,22 +50,10 @@ def time_steps(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         engines = together(group, lambda: build_engines(silent_config, topology, vocab_size, length))
         assert plan.train_set is not None
-        dp = topology.dp
-        loader = build_loader(
-            plan.train_set,
-            consumed_samples=consumed_samples,
-            micro_batch_size=config.training.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
-            num_workers=0,
-            needs_tokens=engines.needs_tokens,
-            island=0,
-            islands=1,
-        )
         iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
         micro_batches = plan.sizes.batches.num_micro_batches(consumed_samples)
         seq_length = plan.sizes.lengths.at(iteration)
-        with loader:
+        with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
             batches = together(group, lambda: take_batches(loader, micro_batches, device, seq_length))
         seconds: list[float] = []
         while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):

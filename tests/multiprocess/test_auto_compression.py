@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -72,11 +73,18 @@ def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, 
     """Though its links are fast."""
     folder, text = chosen
     specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
-    resumed = _train(prefix, tmp_path / "resumed.jsonl", ["auto"], load=folder / "saved", max_loss_increase=50)
+    changes: dict[str, Any] = {"load": folder / "saved", "max_loss_increase": 50, "loss_check_interval": 2}
+    resumed = _train(prefix, tmp_path / "resumed.jsonl", ["auto"], **changes)
     assert f"keeps the choice of the checkpoint's run: {' '.join(specs)}" in resumed.stdout
     assert "measured" not in resumed.stdout
     assert "predicted" not in resumed.stdout
     _train(prefix, tmp_path / "whole.jsonl", specs)
+    events = map(json.loads, (tmp_path / "resumed.jsonl").read_text().splitlines())
+    checks = {event["iteration"]: event for event in events if event["kind"] == "loss_check"}
+    assert list(checks) == [4, 6]
+    assert checks[4]["points"].keys() == {spec.partition("=")[0] for spec in specs}
+    assert checks[4]["expected_increase"] == pytest.approx(sum(checks[4]["points"].values()))
+    assert checks[4]["eased"] is None
     whole = _losses(tmp_path / "whole.jsonl")
     assert _losses(tmp_path / "resumed.jsonl") == {iteration: whole[iteration] for iteration in (4, 5, 6)}
 

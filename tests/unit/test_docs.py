@@ -284,7 +284,8 @@ def test_the_candidates_of_the_automatic_choice_are_current() -> None:
     text = DOCUMENTS["docs/results/loss.md"].partition("## Candidates of the automatic choice")[2]
     rows = [
         f"| `{rung.spec(point, name, 64)}` | {', '.join(f'{increase:+.3f}%' for increase in rung.increases)} "
-        f"| {fmean(rung.increases):+.3f}% | {rung.highest_increase:.2f}% |"
+        f"| {fmean(rung.increases):+.3f}% | {rung.highest_increase:.2f}% "
+        f"| {'-' if rung.residual is None else f'{rung.residual:g}'} |"
         for point in Point
         if point is not Point.EMBED_GRAD
         for name, registration in sorted(BUILTIN.items())

@@ -82,9 +82,10 @@ def test_a_lower_budget_and_specs_that_no_longer_fit_choose_again() -> None:
 
 def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
     layout = single_process().layout
-    assert describe_choice(tiny_config({"compression": {"compress": ["dp-grad=cast"]}}, 1), layout) == {}
+    plan = CompressionPlan({})
+    assert describe_choice(tiny_config({"compression": {"compress": ["dp-grad=cast"]}}, 1), layout, plan) == {}
     chosen = tiny_config({"compression": {"compress": ["pp-forward=cast", "auto", "dp-grad=cast"]}}, 1)
-    assert describe_choice(chosen, layout) == {
+    assert describe_choice(chosen, layout, plan) == {
         "specs": ["dp-grad=cast"],
         "layout": [1, 1, 1, 1],
         "max_loss_increase": 0.5,
