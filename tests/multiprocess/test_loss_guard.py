@@ -110,7 +110,9 @@ def test_a_harmful_codec_is_measured_and_takes_its_gentler_setting(tmp_path: Pat
     assert results[0][:2] == results[1][:2]
 
 
-def _check_residuals(budget: float, declared_residual: float | None = None) -> tuple[list[dict[str, Any]], list[str | None], float, list[Any]]:
+def _check_residuals(
+    budget: float, declared_residual: float | None = None
+) -> tuple[list[dict[str, Any]], list[str | None], float, list[Any]]:
     """Checks three times, with steps between."""
     engines = tiny_engines(merge(_auto([FOUR_BITS], budget=budget)))
     ratios = []
