@@ -187,7 +187,7 @@ class CompressorSearch:
     def __init__(
         self, predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float
     ) -> None:
-        self._predictor, self._choice, self._ladders, self._budget = predictor, choice, ladders, budget
+        self.predictor, self._choice, self._ladders, self._budget = predictor, choice, ladders, budget
         uncompressed = CompressorSet({}, predictor.predict(choice))
         self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
         self.sets = [uncompressed]
@@ -223,7 +223,7 @@ class CompressorSearch:
 
     def _predict(self, candidates: Mapping[Point, CandidateSpec]) -> Prediction:
         specs = (candidate.spec for candidate in candidates.values())
-        return self._predictor.predict(replace(self._choice, specs=(*self._choice.specs, *specs)))
+        return self.predictor.predict(replace(self._choice, specs=(*self._choice.specs, *specs)))
 
     def _explain(self, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]) -> PointChoice:
         """The choice at a point with what it saves, or the reason why nothing is chosen there."""
@@ -261,8 +261,14 @@ def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
     )
 
 
-def report(result: AutoChoice, budget: float) -> str:
-    """Table of the choice: for each point what was chosen, what it saves and costs, and the flags that repeat it."""
+def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
+    """Table of the choice: for each point what was chosen, what it saves and costs, and the flags that repeat it.
+
+    Args:
+        result: the choice.
+        budget: largest acceptable increase of the validation loss, in percent.
+        suggested: other settings that would save time.
+    """
     before_s, after_s = result.uncompressed.seconds, result.chosen.seconds
     lines = [
         f"--compress auto: {'measured' if result.trials else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
@@ -279,6 +285,7 @@ def report(result: AutoChoice, budget: float) -> str:
     for trial in result.trials:
         specs_text = " ".join(trial.specs) or "nothing"
         lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {specs_text}")
+    lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
     elif result.chosen.candidates:

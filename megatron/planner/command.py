@@ -48,6 +48,7 @@ from megatron.planner.measure import described, measure_all, without_pipeline
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import breakdown, compare_with_one_node, draw_prediction, reason, table
 from megatron.planner.search import SPEC_SETS, search, with_experts
+from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 
@@ -249,7 +250,7 @@ def show(
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
         auto_choice = CompressorSearch(predictor, baseline.choice, ladders, budget, memory).choose()
         chosen = auto_choice.chosen.prediction
-        print(f"\n{report(auto_choice, budget)}\n\n{table([chosen], memory)}")
+        print(f"\n{report(auto_choice, budget, suggestions(predictor, chosen))}\n\n{table([chosen], memory)}")
         print(breakdown(chosen, predictor.cluster, warns_of_loss=False))
         _write_configuration(options, chosen, config)
         return [*predictions, chosen], chosen

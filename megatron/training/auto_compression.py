@@ -42,6 +42,7 @@ from megatron.planner.choice import NOT_PLANNED, choice_of, plannable
 from megatron.planner.cluster import Cluster, Device
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Predictor
+from megatron.planner.suggestions import suggestions
 from megatron.training.saved_run import SavedRun
 
 _SETTLING_STEPS, _CHECKED_STEPS = 2, 5
@@ -137,7 +138,8 @@ def with_chosen_compressors(
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     result = together(group, lambda: search.choose(trials))
-    log(report(result, config.compression.max_loss_increase))
+    suggested = suggestions(search.predictor, result.chosen.prediction)
+    log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     (chosen,) = _agree_on_sets(group, [result.chosen], search.sets)
     return _with_choice(config, chosen.specs, topology), result

@@ -216,6 +216,7 @@ def test_the_report_names_each_point_and_the_flags() -> None:
     assert f"the same by hand: {flags}" in text
     for choice in result.points:
         assert f"\n  {choice.point.value} " in text
+    assert "\n  not switched on: --flag would save 4%" in report(result, 0.5, ["--flag would save 4%"])
     assert re.search(r"nothing: (\S+ would save|coding would take longer)", report(_auto(FAST), 100.0))
 
 

@@ -1,0 +1,57 @@
+"""Settings besides compressors that would make a run faster, by prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.base.errors import UserError
+from megatron.compression.points import Point
+from megatron.compression.spec import point_name
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.search import refusal_reason
+
+_LEAST_GAIN, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.2
+"""Shares of an iteration that a setting must save. Islands change what is trained, so they must save more."""
+
+_ISLANDS_SPEC = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
+
+
+def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
+    """Describe the settings that would save enough time.
+
+    Args:
+        predictor: predictor of the model on the cluster.
+        prediction: prediction of the run as it is.
+    """
+    lines = []
+    for flags, note, choice, least_gain in _alternatives(predictor, prediction.choice):
+        if refusal_reason(predictor.config, choice) is not None:
+            continue
+        try:
+            seconds = predictor.predict(choice).seconds
+        except UserError:
+            continue
+        gain = 1.0 - seconds / prediction.seconds
+        if gain >= least_gain:
+            lines.append(f"{flags} would save {gain:.0%} of an iteration{note}")
+    return lines
+
+
+def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, str, Choice, float]]:
+    """Flags, a note on them, the choice with them, and the share of an iteration that they must save."""
+    if choice.dp > 1 and not choice.overlap:
+        yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _LEAST_GAIN
+    if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
+        yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
+    nodes = predictor.cluster.gpus // predictor.cluster.gpus_per_node
+    has_length = predictor.config.training.planned_iters is not None
+    if nodes > 1 and choice.islands == 1 and choice.dp % nodes == 0 and has_length:
+        dp = choice.dp // nodes
+        specs = [spec for spec in choice.specs if dp > 1 or point_name(spec) != Point.DP_GRAD.value]
+        islands = replace(
+            choice, dp=dp, islands=nodes, specs=(*specs, _ISLANDS_SPEC), overlap=choice.overlap and dp > 1
+        )
+        note = " (its cost in loss is not in the budget: see the guide on islands)"
+        yield f"--islands {nodes} --compress {_ISLANDS_SPEC}", note, islands, _LEAST_GAIN_OF_ISLANDS
