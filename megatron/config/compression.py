@@ -60,6 +60,11 @@ class CompressionConfig:
         minimum=0,
         only_if=(_AUTO_CHOICE,),
     )
+    compress_adapt: bool = option(
+        False,
+        "Choose the compressors of --compress auto again when the run resumes, as after a change of its links.",
+        only_if=(_AUTO_CHOICE,),
+    )
     compress_module: list[str] = option(  # noqa: RUF009
         [],
         "A Python file whose register(registry) adds compressors.",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger, gather_rows
-from megatron.distributed.observer import Finding, Observer
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
@@ -44,9 +42,6 @@ from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Predictor
 from megatron.planner.suggestions import suggestions
 from megatron.training.saved_run import SavedRun
-
-_SETTLING_STEPS, _CHECKED_STEPS = 2, 5
-"""Steps whose times are not compared with the choice's, and steps whose median time is."""
 
 CHOICE = "compression_choice"
 """Name of the choice in a checkpoint."""
@@ -145,42 +140,6 @@ def with_chosen_compressors(
     return _with_choice(config, chosen.specs, topology), result
 
 
-class PredictionCheck(Observer):
-    """Reports how long an iteration takes beside what was expected, once.
-
-    Args:
-        choice: the choice with its expected time.
-        plan: the compressors of the run; steps of their warm-ups are not measured.
-        observers: the observers of the run, which it joins until it has reported.
-    """
-
-    def __init__(self, choice: AutoChoice, plan: CompressionPlan, observers: list[Observer]) -> None:
-        self._observers = observers
-        self._chosen = choice.chosen
-        self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
-        self._last = (-1, 0.0)
-        self._seconds: list[float] = []
-        observers.append(self)
-
-    def begin_step(self, iteration: int) -> None:
-        now = time.perf_counter()
-        last_iteration, start = self._last
-        if self._warmup_iters <= last_iteration == iteration - 1:
-            self._seconds.append(now - start)
-        self._last = (iteration, now)
-
-    def findings(self, iteration: int) -> Iterable[Finding]:
-        if len(self._seconds) < _SETTLING_STEPS + _CHECKED_STEPS:
-            return
-        self._observers.remove(self)  # observers slow every operation down
-        measured_s = statistics.median(self._seconds[_SETTLING_STEPS:])
-        predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
-        values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
-        expected = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"
-        line = f"--compress auto: an iteration takes {measured_s:.3g} s ({expected})"
-        yield Finding("auto_compression", values, line)
-
-
 def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) -> dict[str, Any]:
     """Describe the chosen specs, or what has replaced them, for checkpoints, with the layout and the budget that they
     were chosen for; empty without ``--compress auto``."""
@@ -218,7 +177,9 @@ def _kept_config(
     user_points = {point_name(spec) for spec in config.compression.spec_texts}
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
     reason, kept_config = "", None
-    if sizes != _sizes(topology.layout):
+    if config.compression.compress_adapt:
+        reason = "--compress-adapt is given"
+    elif sizes != _sizes(topology.layout):
         reason = "the layout has changed"
     elif config.compression.max_loss_increase < budget:
         reason = f"--max-loss-increase is below {budget:g}"

@@ -40,7 +40,7 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, log_engines, rank_0_log
 from megatron.training.assembly import build_engines, groups_by_node, make_layout
-from megatron.training.auto_compression import PredictionCheck, check_auto, with_chosen_compressors
+from megatron.training.auto_compression import check_auto, with_chosen_compressors
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
@@ -62,6 +62,7 @@ from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_plan import Judge, RunPlan
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
+from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 from megatron.training.trial_steps import time_steps
@@ -222,8 +223,6 @@ def run(
         timer = partial(time_steps, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
         config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-        if choice is not None:
-            PredictionCheck(choice, engines.plan, engines.ledger.observers)
         about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
         log_engines(engines, datasets, about_compression, log)
         schedule = LRSchedule.from_options(
@@ -237,6 +236,8 @@ def run(
         progress = Progress()
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
         reporter = Reporter(engines, plan, progress, timers)
+        if config.compression.chosen_specs or choice is not None:
+            reporter.step_time_check = StepTimeCheck(None if choice is None else choice.chosen, engines.plan)
         checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock)
         island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
         if saved is not None:

@@ -32,6 +32,7 @@ from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
 from megatron.training.run_plan import RunPlan
 from megatron.training.sinks import ProgressBarSink, Sinks, open_sinks
+from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
 from megatron.training.traffic import TrafficMeter, format_comm_line
 
@@ -59,6 +60,8 @@ class Reporter:
         plan: steps and data of the run.
         progress: counters of the run.
         timers: timers to report with each log line.
+
+    ``step_time_check`` checks the time of each step, if a run assigns it.
     """
 
     def __init__(self, engines: Engines, plan: RunPlan, progress: Progress, timers: Timers) -> None:
@@ -81,6 +84,7 @@ class Reporter:
             plan.evaluation_rounds,
             lambda length: float(model_flops_per_sample(*self._model_of(length))),
         )
+        self.step_time_check: StepTimeCheck | None = None
         self._step_started = time.perf_counter()
         self._logs = engines.topology.is_last_rank
 
@@ -159,12 +163,15 @@ class Reporter:
 
     def after_step(self, step: StepMetrics) -> None:
         """Record a step, and report the window if a line is due."""
-        for observer in tuple(self.engines.ledger.observers):  # one may leave with its last report
+        for observer in self.engines.ledger.observers:
             for finding in observer.findings(step.iteration):
                 self.record(finding, step.iteration)
         step_ended = time.perf_counter()
         step = replace(step, seconds_per_iteration=step_ended - self._step_started)
         self._step_started = step_ended
+        slowness = None if self.step_time_check is None else self.step_time_check.after_step(step)
+        if slowness is not None:
+            self.record(slowness, step.iteration)
         self.window.add_step(step)
         self.sinks.step(step)
         samples_before = step.consumed_samples - step.global_batch_size

@@ -8,10 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.compression.points import Point
-from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
-from megatron.distributed.observer import Observer
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
@@ -19,7 +16,6 @@ from megatron.planner.auto import AutoChoice
 from megatron.training import auto_compression
 from megatron.training.auto_compression import (
     CHOICE,
-    PredictionCheck,
     check_auto,
     describe_choice,
     with_chosen_compressors,
@@ -92,6 +88,11 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
     }
 
 
+def test_adapting_chooses_again() -> None:
+    adapting = {"compression": {**AUTO["compression"], "compress_adapt": True}}
+    assert "chooses again, since --compress-adapt is given; " in _choose(tiny_config(adapting, 1), KEPT)[2][0]
+
+
 def test_a_run_without_steps_keeps_the_choice_or_chooses_nothing() -> None:
     assert _choose(tiny_config(AUTO, 1), KEPT, trains=False)[0].compression.chosen_specs == ["dp-grad=fixpoint,bits=4"]
     config, _, lines = _choose(tiny_config(AUTO, 1), {}, trains=False)
@@ -132,31 +133,3 @@ def test_models_that_are_not_planned_are_refused() -> None:
     object.__setattr__(config.model, "model_type", "t5")
     with pytest.raises(UserError, match="the planner does not know t5 models; name the specs"):
         check_auto(config, 1)
-
-
-@pytest.mark.parametrize(("trial_s", "expected"), [(None, "predicted: 1.5 s"), (1.9, "trial steps: 1.9 s")])
-def test_the_expected_time_is_compared_once_with_steps_after_the_warm_up(
-    trial_s: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps of 10 s in the warm-up, then two of 5 s that settle, then of 2 s; evaluations come between."""
-    now = 0.0
-    monkeypatch.setattr(auto_compression.time, "perf_counter", lambda: now)
-    chosen = SimpleNamespace(prediction=SimpleNamespace(seconds=1.5), trial_s=trial_s)
-    choice = cast(AutoChoice, SimpleNamespace(chosen=chosen))
-    spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=3)))
-    observers: list[Observer] = []
-    check = PredictionCheck(choice, CompressionPlan({Point.DP_GRAD: spec}), observers)
-    assert observers == [check]
-    reports = []
-    for iteration in range(20):
-        if iteration == 7:
-            check.begin_step(-1)
-            now += 100.0
-        check.begin_step(iteration)
-        now += 10.0 if iteration < 3 else 5.0 if iteration < 5 else 2.0
-        reports += [(iteration, finding) for observer in tuple(observers) for finding in observer.findings(0)]
-    ((iteration, finding),) = reports
-    assert iteration == 11
-    assert observers == []
-    assert finding.values == {"predicted_s": 1.5, "trial_s": trial_s, "measured_s": 2.0}
-    assert finding.line == f"--compress auto: an iteration takes 2 s ({expected})"

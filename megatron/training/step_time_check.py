@@ -1,0 +1,75 @@
+"""Checks of the times of steps with the compressors that ``--compress auto`` chose."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from megatron.distributed.observer import Finding
+from megatron.distributed.policy import CompressionPlan
+from megatron.planner.auto import CompressorSet
+from megatron.training.metrics import StepMetrics
+
+_SETTLING_STEPS, _FIRST_STEPS = 2, 5
+"""Steps whose times are not compared, and the steps whose median time is the expected one from then on."""
+
+_LATEST_STEPS, _SLOWDOWN = 20, 1.5
+"""A median of so many steps that exceeds the expected time by this factor is reported."""
+
+
+class StepTimeCheck:
+    """Reports the time of the first steps beside what was expected, and later steps that take much longer.
+
+    Later steps are compared per token, since batches and sequences may grow.
+
+    Args:
+        chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
+        plan: the compressors of the run; steps of their warm-ups are not measured.
+    """
+
+    def __init__(self, chosen: CompressorSet | None, plan: CompressionPlan) -> None:
+        self._chosen = chosen
+        self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
+        self._first_steps: list[StepMetrics] = []
+        self._expected_s_per_token: float | None = None
+        self._latest_s_per_token: deque[float] = deque(maxlen=_LATEST_STEPS)
+
+    def after_step(self, step: StepMetrics) -> Finding | None:
+        """Count a step with its seconds."""
+        if step.iteration <= self._warmup_iters:
+            return None
+        if self._expected_s_per_token is None:
+            self._first_steps.append(step)
+            if len(self._first_steps) < _SETTLING_STEPS + _FIRST_STEPS:
+                return None
+            return self._compare_first_steps()
+        self._latest_s_per_token.append(_s_per_token(step))
+        latest_s_per_token = statistics.median(self._latest_s_per_token)
+        if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self._expected_s_per_token:
+            return None
+        tokens = step.global_batch_size * step.seq_length
+        values = {"expected_s": self._expected_s_per_token * tokens, "measured_s": latest_s_per_token * tokens}
+        self._expected_s_per_token = latest_s_per_token
+        self._latest_s_per_token.clear()
+        line = (
+            f"--compress auto: an iteration takes {values['measured_s']:.3g} s by now, up from "
+            f"{values['expected_s']:.3g} s: links or devices are slower; to choose again, stop the run and resume it "
+            "with --compress-adapt"
+        )
+        return Finding("slowdown", values, line)
+
+    def _compare_first_steps(self) -> Finding | None:
+        steps = self._first_steps[_SETTLING_STEPS:]
+        self._expected_s_per_token = statistics.median(map(_s_per_token, steps))
+        if self._chosen is None:
+            return None
+        measured_s = statistics.median(step.seconds_per_iteration for step in steps)
+        predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
+        values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
+        expected_text = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"
+        line = f"--compress auto: an iteration takes {measured_s:.3g} s ({expected_text})"
+        return Finding("auto_compression", values, line)
+
+
+def _s_per_token(step: StepMetrics) -> float:
+    return step.seconds_per_iteration / (step.global_batch_size * step.seq_length)

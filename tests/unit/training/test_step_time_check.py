@@ -1,0 +1,70 @@
+"""Times of steps with automatically chosen compressors, beside what was expected."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from megatron.compression.points import Point
+from megatron.compression.spec import Spec
+from megatron.distributed.observer import Finding
+from megatron.distributed.policy import CompressionPlan
+from megatron.planner.auto import CompressorSet
+from megatron.training.metrics import StepMetrics
+from megatron.training.step_time_check import StepTimeCheck
+
+
+def _check(trial_s: float | None, warmup_iters: int = 0, chosen: bool = True) -> StepTimeCheck:
+    spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=warmup_iters)))
+    compressors = SimpleNamespace(prediction=SimpleNamespace(seconds=1.5), trial_s=trial_s)
+    plan = CompressionPlan({Point.DP_GRAD: spec})
+    return StepTimeCheck(cast(CompressorSet, compressors) if chosen else None, plan)
+
+
+def _findings(check: StepTimeCheck, seconds: list[float], batch: int = 4, first: int = 1) -> dict[int, Finding]:
+    findings = {}
+    for iteration, step_s in enumerate(seconds, first):
+        step = SimpleNamespace(
+            iteration=iteration, seconds_per_iteration=step_s, global_batch_size=batch, seq_length=16
+        )
+        finding = check.after_step(cast(StepMetrics, step))
+        if finding is not None:
+            findings[iteration] = finding
+    return findings
+
+
+@pytest.mark.parametrize(("trial_s", "expected"), [(None, "predicted: 1.5 s"), (1.9, "trial steps: 1.9 s")])
+def test_the_expected_time_is_compared_once_with_steps_after_the_warm_up(trial_s: float | None, expected: str) -> None:
+    """Steps of 10 s in the warm-up, then two of 5 s that settle, then of 2 s."""
+    findings = _findings(_check(trial_s, warmup_iters=3), [10.0] * 3 + [5.0] * 2 + [2.0] * 40)
+    assert list(findings) == [10]
+    assert findings[10].kind == "auto_compression"
+    assert findings[10].values == {"predicted_s": 1.5, "trial_s": trial_s, "measured_s": 2.0}
+    assert findings[10].line == f"--compress auto: an iteration takes 2 s ({expected})"
+
+
+def test_steps_that_take_longer_are_reported_once_for_each_slowdown() -> None:
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [2.0] * 30)
+    findings = _findings(check, [3.1] * 60, first=31)
+    # The median of the last 20 steps is above 3 s after 11 of them.
+    assert list(findings) == [41]
+    assert findings[41].kind == "slowdown"
+    assert findings[41].values == pytest.approx({"expected_s": 2.0, "measured_s": 3.1})
+    assert findings[41].line is not None
+    assert "takes 3.1 s by now, up from 2 s: links or devices are slower" in findings[41].line
+    assert list(_findings(check, [5.0] * 20, first=91)) == [101]
+
+
+def test_larger_batches_are_no_slowdown() -> None:
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [2.0] * 30)
+    assert not _findings(check, [4.0] * 30, batch=8, first=31)
+
+
+def test_a_few_slow_steps_are_no_slowdown() -> None:
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [2.0] * 30)
+    assert not _findings(check, ([9.0] * 5 + [2.0] * 15) * 3, first=31)
