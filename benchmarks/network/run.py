@@ -199,7 +199,7 @@ def linked(cluster: Cluster, rate: float | None) -> Cluster:
 
 def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
     """Seconds of an iteration, as the planner predicts them."""
-    if case.peer or cluster is None or case.schedule == AUTO:
+    if case.peer or cluster is None:
         return None
     config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
     return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds

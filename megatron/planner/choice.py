@@ -27,7 +27,7 @@ class Choice:
         folded: experts are not split over tensor-parallel ranks, which join the expert-parallel group; ``ep`` divides
             ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
-        schedule: 1f1b, eager-1f1b, zb-h1 or gpipe.
+        schedule: 1f1b, eager-1f1b, zb-h1, gpipe or auto.
         micro_batch: sequences per micro-batch.
         micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
@@ -43,7 +43,7 @@ class Choice:
     dp: int
     ep: int = 1
     chunks: int = 1
-    schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe", "auto"] = "1f1b"
     micro_batch: int = 1
     micro_batches: int = 1
     sequence_parallel: bool = False
@@ -141,10 +141,6 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """
     # The target is the cluster, regardless of this machine's devices.
     resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
-    if resolved.parallel.pipeline_schedule == "auto":
-        raise UserError(
-            "--pipeline-schedule auto is not planned: a run makes it from measured times; plan eager-1f1b or zb-h1"
-        )
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
@@ -161,7 +157,6 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
     parallel, training, islands = config.parallel, config.training, config.islands.islands
     world_size = devices // islands
     dp = config.data_parallel_size(world_size)
-    assert parallel.pipeline_schedule != "auto", "refused where the configuration is read"
     return Choice(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,

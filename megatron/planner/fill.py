@@ -10,6 +10,7 @@ from functools import cache
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, most_in_flight
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, find_epilogue, make_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
@@ -64,7 +65,11 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
             saved_bytes = max(saved_bytes, sum(n * piece.saved_bytes for n, piece in pieces))
             recorded_bytes = max(recorded_bytes, sum(n * piece.recorded_bytes for n, piece in pieces))
-        counts = held_by_rank(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
+        if choice.schedule == AUTO:  # a list may hold as many as are allowed
+            most = min(most_in_flight(stages.config.parallel.pipeline_max_in_flight, choice.pp), choice.micro_batches)
+            counts = frozenset({(most, 0), (0, most)} if rank > 0 else {(most, 0)})
+        else:
+            counts = held_by_rank(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
@@ -170,7 +175,9 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
         chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
         late = 0
         if point is Point.PP_BWD:
-            late = _late(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)[chunk]
+            # Whether messages are late matters to codecs that are refused with auto, alone.
+            schedule = FIRST if choice.schedule == AUTO else choice.schedule
+            late = _late(schedule, choice.pp, rank, choice.chunks, choice.micro_batches)[chunk]
         for count, is_late in ((late, True), (choice.micro_batches - late, False)):
             on = stages.compresses(choice, point, rank, is_late)
             total += count * stages.book.message(choice, point, on).nbytes

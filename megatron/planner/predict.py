@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
@@ -76,7 +77,7 @@ class Predictor(Stages):
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
         # Optimizer and gradient reduction only add to it, and no order of operations is better.
-        schedule = choice.schedule if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
+        schedule: Literal["zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
         passes_only = dataclasses.replace(_forth_and_back(choice), schedule=schedule, micro_batches=1)
         key = passes_only, choice.micro_batches
         if key not in self._bounds:

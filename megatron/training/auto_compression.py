@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,6 @@ CHOICE = "compression_choice"
 
 _REMEDY = "load another checkpoint, or name the specs"
 
-_STAND_IN: Literal["zb-h1"] = "zb-h1"
-"""Schedule that is predicted in place of ``--pipeline-schedule auto``."""
-
 
 def check_auto(config: RunConfig, world_size: int) -> None:
     """Check that the compressors of a run can be chosen.
@@ -69,7 +66,7 @@ def check_auto(config: RunConfig, world_size: int) -> None:
     if config.model.model_type in NOT_PLANNED:
         raise UserError(f"--compress auto: the planner does not know {config.model.model_type} models; name the specs")
     try:
-        plannable(_planned(config), world_size)
+        plannable(config, world_size)
     except UserError as error:
         raise UserError(f"--compress auto: cannot predict this run ({error}); name the specs") from error
 
@@ -113,19 +110,19 @@ def with_chosen_compressors(
     if time_steps is None:
         log("--compress auto: chooses nothing, since no step is left to train")
         return _with_choice(config, [], topology), None
-    planned_config, cluster = _planned(config), _cluster(topology, env)
-    ladders = together(group, lambda: read_ladders(planned_config, choice_of(planned_config, cluster.gpus), cluster))
+    cluster = _cluster(topology, env)
+    ladders = together(group, lambda: read_ladders(config, choice_of(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
         return _with_choice(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
     specs = [*user_specs, *candidate_specs(ladders)]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
-        values = measure_all(planned_config, vocab_size, specs, topology, cluster.gpus_per_node)
+        values = measure_all(config, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = described(values, cluster)
-    search = together(group, lambda: _search(planned_config, measured_cluster, vocab_size, ladders))
+    search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
     trials = [
         dataclasses.replace(each, trial_s=time_steps(_with_choice(config, each.specs, topology)))
         for each in _agree_on_sets(group, search.contenders(), search.sets)
@@ -212,9 +209,9 @@ def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
-def _search(planned_config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> CompressorSearch:
-    predictor, budget = Predictor(planned_config, cluster, vocab_size), planned_config.compression.max_loss_increase
-    choice, memory_gib = choice_of(planned_config, cluster.gpus), cluster.device.memory_gib
+def _search(config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> CompressorSearch:
+    predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
+    choice, memory_gib = choice_of(config, cluster.gpus), cluster.device.memory_gib
     return CompressorSearch(predictor, choice, ladders, budget, memory_gib)
 
 
@@ -226,13 +223,6 @@ def _agree_on_sets(
     by_specs = {tuple(each.specs): each for each in sets}
     texts = gather_texts(group, json.dumps([each.specs for each in selected]))
     return [by_specs[tuple(specs)] for specs in json.loads(texts[0])]
-
-
-def _planned(config: RunConfig) -> RunConfig:
-    """The configuration as it is predicted."""
-    if config.parallel.pipeline_schedule != "auto":
-        return config
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline_schedule=_STAND_IN))
 
 
 def _memory_gib(device: torch.device, ranks_here: int) -> float:

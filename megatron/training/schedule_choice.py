@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.compression.points import Point
 from megatron.distributed.observer import Observer, SentMessage
-from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline, most_in_flight
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.training.assembly import Engines
 
@@ -118,7 +118,9 @@ class ScheduleChoice(Observer):
                     rows[boundary, _LATENCY] = small_s / 2
                     rows[boundary, _THERE_AND_BACK] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
             rows = self._maximum(rows)
-        measured = MeasuredPipeline(_pipeline(rows), engines.config.parallel.pipeline_max_in_flight or 2 * stages - 1)
+        measured = MeasuredPipeline(
+            _pipeline(rows), most_in_flight(engines.config.parallel.pipeline_max_in_flight, stages)
+        )
         engines.pipeline.measured = measured
         candidates = measured.candidates(micro_batches)
         fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
-from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline
+from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
 
 AUTO = "auto"
 """Name of the list scheduler among the values of ``--pipeline-schedule``."""
@@ -20,6 +20,12 @@ _MOST_LIMITS = 12
 """Maximum number of limits on micro-batches that are tried."""
 _MOST_FORWARDS = 1024
 """Number of forward passes above which only the beginning of a step is compared, with fewer limits."""
+
+
+def most_in_flight(requested: int | None, stages: int) -> int:
+    """Maximum number of micro-batches that a stage may hold between their forward and their last pass: as requested, or
+    as many as eager-1f1b holds."""
+    return requested or 2 * stages - 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,11 @@ def _make_orders(kind: str, limits: Sequence[int], stages: int, micro_batches: i
     return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches)) for stage in range(stages)]
 
 
+def _most_simulated(stages: int, micro_batches: int) -> int:
+    """Number of micro-batches of a step that are simulated."""
+    return min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
+
+
 def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[Candidate]:
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
@@ -109,9 +120,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
         micro_batches: number of micro-batches in the step.
         limit: maximum number of micro-batches that a stage may hold between their forward and their last pass.
     """
-    stages = pipeline.stages
-    count = min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
-
+    stages, count = pipeline.stages, _most_simulated(pipeline.stages, micro_batches)
     in_flight = {"1f1b": stages, "zb-h1": stages, "eager-1f1b": 2 * stages - 1, "gpipe": micro_batches}
     settings: list[tuple[str, tuple[int, ...]]] = [
         (kind, ()) for kind, needed_limit in in_flight.items() if min(needed_limit, micro_batches) <= limit
@@ -125,6 +134,27 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
         times = pipeline.play(_make_orders(kind, limits, stages, count))
         candidates.append(Candidate(kind, limits, max(rank.end for rank in times) * micro_batches / count))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+@dataclass(frozen=True)
+class ListPipeline(Pipeline):
+    """A pipeline whose ranks take the fastest order of ``rank_schedules``.
+
+    Args:
+        limit: see ``rank_schedules``.
+    """
+
+    limit: int
+
+    def run(self, micro_batches: int) -> list[RankTimes]:
+        count = _most_simulated(self.stages, micro_batches)
+        share = micro_batches / count
+        times = self._play(count)
+        return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]
+
+    def _play(self, micro_batches: int) -> list[RankTimes]:
+        fastest = rank_schedules(self, micro_batches, self.limit)[0]
+        return self.play(_make_orders(fastest.kind, fastest.limits, self.stages, micro_batches))
 
 
 class MeasuredPipeline:

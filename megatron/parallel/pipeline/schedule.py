@@ -121,8 +121,8 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 
 
 SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
-WITH_WEIGHT_PASSES = frozenset({"zb-h1"})
-"""Schedules that compute weight gradients apart, on all stages but the first."""
+WITH_WEIGHT_PASSES = frozenset({"zb-h1", "auto"})
+"""Schedules that compute weight gradients apart, or may do so, on all stages but the first."""
 
 
 def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:

@@ -73,6 +73,17 @@ def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "plan: error: --draw-schedule " in capsys.readouterr().err
 
 
+def test_auto_is_planned_and_drawn(tmp_path: Path) -> None:
+    auto = small_run(parallel={"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto"})
+    words, picture = write_files(tmp_path, auto), tmp_path / "schedule.svg"
+    options = ["--no-search", "--draw-schedule", str(picture), "--json", str(tmp_path / "plan.json")]
+    assert main([*words, *options]) == 0
+    (plan,) = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["choice"]["schedule"] == "auto"
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, auto, on c" in read_texts(picture)
+    assert [[KINDS[box.color] for box in row].count("forward") for row in read_rows(picture)] == [8, 8]
+
+
 def test_a_long_step_is_drawn_with_fewer_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "MAX_PASSES", 24)
     for chunks, count, drawn in ((1, 8, 6), (2, 8, 2)):
