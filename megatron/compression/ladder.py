@@ -38,7 +38,8 @@ class Rung:
             returns it.
         increases: increase of the validation loss, in percent, of each run with this setting over the uncompressed run
             of the same seed. At least two.
-        residual: mean norm of the residual over that of the gradient in those runs; None without error feedback.
+        residual: mean norm of the residual over that of the gradient in those runs; None without error feedback. Used
+            at ``dp-grad``.
     """
 
     options: str | Callable[[int], str]
@@ -48,6 +49,8 @@ class Rung:
     def __post_init__(self) -> None:
         if len(self.increases) < 2 or not all(map(math.isfinite, self.increases)):
             raise ValueError(f"a rung has the increases of at least two runs, not {self.increases}")
+        if self.residual is not None and not (0.0 < self.residual < math.inf):
+            raise ValueError(f"the residual of a rung is a positive share of the gradient, not {self.residual}")
 
     def spec(self, point: Point, name: str, hidden_size: int) -> str:
         """The value of ``--compress``."""

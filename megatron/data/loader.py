@@ -59,6 +59,10 @@ class MicroBatches(Iterator[Batch]):
         self._ahead = _AHEAD * num_workers
         self._closed = False
 
+    def __len__(self) -> int:
+        """Micro-batches in the whole stream, the same on every rank."""
+        return self._count
+
     def __iter__(self) -> MicroBatches:
         return self
 

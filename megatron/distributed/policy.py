@@ -67,6 +67,7 @@ class CompressionPlan:
         self._iteration = 0
         self._tuned: dict[Point, dict[str, float]] = {}
         self._exact: set[Point] = set()
+        self._turned_off: set[Point] = set()
         self.substitutes: dict[Point, str] = {}
         self._rounds: dict[tuple[Point, Any], RoundCompressor] = {}
         self._codecs: dict[tuple[Point, Any], Codec] = {}
@@ -118,17 +119,21 @@ class CompressionPlan:
         Args:
             point: a point with a compressor.
             spec: the same compressor with other options; None for exact traffic.
-            text: the value of ``--compress``; empty for exact traffic.
+            text: the value of ``--compress``; unused for exact traffic.
         """
-        self.substitutes[point] = text
         if spec is None:
-            self._exact = self._exact | {point}
+            self._turned_off.add(point)
             return
+        self.substitutes[point] = text
         assert spec.name == self.specs[point].name
         self.specs[point] = spec
         for cache in (self._rounds, self._codecs):
             for key in [key for key in cache if key[0] is point]:
                 del cache[key]
+
+    def is_turned_off(self, point: Point) -> bool:
+        """Whether ``substitute`` has replaced the point's compressor by exact traffic."""
+        return point in self._turned_off
 
     def make_trial_plan(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
         """Make a plan for a single point that compresses in every iteration with these options; exact if None."""
@@ -181,7 +186,8 @@ class CompressionPlan:
             state: state of the tensor.
         """
         compressor = self.rounds(point)
-        if point not in self._exact and (shape is None or compressor.should_compress(shape)):
+        is_exact = point in self._exact or self.is_turned_off(point)
+        if not is_exact and (shape is None or compressor.should_compress(shape)):
             return compressor
         kind = self.specs[point].feedback
         has_residual = kind != "off" and RESIDUAL in state.tensors
@@ -189,7 +195,7 @@ class CompressionPlan:
 
     def codec(self, point: Point) -> Codec:
         """Codec of a point's messages with this iteration's options; it holds no state."""
-        if point not in self.specs or point in self._exact:
+        if point not in self.specs or self.is_turned_off(point):
             return _EXACT_CODEC
         options = self.options(point)
         if (point, options) not in self._codecs:

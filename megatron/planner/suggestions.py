@@ -26,15 +26,16 @@ def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
         prediction: prediction of the run as it is.
     """
     lines = []
+    memory_limit = max(predictor.cluster.device.memory_gib * 2**30, prediction.memory_bytes)
     for flags, note, choice, least_gain in _alternatives(predictor, prediction.choice):
         if refusal_reason(predictor.config, choice) is not None:
             continue
         try:
-            seconds = predictor.predict(choice).seconds
+            changed = predictor.predict(choice)
         except UserError:
             continue
-        gain = 1.0 - seconds / prediction.seconds
-        if gain >= least_gain:
+        gain = 1.0 - changed.seconds / prediction.seconds
+        if gain >= least_gain and changed.memory_bytes <= memory_limit:
             lines.append(f"{flags} would save {gain:.0%} of an iteration{note}")
     return lines
 
@@ -53,5 +54,5 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
         islands = replace(
             choice, dp=dp, islands=nodes, specs=(*specs, _ISLANDS_SPEC), overlap=choice.overlap and dp > 1
         )
-        note = " (its cost in loss is not in the budget: see the guide on islands)"
+        note = " (in place of auto, and at a cost in loss that is not in the budget: see the guide on islands)"
         yield f"--islands {nodes} --compress {_ISLANDS_SPEC}", note, islands, _LEAST_GAIN_OF_ISLANDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -144,8 +144,23 @@ def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) ->
     if not compression.is_auto:
         return {}
     budget = compression.max_loss_increase
-    specs = [plan.substitutes.get(Point(point_name(spec)), spec) for spec in compression.chosen_specs]
-    return {"specs": [spec for spec in specs if spec], "layout": _sizes(layout), "max_loss_increase": budget}
+    specs = {Point(point_name(spec)): spec for spec in compression.chosen_specs}
+    specs |= {point: text for point, text in plan.substitutes.items() if point in specs}
+    turned_off = [point.value for point in specs if plan.is_turned_off(point)]
+    return {
+        "specs": list(specs.values()),
+        "turned_off": turned_off,
+        "layout": _sizes(layout),
+        "max_loss_increase": budget,
+    }
+
+
+def restore_choice(choice: Mapping[str, Any], config: RunConfig, plan: CompressionPlan) -> None:
+    """Turn the compressors off that were turned off in the checkpoint's run, if this run has the same."""
+    for spec in choice.get("specs", ()):
+        point = point_name(spec)
+        if spec in config.compression.chosen_specs and point in choice.get("turned_off", ()):
+            plan.substitute(Point(point), None)
 
 
 def _sizes(layout: Layout) -> list[int]:

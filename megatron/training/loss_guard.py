@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import Spec, read_specs
+from megatron.compression.spec import Spec, point_name, read_specs
 from megatron.data.batch import Batch
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
@@ -18,7 +18,7 @@ from megatron.planner.auto import CandidateSpec, candidates_of
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.run_plan import RunPlan
-from megatron.training.step import open_loader, take_batches
+from megatron.training.step import open_loader, take_full_batch
 
 
 @dataclass
@@ -60,22 +60,28 @@ class LossGuard:
         self._engines = engines
         registry = build_registry(compression.compress_module)
         self._points: dict[Point, _GuardedPoint] = {}
+
+        def read(text: str) -> Spec:
+            (spec,) = read_specs([text], registry, length).values()
+            return spec.with_evaluation() if compression.eval_compressed else spec
+
         for text in compression.chosen_specs:
-            ((point, spec),) = read_specs([text], registry, length).items()
+            spec, point = read(text), Point(point_name(text))
             declared = candidates_of(registry, spec.name, point, engines.config.model.hidden_size)
             candidate = next((each for each in declared if each.spec == text), None)
             if candidate is None:
                 continue  # an earlier version's setting
             gentler = [each for each in declared if each.increase < candidate.increase]
             gentler.sort(key=lambda each: each.increase, reverse=True)
-            pairs = [(each, read_specs([each.spec], registry, length)[point]) for each in gentler]
+            pairs = [(each, read(each.spec)) for each in gentler]
             # Groups are split by node, or not, for the whole run.
             pairs = [pair for pair in pairs if _is_in_levels(pair[1]) == _is_in_levels(spec)]
             self._points[point] = _GuardedPoint(spec, candidate, pairs)
+        measures_loss = bool(batches) and engines.config.model.predicts_words
         self._forward_points = [
             point
             for point, guarded in self._points.items()
-            if point.forward and not guarded.spec.identity and not guarded.spec.remembered_samples
+            if measures_loss and point.forward and not guarded.spec.identity and not guarded.spec.remembered_samples
         ]
         self._batches = batches
 
@@ -154,8 +160,10 @@ class LossGuard:
                     gradient, residual = gradient + float(sums[0]), residual + float(sums[2])
         rows = gather_rows(self._engines.topology.control, self._engines.ledger, [gradient, residual])
         gradient, residual = (sum(column) for column in zip(*rows, strict=True))
-        if not gradient or not math.isfinite(residual / gradient):
+        if not gradient or not math.isfinite(gradient):
             return {}
+        if not math.isfinite(residual):
+            return {Point.DP_GRAD: math.inf}
         ratio = residual / gradient / guarded.candidate.residual**2
         return {Point.DP_GRAD: guarded.candidate.mean_increase * ratio}
 
@@ -167,12 +175,10 @@ def _is_in_levels(spec: Spec) -> bool:
 
 def held_out_batches(engines: Engines, plan: RunPlan) -> list[Batch]:
     """This rank's share of a global batch of validation samples, or without any of the last training samples."""
-    training = engines.config.training
     if plan.valid_sets:
         dataset, first = plan.valid_sets[0].dataset, 0
     else:
         assert plan.train_set is not None
-        dataset, first = plan.train_set, max(len(plan.train_set) - training.global_batch_size, 0)
-    micro_batches = training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
+        dataset, first = plan.train_set, max(len(plan.train_set) - engines.config.training.global_batch_size, 0)
     with open_loader(engines, dataset, first) as loader:
-        return take_batches(loader, micro_batches, engines.topology.device)
+        return take_full_batch(engines, loader)

@@ -175,6 +175,13 @@ def take_batches(
     return step_batches
 
 
+def take_full_batch(engines: Engines, batches: MicroBatches) -> list[Batch]:
+    """Take this rank's micro-batches of a full global batch, or all that are left, the same number on all ranks."""
+    training = engines.config.training
+    count = training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
+    return take_batches(batches, min(count, len(batches)), engines.topology.device)
+
+
 def _batch_shapes(batches: Sequence[Batch]) -> Hashable:
     """Shapes of all tensors of the micro-batches; None for tensors that this rank does not need."""
     return frozenset(

@@ -14,7 +14,7 @@ _SETTLING_STEPS, _FIRST_STEPS = 2, 5
 """Steps whose times are not compared, and the steps whose median time is the expected one from then on."""
 
 _LATEST_STEPS, _SLOWDOWN = 20, 1.5
-"""A median of so many steps that exceeds the expected time by this factor is reported."""
+"""A lower median of so many steps that exceeds the expected time by this factor is reported."""
 
 
 class StepTimeCheck:
@@ -36,7 +36,7 @@ class StepTimeCheck:
 
     def after_step(self, step: StepMetrics) -> Finding | None:
         """Count a step with its seconds."""
-        if step.iteration <= self._warmup_iters:
+        if step.iteration <= self._warmup_iters or step.skipped_iterations:
             return None
         if self._expected_s_per_token is None:
             self._first_steps.append(step)
@@ -44,7 +44,7 @@ class StepTimeCheck:
                 return None
             return self._compare_first_steps()
         self._latest_s_per_token.append(_s_per_token(step))
-        latest_s_per_token = statistics.median(self._latest_s_per_token)
+        latest_s_per_token = statistics.median_low(self._latest_s_per_token)
         if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self._expected_s_per_token:
             return None
         tokens = step.global_batch_size * step.seq_length
@@ -57,6 +57,12 @@ class StepTimeCheck:
             "with --compress-adapt"
         )
         return Finding("slowdown", values, line)
+
+    def restart(self) -> None:
+        """Expect the time of the next steps, after a change of compressors."""
+        self._chosen, self._expected_s_per_token = None, None
+        self._first_steps.clear()
+        self._latest_s_per_token.clear()
 
     def _compare_first_steps(self) -> Finding | None:
         steps = self._first_steps[_SETTLING_STEPS:]

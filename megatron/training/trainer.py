@@ -277,6 +277,8 @@ class Trainer:
             with self.reporter.paused("check"):
                 finding = self.loss_guard.check()
             self.reporter.record(finding, progress.iteration)
+            if finding.values["eased"] is not None and self.reporter.step_time_check is not None:
+                self.reporter.step_time_check.restart()
         assert self.train_set is not None
         epoch_samples = self.train_set.epoch_samples
         self.reporter.after_step(

@@ -17,7 +17,7 @@ from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.training.assembly import build_engines
 from megatron.training.run_plan import RunPlan
-from megatron.training.step import open_loader, take_batches, train_step
+from megatron.training.step import open_loader, take_full_batch, train_step
 
 _MAX_STEPS = 5
 _MAX_SECONDS = 5.0
@@ -35,7 +35,7 @@ def time_steps(
         topology: the ranks.
         vocab_size: entries of the vocabulary.
         length: length of the run, for warm-ups in fractions of it.
-        plan: data of the run; all steps use its next global batch.
+        plan: data of the run; all steps use its next samples, as many as in a full batch, of full length.
         consumed_samples: position of the run in its data.
         config: resolved configuration, with the compressors.
 
@@ -46,24 +46,26 @@ def time_steps(
         UserError: on every rank, when the engines cannot be built.
     """
     group, device = topology.control.pg, topology.device
-    silent_config = dataclasses.replace(config, logging=LoggingConfig())
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        engines = together(group, lambda: build_engines(silent_config, topology, vocab_size, length))
-        assert plan.train_set is not None
-        iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
-        micro_batches = plan.sizes.batches.num_micro_batches(consumed_samples)
-        seq_length = plan.sizes.lengths.at(iteration)
-        with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
-            batches = together(group, lambda: take_batches(loader, micro_batches, device, seq_length))
-        seconds: list[float] = []
-        while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
-            topology.control.barrier()
-            start = time.perf_counter()
-            step_iteration = iteration + len(seconds)
-            train_step(engines, batches, step_iteration, lr=0.0, weight_decay=0.0, seq_length=seq_length)
-            engines.ledger.clock.synchronize()
-            rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])
-            seconds.append(max(row[0] for row in rows))
+    precision = config.precision
+    if precision.fp16:  # the steps that search for a loss scale update nothing
+        precision = dataclasses.replace(precision, loss_scale=1.0)
+    trial_config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
+    engines = together(group, lambda: build_engines(trial_config, topology, vocab_size, length))
+    assert plan.train_set is not None
+    iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
+    with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
+        batches = take_full_batch(engines, loader)
+    seconds: list[float] = []
+    while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
+        topology.control.barrier()
+        start = time.perf_counter()
+        step_iteration = iteration + len(seconds)
+        train_step(engines, batches, step_iteration, lr=0.0, weight_decay=0.0)
+        engines.ledger.clock.synchronize()
+        rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])
+        seconds.append(max(row[0] for row in rows))
+    for buffer in engines.buffers:
+        buffer.release()
     del engines
     gc.collect()
     if device.type == "cuda":

@@ -156,30 +156,51 @@ def test_the_settings_of_a_compressor_are_followed_to_exact_traffic() -> None:
     assert lines[1].endswith("dp-grad goes on uncompressed")
     assert residuals[0] > 0.0
     assert residuals[1] == residuals[2] == 0.0
-    assert specs == []
+    assert specs == ["dp-grad=fixpoint,bits=8,error-feedback=on"]  # whose states the checkpoint keeps
 
 
-def _resume_after_easing(folder: str) -> tuple[list[float], list[float]]:
-    """Losses of four steps after a check and a save, without a break and in a resumed run."""
-    changes = merge(_auto([FOUR_BITS], budget=0.2), {"checkpoint": {"save": folder, "load": folder}})
-    engines = tiny_engines(changes)
-    tiny_train(engines, 3)
-    assert _guard(engines).check().values["eased"] == "dp-grad"
-    checkpoints = tiny_checkpoints(engines, 3)
-    checkpoints.save()
-    checkpoints.close()
-    whole = tiny_train(engines, 4, first=3).losses
-    kept = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
-    resumed = tiny_engines(merge(changes, _auto(kept, budget=0.2)))
-    saved = find_saved(resumed.config.checkpoint, resumed.topology, lambda line: None)
-    assert saved is not None
-    tiny_checkpoints(resumed).load(saved)
-    return whole, tiny_train(resumed, 4, first=3).losses
+RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {
+    "4 to 8 bits": (FOUR_BITS, 0.2, {}),
+    "8 bits to exact": ("dp-grad=fixpoint,bits=8,error-feedback=on", 1e-9, {}),
+    "parameters to exact": (
+        "param-gather=fixpoint,bits=4,group=2048",
+        1e-9,
+        {"parallel": {"use_distributed_optimizer": True}},
+    ),
+}
+"""Chosen spec, budget, and other changes."""
 
 
-def test_a_run_that_resumes_after_a_change_is_exact(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(2, _resume_after_easing, str(tmp_path / "saved")):
-        assert whole == resumed
+def _resume_after_easing(folder: str) -> dict[str, tuple[list[float], list[float], list[str]]]:
+    """Losses of four steps after a check and a save, without a break and in a resumed run, and its warnings."""
+    losses = {}
+    for number, (name, (spec, budget, changes)) in enumerate(RESUMED.items()):
+        saved_folder = f"{folder}{number}"
+        base = merge(changes, {"checkpoint": {"save": saved_folder, "load": saved_folder}})
+        engines = tiny_engines(merge(base, _auto([spec], budget=budget)))
+        tiny_train(engines, 3)
+        assert _guard(engines).check().values["eased"] == spec.partition("=")[0]
+        checkpoints = tiny_checkpoints(engines, 3)
+        checkpoints.save()
+        checkpoints.close()
+        whole = tiny_train(engines, 4, first=3).losses
+        kept = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
+        resumed = tiny_engines(merge(base, _auto(kept, budget=budget)))
+        lines: list[str] = []
+        saved = find_saved(resumed.config.checkpoint, resumed.topology, lines.append)
+        assert saved is not None
+        loaded = tiny_checkpoints(resumed)
+        loaded.log = lines.append
+        loaded.load(saved)
+        losses[name] = whole, tiny_train(resumed, 4, first=3).losses, [line for line in lines if "warning" in line]
+    return losses
+
+
+def test_a_run_that_resumes_right_after_a_change_is_exact(tmp_path: Path) -> None:
+    for losses in run_ranks(2, _resume_after_easing, str(tmp_path / "saved")):
+        for whole, resumed, warnings in losses.values():
+            assert whole == resumed
+            assert not warnings
 
 
 def _check_losses_that_are_not_finite(module: str) -> list[dict[str, Any]]:

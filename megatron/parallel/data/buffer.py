@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from megatron.distributed.group import Group
 from megatron.parallel.tensor.main_grad import MainGrad, WeightGrads, attach_main_grad
@@ -111,6 +112,7 @@ class FlatBuffer:
         self._replaces = replaces_grads(first.device)
         self._main_grads: list[tuple[nn.Parameter, MainGrad]] = []
         self._nodes: list[Node] = []
+        self._hooks: list[RemovableHandle] = []
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 self._place_param(slot, index)
@@ -157,9 +159,15 @@ class FlatBuffer:
         self._main_grads.append((param, main_grad))
         # The hooks live as long as a reference to the node.
         node = get_gradient_edge(param).node
-        node.register_prehook(before_accumulation)
+        self._hooks.append(node.register_prehook(before_accumulation))
         self._nodes.append(node)
-        param.register_post_accumulate_grad_hook(after_accumulation)
+        self._hooks.append(param.register_post_accumulate_grad_hook(after_accumulation))
+
+    def release(self) -> None:
+        """Remove the hooks, which autograd holds and Python's garbage collector does not see, after the last use."""
+        for hook in self._hooks:
+            hook.remove()
+        self._nodes.clear()
 
     def _move_grad(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
         """Moves a gradient from autograd's memory to the main gradient."""

@@ -56,7 +56,9 @@ class ParamAllGather:
 
     def publish(self, iteration: int) -> None:
         """Updates the model's parameters after the optimizer's update."""
-        if not compresses(self.plan, self.sharded) or not self.plan.activation(Point.PARAM_GATHER).is_active(iteration):
+        is_active = self.plan.activation(Point.PARAM_GATHER).is_active(iteration)
+        is_active = is_active and not self.plan.is_turned_off(Point.PARAM_GATHER)
+        if not compresses(self.plan, self.sharded) or not is_active:
             self.publish_exactly()
             return
         gathers = []

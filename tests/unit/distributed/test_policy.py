@@ -28,7 +28,8 @@ def test_a_substitute_takes_the_place_of_a_codec() -> None:
     assert plan.substitutes == {Point.PP_FWD: "pp-forward=fixpoint,bits=4"}
     plan.substitute(Point.PP_FWD, None)
     assert plan.codec(Point.PP_FWD).traits.exact
-    assert plan.substitutes == {Point.PP_FWD: ""}
+    assert plan.is_turned_off(Point.PP_FWD)
+    assert plan.substitutes == {Point.PP_FWD: "pp-forward=fixpoint,bits=4"}  # its states stay in checkpoints
     assert plan.covers(Point.PP_FWD, 0)  # states and their names stay
 
 

@@ -83,6 +83,7 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
     chosen = tiny_config({"compression": {"compress": ["pp-forward=cast", "auto", "dp-grad=cast"]}}, 1)
     assert describe_choice(chosen, layout, plan) == {
         "specs": ["dp-grad=cast"],
+        "turned_off": [],
         "layout": [1, 1, 1, 1],
         "max_loss_increase": 0.5,
     }

@@ -15,6 +15,9 @@ from megatron.planner.auto import CompressorSet
 from megatron.training.metrics import StepMetrics
 from megatron.training.step_time_check import StepTimeCheck
 
+SKIPPED = 0.25
+"""Seconds of a skipped step."""
+
 
 def _check(trial_s: float | None, warmup_iters: int = 0, chosen: bool = True) -> StepTimeCheck:
     spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=warmup_iters)))
@@ -27,7 +30,11 @@ def _findings(check: StepTimeCheck, seconds: list[float], batch: int = 4, first:
     findings = {}
     for iteration, step_s in enumerate(seconds, first):
         step = SimpleNamespace(
-            iteration=iteration, seconds_per_iteration=step_s, global_batch_size=batch, seq_length=16
+            iteration=iteration,
+            seconds_per_iteration=step_s,
+            global_batch_size=batch,
+            seq_length=16,
+            skipped_iterations=int(step_s == SKIPPED),
         )
         finding = check.after_step(cast(StepMetrics, step))
         if finding is not None:
@@ -49,7 +56,7 @@ def test_steps_that_take_longer_are_reported_once_for_each_slowdown() -> None:
     check = _check(1.9, chosen=False)
     assert not _findings(check, [2.0] * 30)
     findings = _findings(check, [3.1] * 60, first=31)
-    # The median of the last 20 steps is above 3 s after 11 of them.
+    # More than half of the last 20 steps take that long after 11 of them.
     assert list(findings) == [41]
     assert findings[41].kind == "slowdown"
     assert findings[41].values == pytest.approx({"expected_s": 2.0, "measured_s": 3.1})
@@ -68,3 +75,25 @@ def test_a_few_slow_steps_are_no_slowdown() -> None:
     check = _check(1.9, chosen=False)
     assert not _findings(check, [2.0] * 30)
     assert not _findings(check, ([9.0] * 5 + [2.0] * 15) * 3, first=31)
+
+
+def test_a_large_slowdown_is_reported_once_with_the_time_that_steps_take() -> None:
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [1.0] * 30)
+    ((_, finding),) = _findings(check, [4.0] * 40, first=31).items()
+    assert finding.values == pytest.approx({"expected_s": 1.0, "measured_s": 4.0})
+
+
+def test_skipped_steps_do_not_count() -> None:
+    """Steps that search for a loss scale are short."""
+    check = _check(1.9)
+    findings = _findings(check, [SKIPPED] * 30 + [2.0] * 60)
+    assert list(findings) == [37]
+    assert findings[37].values["measured_s"] == 2.0
+
+
+def test_a_change_of_compressors_is_no_slowdown() -> None:
+    check = _check(1.9)
+    assert list(_findings(check, [2.0] * 30)) == [7]
+    check.restart()
+    assert not _findings(check, [5.0] * 60, first=31)
