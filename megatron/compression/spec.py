@@ -202,7 +202,15 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         near = nearest(point_name, list(points))
         raise UserError(f"{point_name}: no such communication point{near}; the points are {', '.join(points)}")
     point = points[point_name]
-    values = _parse_key_values(words)
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.strip():
+            raise UserError(f"{word!r} is not key=value")
+        key = key.strip().lower().replace("_", "-")
+        if key in values:
+            raise UserError(f"{key} is given twice; leave one out")
+        values[key] = value.strip()
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
@@ -250,20 +258,6 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     if problem:
         raise UserError(problem)
     return spec
-
-
-def _parse_key_values(words: Sequence[str]) -> dict[str, str]:
-    """Parse ``key=value`` words."""
-    values: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value.strip():
-            raise UserError(f"{word!r} is not key=value")
-        key = key.strip().lower().replace("_", "-")
-        if key in values:
-            raise UserError(f"{key} is given twice; leave one out")
-        values[key] = value.strip()
-    return values
 
 
 def _point_flags(point: Point) -> list[str]:

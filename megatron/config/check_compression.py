@@ -49,8 +49,23 @@ def check_compression(
             raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
     for point, spec in specs.items():
         flag = f"--compress {point.value}={spec.name}"
-        _check_stages(parallel, spec, flag, note)
-        _check_rank(model, spec, flag)
+        stages = parallel.pipeline_model_parallel_size
+        for count, side in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
+            if count is not None and stages == 1:
+                note(f"{flag}: stages={side}:{count} has no effect, there is one pipeline stage")
+            elif count is not None and count > stages:
+                raise UserError(
+                    f"{flag}: stages={side}:{count}, but --pipeline-model-parallel-size is {stages}; name at most "
+                    f"{stages}, or write stages=all"
+                )
+        # The rank of low-rank factors cannot exceed the hidden size, a dimension of every compressed matrix.
+        rank = max((getattr(options, "rank", 0) for options in spec.extreme_options()), default=0)
+        hidden = model.hidden_size
+        if rank > hidden:
+            raise UserError(
+                f"{flag}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
+                f"write rank={max(hidden // 4, 1)} or less"
+            )
         if spec.activation.epilogue and parallel.pipeline_schedule == "auto":
             raise UserError(
                 f"{flag},when=epilogue: what it compresses depends on the schedule, so with --pipeline-schedule auto "
@@ -84,7 +99,18 @@ def check_compression(
                 f"{flag}: {parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; use fixpoint"
             )
         if point is Point.PARAM_GATHER:
-            _check_gather(model, parallel, spec, flag)
+            # All stages holding the tied embedding must receive the same values.
+            on_all_stages = model.shares_distances
+            tied = stages > 1 and (model.ties_embeddings or on_all_stages)
+            decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
+            holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
+            covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
+            if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
+                untie_advice = "" if decoder or on_all_stages else ", or --untie-embeddings-and-output-weights"
+                raise UserError(
+                    f"{flag}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all "
+                    f"gather it compressed, or none; write stages=all{untie_advice}"
+                )
     return specs
 
 
@@ -109,42 +135,3 @@ def why_no_traffic(model: ModelConfig, parallel: ParallelConfig, world_size: int
     if point is Point.EMBED_GRAD and not (model.ties_embeddings or model.shares_distances):
         return "the embeddings are not tied"
     return ""
-
-
-def _check_stages(parallel: ParallelConfig, spec: Spec, flag: str, note: Callable[[str], None]) -> None:
-    stages = parallel.pipeline_model_parallel_size
-    for count, side in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
-        if count is not None and stages == 1:
-            note(f"{flag}: stages={side}:{count} has no effect, there is one pipeline stage")
-        elif count is not None and count > stages:
-            raise UserError(
-                f"{flag}: stages={side}:{count}, but --pipeline-model-parallel-size is {stages}; name at most "
-                f"{stages}, or write stages=all"
-            )
-
-
-def _check_rank(model: ModelConfig, spec: Spec, flag: str) -> None:
-    """Check the rank of low-rank factors: it cannot exceed the hidden size, a dimension of every compressed matrix."""
-    rank = max((getattr(options, "rank", 0) for options in spec.extreme_options()), default=0)
-    hidden = model.hidden_size
-    if rank > hidden:
-        raise UserError(
-            f"{flag}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
-            f"write rank={max(hidden // 4, 1)} or less"
-        )
-
-
-def _check_gather(model: ModelConfig, parallel: ParallelConfig, spec: Spec, flag: str) -> None:
-    """Check that all stages holding the tied embedding receive the same values."""
-    stages = parallel.pipeline_model_parallel_size
-    on_all_stages = model.shares_distances
-    tied = stages > 1 and (model.ties_embeddings or on_all_stages)
-    decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
-    holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
-    covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
-    if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
-        untie_advice = "" if decoder or on_all_stages else ", or --untie-embeddings-and-output-weights"
-        raise UserError(
-            f"{flag}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all gather it "
-            f"compressed, or none; write stages=all{untie_advice}"
-        )

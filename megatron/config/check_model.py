@@ -83,39 +83,35 @@ def _check_kind(model: ModelConfig) -> None:
                 "parts follow each other; leave it out"
             )
     if model.model_type == "deberta":
-        _check_deberta(model)
+        other_form = {
+            f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type == "rope",
+            f"--normalization {model.normalization}": model.normalization != "LayerNorm",
+            "--parallel-residual": model.parallel_residual,
+            f"--{model.activation}": model.gated,
+            "--squared-relu": model.squared_relu,
+            "--disable-bias-linear": not model.add_bias_linear,
+            f"--num-query-groups {model.num_query_groups}": model.num_query_groups != model.num_attention_heads,
+            "--fp32-residual-connection": model.fp32_residual_connection,
+        }
+        for flag in [flag for flag, is_set in other_form.items() if is_set]:
+            raise UserError(
+                f"{flag}: DeBERTa has distances or learned positions, and layers with GELU, biases and a LayerNorm "
+                "behind each part; leave it out"
+            )
+        if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
+            raise UserError(f"--conv-kernel-size {model.conv_kernel_size}: has no middle; give an odd number")
+        most = model.max_relative_positions or 0
+        if model.position_buckets and not 4 <= model.position_buckets <= 2 * (most - 2):
+            raise UserError(
+                f"--position-buckets {model.position_buckets}: give 0, or at least 4 and fewer than twice "
+                f"--max-relative-positions {most}"
+            )
     if model.model_type in ("bert", "deberta") and model.num_tokentypes == 1:
         raise UserError("--num-tokentypes 1: the two sentences of a sample have types 0 and 1; give 0 or at least 2")
     if model.model_type not in ("bert", "deberta") and model.num_tokentypes:
         raise UserError(
             f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
             f"{PROGRAMS['bert']}"
-        )
-
-
-def _check_deberta(model: ModelConfig) -> None:
-    other_form = {
-        f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type == "rope",
-        f"--normalization {model.normalization}": model.normalization != "LayerNorm",
-        "--parallel-residual": model.parallel_residual,
-        f"--{model.activation}": model.gated,
-        "--squared-relu": model.squared_relu,
-        "--disable-bias-linear": not model.add_bias_linear,
-        f"--num-query-groups {model.num_query_groups}": model.num_query_groups != model.num_attention_heads,
-        "--fp32-residual-connection": model.fp32_residual_connection,
-    }
-    for flag in [flag for flag, is_set in other_form.items() if is_set]:
-        raise UserError(
-            f"{flag}: DeBERTa has distances or learned positions, and layers with GELU, biases and a LayerNorm behind "
-            "each part; leave it out"
-        )
-    if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
-        raise UserError(f"--conv-kernel-size {model.conv_kernel_size}: has no middle; give an odd number")
-    most = model.max_relative_positions or 0
-    if model.position_buckets and not 4 <= model.position_buckets <= 2 * (most - 2):
-        raise UserError(
-            f"--position-buckets {model.position_buckets}: give 0, or at least 4 and fewer than twice "
-            f"--max-relative-positions {most}"
         )
 
 

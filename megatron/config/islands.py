@@ -154,64 +154,61 @@ def check_islands(
             raise UserError(f"{flag} {value}: there is one island; add --islands, or leave it out")
     outer, dp_grad = specs.get(Point.OUTER), specs.get(Point.DP_GRAD)
     if islands.several:
-        _check_several(islands, parallel, outer)
+        flag = f"--islands {islands.islands}"
+        if outer is None:
+            raise UserError(
+                f"{flag}: nothing says when they exchange what they have learned; add --compress "
+                "outer=fixpoint,bits=4,every=30, or outer=identity,every=1,outer-lr=1,outer-momentum=0 for plain "
+                "averaging"
+            )
+        if islands.island is None or islands.islands_address is None:
+            missing = "--island" if islands.island is None else "--islands-address"
+            raise UserError(f"{flag}: {missing} is missing; add it, or start all islands by tools/launch.py {flag}")
+        if islands.island >= islands.islands:
+            raise UserError(
+                f"--island {islands.island}: the islands of {flag} are 0 to {islands.islands - 1}; correct one"
+            )
+        host_and_port(islands.islands_address, "--islands-address")
+        if islands.quorum > islands.islands:
+            raise UserError(f"--islands-quorum {islands.quorum} is above {flag}; lower it")
+        limit = longest_wait(parallel)
+        if islands.islands_timeout_seconds > limit:
+            raise UserError(
+                f"--islands-timeout-seconds {islands.islands_timeout_seconds:g} is above {limit:g}, nine tenths of "
+                f"--distributed-timeout-minutes {parallel.distributed_timeout_minutes:g}; raise that, or lower it"
+            )
+        if parallel.ddp_impl == "torch":
+            raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+        if parallel.no_allreduce:
+            raise UserError(
+                f"{flag}: --no-allreduce leaves the sums out that islands begin with; leave one of them out"
+            )
     if islands.several and dp_grad is not None and dp_grad.make_rounds().traits.clips_first:
         raise UserError(
             f"--islands {islands.islands}: --compress dp-grad={dp_grad.name} clips each replica's gradient by itself, "
             "which islands that go in step do not; leave one of them out"
         )
     if outer is not None:
-        _check_outer(islands, training, outer)
+        flag = f"--compress outer={outer.name}"
+        if outer.preset and not islands.several:
+            raise UserError(
+                f"{flag}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or "
+                "write the options that you mean"
+            )
+        if outer.make_rounds().traits.levels and islands.several:
+            raise UserError(f"{flag}: sums in two levels need nodes, which islands are not; use another compressor")
+        iterations, start = training.planned_iters, outer.activation.warmup_iters
+        if iterations is None:
+            raise UserError(f"{flag}: the last round is at the end of the run; give --train-iters or --train-samples")
+        every = outer.outer_options.every
+        if start < iterations < start + every:
+            raise UserError(
+                f"{flag}: every={every} is above the {iterations - start} steps that warmup={start} leaves of "
+                f"--train-iters {iterations}; lower one of them, or write warmup={iterations} for none"
+            )
         layers = max(model.num_layers, model.decoder_num_layers or 0)
         if outer.outer_options.fragments > layers:
             raise UserError(
                 f"--compress outer={outer.name}: fragments={outer.outer_options.fragments}: a fragment is made of "
                 f"layers, and there are {layers}; write at most that"
             )
-
-
-def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec | None) -> None:
-    flag = f"--islands {islands.islands}"
-    if outer is None:
-        raise UserError(
-            f"{flag}: nothing says when they exchange what they have learned; add --compress "
-            "outer=fixpoint,bits=4,every=30, or outer=identity,every=1,outer-lr=1,outer-momentum=0 for plain averaging"
-        )
-    if islands.island is None or islands.islands_address is None:
-        missing = "--island" if islands.island is None else "--islands-address"
-        raise UserError(f"{flag}: {missing} is missing; add it, or start all islands by tools/launch.py {flag}")
-    if islands.island >= islands.islands:
-        raise UserError(f"--island {islands.island}: the islands of {flag} are 0 to {islands.islands - 1}; correct one")
-    host_and_port(islands.islands_address, "--islands-address")
-    if islands.quorum > islands.islands:
-        raise UserError(f"--islands-quorum {islands.quorum} is above {flag}; lower it")
-    limit = longest_wait(parallel)
-    if islands.islands_timeout_seconds > limit:
-        raise UserError(
-            f"--islands-timeout-seconds {islands.islands_timeout_seconds:g} is above {limit:g}, nine tenths of "
-            f"--distributed-timeout-minutes {parallel.distributed_timeout_minutes:g}; raise that, or lower it"
-        )
-    if parallel.ddp_impl == "torch":
-        raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
-    if parallel.no_allreduce:
-        raise UserError(f"{flag}: --no-allreduce leaves the sums out that islands begin with; leave one of them out")
-
-
-def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) -> None:
-    flag = f"--compress outer={outer.name}"
-    if outer.preset and not islands.several:
-        raise UserError(
-            f"{flag}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or write "
-            "the options that you mean"
-        )
-    if outer.make_rounds().traits.levels and islands.several:
-        raise UserError(f"{flag}: sums in two levels need nodes, which islands are not; use another compressor")
-    iterations, start = training.planned_iters, outer.activation.warmup_iters
-    if iterations is None:
-        raise UserError(f"{flag}: the last round is at the end of the run; give --train-iters or --train-samples")
-    every = outer.outer_options.every
-    if start < iterations < start + every:
-        raise UserError(
-            f"{flag}: every={every} is above the {iterations - start} steps that warmup={start} leaves of "
-            f"--train-iters {iterations}; lower one of them, or write warmup={iterations} for none"
-        )

@@ -48,7 +48,16 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     stages = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
     numbers = model.num_layers // (split or stages) * matrices
-    numbers += _of_experts(config, range(model.num_layers // (split or stages)))
+    # Expert parameters, minus those of the dense MLPs that they replace. The sum is divided by the tensor-parallel size
+    # below; cancel that for experts that are not tensor-parallel.
+    layers = range(model.num_layers // (split or stages))
+    shares = parallel.expert_model_parallel_size / (
+        parallel.tensor_model_parallel_size if parallel.folds_experts else 1
+    )
+    expert_matrices = (3 if model.gated else 2) * model.hidden_size
+    expert_counts = [count for layer, count in model.expert_layers.items() if layer in layers]
+    widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in expert_counts)
+    numbers += expert_matrices * sum(widths)
     if stages == 1:
         numbers += len(model.decoder_layers) * (matrices + model.attention_products)
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
@@ -90,19 +99,6 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
             (*_format_flags(training, "global_batch_size"), *_format_flags(model, "seq_length")),
         ),
     ]
-
-
-def _of_experts(config: RunConfig, layers: range) -> int:
-    """Expert parameters of some layers, minus those of the dense MLPs that they replace."""
-    model, parallel = config.model, config.parallel
-    # The caller divides by the tensor-parallel size; cancel that for experts that are not tensor-parallel.
-    shares = parallel.expert_model_parallel_size / (
-        parallel.tensor_model_parallel_size if parallel.folds_experts else 1
-    )
-    matrices = (3 if model.gated else 2) * model.hidden_size
-    expert_counts = [count for layer, count in model.expert_layers.items() if layer in layers]
-    widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in expert_counts)
-    return matrices * sum(widths)
 
 
 def _format_flags(section: object, *names: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from megatron.base.errors import UserError
 from megatron.base.fields import check_fields, missing_flags, section_from_plain
 from megatron.base.option import field_options
 from megatron.base.parse_numbers import MOST
-from megatron.base.user_text import Note, nearest
+from megatron.base.user_text import nearest
 from megatron.config.check_experts import check_upcycling
 from megatron.config.check_model import check_model
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resolve_checkpoint
@@ -64,6 +64,8 @@ class RunConfig:
         size changes nothing. Raises a UserError of a single line, with the flags and the fix, for values that are
         impossible or contradict each other.
         """
+        from megatron.config.check_compression import check_compression  # imports torch; parsing flags must not
+
         lines = [] if notes is None else notes
 
         def note(line: str) -> None:
@@ -88,8 +90,51 @@ class RunConfig:
             raise UserError(f"not given but required: {', '.join(missing)}; {advice}")
         for section in run_sections():
             check_fields(section, getattr(config, section))
-        run = _resolve_sections(config, world_size, cuda_available, note)
-        _check_sections(run, world_size, cuda_available, note)
+        precision, tokenizer = config.precision, config.tokenizer
+        model = resolve_model(config.model)
+        check_model(model)
+        check_precision(precision, config.parallel.accumulate_allreduce_grads_in_fp32)
+        check_layout(config.parallel, model, world_size)
+        if tokenizer.vocab_size is not None and tokenizer.tokenizer_type in (None, "NullTokenizer"):
+            end = tokenizer.tokenizer_type is not None  # this tokenizer adds an end-of-document entry
+            check_vocabulary(
+                tokenizer.vocab_size + end,
+                model.make_vocab_size_divisible_by,
+                config.parallel.tensor_model_parallel_size,
+            )
+        parallel = resolve_parallel(config.parallel, model, precision, cuda_available, note)
+        lengths = lengths_of(config.curriculum, model.seq_length)
+        training = resolve_training(
+            config.training, model, parallel, lengths, world_size * config.islands.islands, note
+        )
+        check_lengths(training, config.optimizer, config.curriculum.curriculum_learning)
+        run = replace(
+            config,
+            model=model,
+            parallel=parallel,
+            recompute=resolve_recompute(config.recompute),
+            training=training,
+            optimizer=resolve_optimizer(config.optimizer, training, model.seq_length, note),
+            checkpoint=resolve_checkpoint(config.checkpoint, note),
+        )
+        check_parallel(run.parallel, cuda_available)
+        check_fp8(run.precision, run.parallel.distributed_backend == "nccl")
+        check_recompute(run.recompute, run.parallel, run.model)
+        check_compile(run.training, run.parallel, run.model)
+        check_torch_ddp(run.parallel, run.precision)
+        check_batches(run.training, run.parallel, world_size * run.islands.islands, run.model.seq_length)
+        check_samples(run.training, run.validation, run.model.seq_length)
+        check_curriculum(run.curriculum, run.model, run.parallel)
+        check_schedules(run.optimizer)
+        check_data(run.data, skip_train=run.validation.skip_train)
+        check_tokenizer(run.tokenizer, run.model.model_type)
+        check_logs(run.logging, run.parallel)
+        check_checkpoint(run.checkpoint)
+        if run.checkpoint.moe_use_upcycling:
+            check_upcycling(run.model)
+        settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
+        specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
+        check_islands(run.islands, run.parallel, run.training, run.model, specs)
         return run
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -158,57 +203,6 @@ def describe_section(name: str, section: Any, *, defaults: bool) -> str:
         if defaults or values[key] != default[key]
     ]
     return "\n".join([f"{name}:", *lines]) if lines else ""
-
-
-def _resolve_sections(config: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
-    """Fill derived values section by section, with the checks that other sections depend on."""
-    precision, tokenizer = config.precision, config.tokenizer
-    model = resolve_model(config.model)
-    check_model(model)
-    check_precision(precision, config.parallel.accumulate_allreduce_grads_in_fp32)
-    check_layout(config.parallel, model, world_size)
-    if tokenizer.vocab_size is not None and tokenizer.tokenizer_type in (None, "NullTokenizer"):
-        end = tokenizer.tokenizer_type is not None  # this tokenizer adds an end-of-document entry
-        check_vocabulary(
-            tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
-        )
-    parallel = resolve_parallel(config.parallel, model, precision, cuda_available, note)
-    lengths = lengths_of(config.curriculum, model.seq_length)
-    training = resolve_training(config.training, model, parallel, lengths, world_size * config.islands.islands, note)
-    check_lengths(training, config.optimizer, config.curriculum.curriculum_learning)
-    return replace(
-        config,
-        model=model,
-        parallel=parallel,
-        recompute=resolve_recompute(config.recompute),
-        training=training,
-        optimizer=resolve_optimizer(config.optimizer, training, model.seq_length, note),
-        checkpoint=resolve_checkpoint(config.checkpoint, note),
-    )
-
-
-def _check_sections(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
-    """Check that the sections are consistent; raise UserError if not."""
-    from megatron.config.check_compression import check_compression  # imports torch; parsing flags must not
-
-    check_parallel(run.parallel, cuda_available)
-    check_fp8(run.precision, run.parallel.distributed_backend == "nccl")
-    check_recompute(run.recompute, run.parallel, run.model)
-    check_compile(run.training, run.parallel, run.model)
-    check_torch_ddp(run.parallel, run.precision)
-    check_batches(run.training, run.parallel, world_size * run.islands.islands, run.model.seq_length)
-    check_samples(run.training, run.validation, run.model.seq_length)
-    check_curriculum(run.curriculum, run.model, run.parallel)
-    check_schedules(run.optimizer)
-    check_data(run.data, skip_train=run.validation.skip_train)
-    check_tokenizer(run.tokenizer, run.model.model_type)
-    check_logs(run.logging, run.parallel)
-    check_checkpoint(run.checkpoint)
-    if run.checkpoint.moe_use_upcycling:
-        check_upcycling(run.model)
-    settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
-    specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
-    check_islands(run.islands, run.parallel, run.training, run.model, specs)
 
 
 def _format_value(value: Any) -> str:

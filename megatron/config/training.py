@@ -175,7 +175,25 @@ def resolve_training(
 ) -> TrainingConfig:
     """Fill the length and the batch size. Raises UserError if that is impossible."""
     if training.step_batch_size_schedule is not None:
-        training = _with_steps(training, lengths, note)
+        flag = "--step-batch-size-schedule"
+        if training.rampup_batch_size is not None:
+            raise UserError(f"--rampup-batch-size and {flag} exclude each other; leave one of them out")
+        if lengths.grows:
+            raise UserError(
+                f"{flag} counts samples of --seq-length {lengths.full} tokens, and --curriculum-learning has shorter "
+                "ones; use --rampup-batch-size START INCREMENT SAMPLES"
+            )
+        steps = read_steps(training.step_batch_size_schedule, lengths.full)
+        largest, last = max(size for _, size in steps), steps[-1][1]
+        if largest > MOST_BATCH:
+            raise UserError(f"{flag}: a batch of {largest} is above {MOST_BATCH}; lower it")
+        if not is_unset(training.global_batch_size) and training.global_batch_size != last:
+            raise UserError(
+                f"--global-batch-size {training.global_batch_size} contradicts {flag}, which ends with {last}; "
+                "leave it out"
+            )
+        note(f"{flag}: " + ", ".join(f"batches of {size} from sample {begin} on" for begin, size in steps))
+        training = replace(training, global_batch_size=last)
     if is_unset(training.global_batch_size):
         if training.rampup_batch_size is not None:
             raise UserError("--rampup-batch-size needs the final batch size; add --global-batch-size")
@@ -197,29 +215,6 @@ def resolve_training(
             note(f"--train-tokens {training.train_tokens} ends the run after {samples} samples of {tokens}")
             training = replace(training, train_samples=samples)
     return training
-
-
-def _with_steps(training: TrainingConfig, lengths: LengthSchedule, note: Note) -> TrainingConfig:
-    """Set the global batch size from ``--step-batch-size-schedule``. Raises UserError for contradictions."""
-    assert training.step_batch_size_schedule is not None
-    flag = "--step-batch-size-schedule"
-    if training.rampup_batch_size is not None:
-        raise UserError(f"--rampup-batch-size and {flag} exclude each other; leave one of them out")
-    if lengths.grows:
-        raise UserError(
-            f"{flag} counts samples of --seq-length {lengths.full} tokens, and --curriculum-learning has shorter ones; "
-            "use --rampup-batch-size START INCREMENT SAMPLES"
-        )
-    steps = read_steps(training.step_batch_size_schedule, lengths.full)
-    largest, last = max(size for _, size in steps), steps[-1][1]
-    if largest > MOST_BATCH:
-        raise UserError(f"{flag}: a batch of {largest} is above {MOST_BATCH}; lower it")
-    if not is_unset(training.global_batch_size) and training.global_batch_size != last:
-        raise UserError(
-            f"--global-batch-size {training.global_batch_size} contradicts {flag}, which ends with {last}; leave it out"
-        )
-    note(f"{flag}: " + ", ".join(f"batches of {size} from sample {begin} on" for begin, size in steps))
-    return replace(training, global_batch_size=last)
 
 
 def batch_schedule(

@@ -94,7 +94,14 @@ class ExpertTally:
         if step_taken:
             self._keep(loads)
             if self._config.moe_router_enable_expert_bias:
-                self._move_biases(counts_le)
+                # Raise the biases of underloaded experts, and lower those of overloaded experts (Wang et al. 2024,
+                # auxiliary-loss-free load balancing, algorithm 1).
+                for layer, module in self._experts.items():
+                    counts = counts_le[self._layers.index(layer), : module.count]
+                    bias = module.router.expert_bias
+                    assert bias is not None
+                    step = (counts.mean() - counts).sign() * self._config.moe_router_bias_update_rate
+                    bias.add_(step.to(bias.dtype).to(bias.device))
         replicas = self._topology.layout.dp * self._sync_warmup.islands
         loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * replicas)
         return {MOE_LOSS: loss}, loads
@@ -111,13 +118,3 @@ class ExpertTally:
         self._last = loads
         every = {layer: torch.tensor(counts, dtype=torch.float64) for layer, counts in loads.items()}
         self._shares = {layer: (each / each.sum()).to(self._topology.device) for layer, each in every.items()}
-
-    def _move_biases(self, counts_le: Tensor) -> None:
-        """Raise the biases of underloaded experts, and lower those of overloaded experts (Wang et al. 2024,
-        auxiliary-loss-free load balancing, algorithm 1)."""
-        for layer, module in self._experts.items():
-            counts = counts_le[self._layers.index(layer), : module.count]
-            bias = module.router.expert_bias
-            assert bias is not None
-            step = (counts.mean() - counts).sign() * self._config.moe_router_bias_update_rate
-            bias.add_(step.to(bias.dtype).to(bias.device))

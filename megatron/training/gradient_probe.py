@@ -58,20 +58,17 @@ class GradientProbe(Observer):
             for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):
                 if slot.param.dim() > 1:
                     grad = buffer.grads_flat[slot.start : slot.stop]
-                    statistics[slot.logical_name] = self._figures(slot.logical_name, grad)
+                    grad = grad.float()
+                    places = abs_topk(grad.view(1, -1), max(int(self.density * grad.numel()), 1))[0]
+                    before = self._places.get(slot.logical_name)
+                    self._places[slot.logical_name] = places
+                    total = grad.square().sum()
+                    energy = float(grad[places].square().sum() / total) if total > 0 else 0.0
+                    figures: Figures = {"energy": energy}
+                    if before is not None and before.shape == places.shape:
+                        figures["kept"] = float(torch.isin(places, before, assume_unique=True).float().mean())
+                    if self.bins:
+                        bins = min(self.bins, grad.numel())
+                        figures["places"] = torch.bincount(places * bins // grad.numel(), minlength=bins).tolist()
+                    statistics[slot.logical_name] = figures
         return statistics
-
-    def _figures(self, name: str, grad: Tensor) -> Figures:
-        grad = grad.float()
-        places = abs_topk(grad.view(1, -1), max(int(self.density * grad.numel()), 1))[0]
-        before = self._places.get(name)
-        self._places[name] = places
-        total = grad.square().sum()
-        energy = float(grad[places].square().sum() / total) if total > 0 else 0.0
-        figures: Figures = {"energy": energy}
-        if before is not None and before.shape == places.shape:
-            figures["kept"] = float(torch.isin(places, before, assume_unique=True).float().mean())
-        if self.bins:
-            bins = min(self.bins, grad.numel())
-            figures["places"] = torch.bincount(places * bins // grad.numel(), minlength=bins).tolist()
-        return figures

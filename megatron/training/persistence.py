@@ -225,7 +225,21 @@ class RunCheckpoints:
         )
         self._sync_weights(saved_main)
         if not weights_only:
-            self._load_compressors(islands or (root,), iteration)
+            # Residuals of several islands are averaged, so that their sum over the number of islands does not
+            # change.
+            folders = islands or (root,)
+            states = [] if self.engines.outer is None else list(self.engines.outer.states())
+            means: list[Tensor | None] = [None] * len(states)
+            for folder in folders:
+                self.compressors.load(folder, iteration, self.group, self.log)
+                for number, state in enumerate(states if len(folders) > 1 else ()):
+                    residual = state.tensors.pop(RESIDUAL, None)
+                    if residual is not None:
+                        before = means[number]
+                        means[number] = residual / len(folders) if before is None else before + residual / len(folders)
+            for state, mean in zip(states, means, strict=True):
+                if mean is not None:
+                    state.tensors[RESIDUAL] = mean
         scope_flags = {
             Scope.OPTIMIZER: not weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
@@ -243,22 +257,6 @@ class RunCheckpoints:
             sections = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
-
-    def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
-        """Restore the compressors' states. Residuals of several islands are averaged, so that their sum over the number
-        of islands does not change."""
-        states = [] if self.engines.outer is None else list(self.engines.outer.states())
-        means: list[Tensor | None] = [None] * len(states)
-        for folder in folders:
-            self.compressors.load(folder, iteration, self.group, self.log)
-            for number, state in enumerate(states if len(folders) > 1 else ()):
-                residual = state.tensors.pop(RESIDUAL, None)
-                if residual is not None:
-                    before = means[number]
-                    means[number] = residual / len(folders) if before is None else before + residual / len(folders)
-        for state, mean in zip(states, means, strict=True):
-            if mean is not None:
-                state.tensors[RESIDUAL] = mean
 
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""

@@ -97,15 +97,7 @@ class TrafficMeter:
                     (aged / residual if residual else 0.0) if measured else None,
                     inside or None,
                 )
-        group = topology.control.pg if topology.layout.world_size > 1 else None
-        texts = gather_texts(group, json.dumps([*warnings, *self._longer()]))
-        all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
-        return traffic, all_warnings, sum(computed) / len(computed) / iterations
-
-    def _longer(self) -> list[str]:
-        """Warnings, each once, for compressors that have sent more than their tensors' bytes since the run began."""
         self._windows += 1
-        warnings = []
         for point, spec in self.engines.plan.specs.items():
             raw, wire = self._sent[point]
             label = f"{point.value}={spec.name}"
@@ -116,7 +108,10 @@ class TrafficMeter:
                 f"--compress {label} sends {wire / raw:.2f} times what {point.value} would send uncompressed; "
                 "compress it further, or not at all"
             )
-        return warnings
+        group = topology.control.pg if topology.layout.world_size > 1 else None
+        texts = gather_texts(group, json.dumps(warnings))
+        all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
+        return traffic, all_warnings, sum(computed) / len(computed) / iterations
 
     def _residuals(self) -> tuple[dict[Point, list[float]], list[str]]:
         """This rank's sums of squared norms (gradient, residual, age x residual) by point, and its warnings."""

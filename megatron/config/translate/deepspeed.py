@@ -118,7 +118,27 @@ class _File:
         for key, value in self.content.items():
             if value == _AUTO or value is None:
                 continue
-            self._key(str(key), value)
+            key = str(key)
+            takers: dict[str, Callable[[str, Any], None]] = {
+                "fp16": self._fp16,
+                "bf16": self._bf16,
+                "bfloat16": self._bf16,
+                "zero_optimization": self._zero,
+                "data_types": self._data_types,
+                "curriculum_learning": self._curriculum,
+            }
+            if key in takers:
+                takers[key](key, value)
+            elif key in _VALUES:
+                path, kind = _VALUES[key]
+                self._set(key, path, self._read(kind, key, value))
+            elif key == "gradient_accumulation_steps":
+                self._read(_COUNT, key, value)
+                self.taken.append(key)
+            elif key in _IDLE.split() or (isinstance(value, dict) and value.get("enabled") is False):
+                self.idle.append(key)
+            else:
+                raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
         steps = self.content.get("gradient_accumulation_steps")
         if steps not in (None, _AUTO):
             global_batch = self.explicit.get("training.global_batch_size")
@@ -134,28 +154,6 @@ class _File:
             self.note(f"{self.path}: taken: {', '.join(self.taken)}")
         if self.idle:
             self.note(f"{self.path}: no effect: {', '.join(self.idle)}")
-
-    def _key(self, key: str, value: Any) -> None:
-        takers: dict[str, Callable[[str, Any], None]] = {
-            "fp16": self._fp16,
-            "bf16": self._bf16,
-            "bfloat16": self._bf16,
-            "zero_optimization": self._zero,
-            "data_types": self._data_types,
-            "curriculum_learning": self._curriculum,
-        }
-        if key in takers:
-            takers[key](key, value)
-        elif key in _VALUES:
-            path, kind = _VALUES[key]
-            self._set(key, path, self._read(kind, key, value))
-        elif key == "gradient_accumulation_steps":
-            self._read(_COUNT, key, value)
-            self.taken.append(key)
-        elif key in _IDLE.split() or (isinstance(value, dict) and value.get("enabled") is False):
-            self.idle.append(key)
-        else:
-            raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
 
     def _set(self, key: str, path: str, value: Any) -> None:
         self.flags.settle(_BY, path, value, f"{self.path}: {key} {value}")
