@@ -156,7 +156,10 @@ class _Chunks:
             table.copy_(means_kb.view(-1))
             pack_bits(bins_kc.view(-1), self.config.bits, codes)
         else:
-            table.copy_(_within(values_kc, table.dtype).view(-1))
+            # Finite values stay finite, so that error feedback can compensate for the error.
+            most = torch.finfo(table.dtype).max
+            narrow_kc = torch.where(values_kc.isfinite(), values_kc.clamp(-most, most), values_kc).to(table.dtype)
+            table.copy_(narrow_kc.view(-1))
         return wire
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,12 +214,6 @@ def _binned(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     zeros = wide_kc.new_zeros(len(values_kc) * bins)
     sums, counts = (zeros.scatter_add(0, flat, each.view(-1)) for each in (wide_kc, counted_kc))
     return bins_kc.to(torch.uint8), (sums / counts.clamp(min=1)).float().view(-1, bins)
-
-
-def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to a narrower dtype. Finite values stay finite, so that error feedback can compensate for the error."""
-    most = torch.finfo(dtype).max
-    return torch.where(values.isfinite(), values.clamp(-most, most), values).to(dtype)
 
 
 class ChunkedTopK(RoundCompressor):

@@ -145,21 +145,6 @@ class FixpointSumConfig(FixpointConfig):
         return replace(self, bits=bits, levels="flat")
 
 
-def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
-    """Kind of grid for the option ``grid`` at ``bits`` bits.
-
-    At few bits, a symmetric grid's unused code is expensive. A mid-rise grid has the lowest error on numbers without
-    outliers, such as rotated numbers, and a large error on other numbers, because it has no zero level. A signed grid
-    is nearly as good or better on all numbers. At 1 bit, the code is the sign, and the scale is the mean magnitude,
-    with any rounding.
-    """
-    if grid != "auto":
-        return GridKind[grid.upper()]
-    if bits not in (2, 3):
-        return GridKind.SYMMETRIC
-    return GridKind.MIDRISE if bits == 2 and rotated else GridKind.SIGNED
-
-
 @dataclass(frozen=True)
 class _Layout:
     """Encoding of a tensor.
@@ -216,11 +201,21 @@ class Quantizer(Format):
 
     def _grid(self, shape: torch.Size, bits: int) -> Grid:
         channels = shape[-1] if len(shape) else 1
+        # At few bits, a symmetric grid's unused code is expensive. A mid-rise grid has the lowest error on numbers
+        # without outliers, such as rotated numbers, and a large error on other numbers, because it has no zero level. A
+        # signed grid is nearly as good or better on all numbers. At 1 bit, the code is the sign, and the scale is the
+        # mean magnitude, with any rounding.
+        if self.config.grid != "auto":
+            kind = GridKind[self.config.grid.upper()]
+        elif bits not in (2, 3):
+            kind = GridKind.SYMMETRIC
+        else:
+            kind = GridKind.MIDRISE if bits == 2 and self._rotates else GridKind.SIGNED
         return Grid(
             bits=bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            kind=_kind(self.config.grid, bits, self._rotates),
+            kind=kind,
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
             rotation=self.config.rotation if self._rotates and not self.rotated else 0,
         )

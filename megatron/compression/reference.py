@@ -23,11 +23,6 @@ def page_with_tables(text: str, registry: Registry, name: str) -> str:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"the page of {name} lacks {_BEGIN} or {_END}")
-    return f"{before}{_BEGIN}\n\n{compressor_tables(registry, name)}\n\n{_END}{after}"
-
-
-def compressor_tables(registry: Registry, name: str) -> str:
-    """Two Markdown tables: points, source and an example of a compressor; its options."""
     registration = registry[name]
     points = [
         f"`{point.value}`" + (f" (error feedback `{feedback}`)" if feedback not in ("", "off") else "")
@@ -48,4 +43,4 @@ def compressor_tables(registry: Registry, name: str) -> str:
         option_rows.append((f"`{option.flag}`", values + bounds, option_default(option), meaning))
     if option_rows:
         tables.append(markdown_table(("option", "values", "default", "meaning"), option_rows))
-    return "\n\n".join(tables)
+    return "\n\n".join([f"{before}{_BEGIN}", *tables, f"{_END}{after}"])

@@ -69,7 +69,19 @@ class RowStore:
         self._near.move_to_end(name)
         while self.memory is not None and len(self._near) > self.memory:
             oldest, oldest_row = self._near.popitem(last=False)
-            self._write(oldest, oldest_row)
+            cpu_row = oldest_row.detach().cpu().contiguous()
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
+                self._like = torch.empty_like(oldest_row, device=oldest_row.device)
+            if self._free:
+                slot = self._free.pop()
+            else:
+                slot, self._slots = self._slots, self._slots + 1
+            while len(self._behind) >= _BEHIND:
+                self._behind.popleft().result()
+            written = self._worker.submit(self._store, slot, cpu_row)
+            self._behind.append(written)
+            self._far[oldest] = (slot, written)
 
     def prefetch(self, name: int) -> None:
         """Begin to read a row that is needed soon, if it is in the file."""
@@ -106,21 +118,6 @@ class RowStore:
         self._ahead.pop(name, None)
         if name in self._far:
             self._free.append(self._far.pop(name)[0])
-
-    def _write(self, name: int, row: Tensor) -> None:
-        cpu_row = row.detach().cpu().contiguous()
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
-            self._like = torch.empty_like(row, device=row.device)
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot, self._slots = self._slots, self._slots + 1
-        while len(self._behind) >= _BEHIND:
-            self._behind.popleft().result()
-        written = self._worker.submit(self._store, slot, cpu_row)
-        self._behind.append(written)
-        self._far[name] = (slot, written)
 
     def _submit_read(self, name: int) -> Future[Tensor]:
         assert self._worker is not None

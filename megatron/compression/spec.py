@@ -225,7 +225,17 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         ][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: values.pop(key).lower() for key in COMMON if key in values}
-    preset, point_options = _pop_point_options(point, values)
+    preset, point_options = "", None
+    if point in POINT_OPTIONS:
+        preset = values.pop(PRESET, "").lower()
+        why = NOT_OFFERED.get(preset.removesuffix("-like"))
+        if why:
+            raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
+        if preset and preset not in PRESETS:
+            raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
+        point_values = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON}
+        point_values |= {key: values.pop(key) for key in _point_flags(point) if key in values}
+        point_options = options_from_words(POINT_OPTIONS[point], point_values, point.value)
     if not registration.no_feedback:
         common = {key: value for key, value in PRESETS.get(preset, {}).items() if key in COMMON} | common
     flags = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
@@ -233,7 +243,25 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     for key in values:
         if key not in flags:
             raise UserError(f"{name} has no option {key!r}{nearest(key, flags)}; its options are: {', '.join(flags)}")
-    schedules = _parse_schedules(registration, name, values, length)
+    # Options that change over the run begin with their first values.
+    schedules = {}
+    declared = {option.flag: option for option in field_options(name, registration.config)}
+    for key, value in values.items():
+        if "@" not in value and "~" not in value:
+            continue
+        if not declared[key].option.scheduled:
+            scheduled = ", ".join(flag for flag, option in declared.items() if option.option.scheduled) or "none"
+            raise UserError(f"{key}={value}: {key} cannot change over the run; {name}'s options that can: {scheduled}")
+        schedule = replace(read_schedule(value, length), integral=declared[key].option.whole_ramp)
+        if schedule.ramp and schedule.integral and any(number % 1 for number in schedule.values):
+            raise UserError(
+                f"{key}={value}: a ramp of {key} goes through integers; write integers, or steps instead of a ramp"
+            )
+        for number in schedule.extremes:
+            options_from_words(registration.config, {key: f"{number:g}"}, name)
+        schedules[declared[key].name] = schedule
+        first = schedule.at(0)
+        values[key] = str(round(first)) if declared[key].element is int else repr(first)
     options = options_from_words(registration.config, values, name)
     for field_name, schedule in schedules.items():
         for number in schedule.values:
@@ -263,46 +291,6 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
 def _point_flags(point: Point) -> list[str]:
     """Option names of a point's options class."""
     return [option.flag for option in field_options(point.value, POINT_OPTIONS[point])]
-
-
-def _pop_point_options(point: Point, values: dict[str, str]) -> tuple[str, Any]:
-    """Remove the point's options from ``values``; return the name of the preset and the options."""
-    if point not in POINT_OPTIONS:
-        return "", None
-    preset = values.pop(PRESET, "").lower()
-    why = NOT_OFFERED.get(preset.removesuffix("-like"))
-    if why:
-        raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
-    if preset and preset not in PRESETS:
-        raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
-    written = {key: values.pop(key) for key in _point_flags(point) if key in values}
-    words = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON} | written
-    return preset, options_from_words(POINT_OPTIONS[point], words, point.value)
-
-
-def _parse_schedules(
-    registration: Registration, name: str, values: dict[str, str], length: RunLength
-) -> dict[str, Schedule]:
-    """Parse schedules of options, and replace them in ``values`` with their first values."""
-    schedules = {}
-    options = {option.flag: option for option in field_options(name, registration.config)}
-    for key, text in values.items():
-        if "@" not in text and "~" not in text:
-            continue
-        if not options[key].option.scheduled:
-            scheduled = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
-            raise UserError(f"{key}={text}: {key} cannot change over the run; {name}'s options that can: {scheduled}")
-        schedule = replace(read_schedule(text, length), integral=options[key].option.whole_ramp)
-        if schedule.ramp and schedule.integral and any(value % 1 for value in schedule.values):
-            raise UserError(
-                f"{key}={text}: a ramp of {key} goes through integers; write integers, or steps instead of a ramp"
-            )
-        for value in schedule.extremes:
-            options_from_words(registration.config, {key: f"{value:g}"}, name)
-        schedules[options[key].name] = schedule
-        first = schedule.at(0)
-        values[key] = str(round(first)) if options[key].element is int else repr(first)
-    return schedules
 
 
 def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:

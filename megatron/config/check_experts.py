@@ -40,7 +40,29 @@ def check_experts(model: ModelConfig) -> None:
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
         raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")
-    _check_groups(model, sorted(set(expert_layers.values())))
+    counts = sorted(set(expert_layers.values()))
+    groups, chosen, k = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if groups is not None or chosen is not None:
+        if groups is None or chosen is None:
+            present, missing = "--moe-router-num-groups", "--moe-router-group-topk"
+            if groups is None:
+                present, missing = missing, present
+            raise UserError(f"{present} needs {missing}; give both, or none of them")
+        for count in counts:
+            if count % groups:
+                raise UserError(
+                    f"--moe-router-num-groups {groups} does not divide the {count} experts of a layer (--num-experts); "
+                    "change one of them"
+                )
+        if chosen > groups:
+            raise UserError(
+                f"--moe-router-group-topk {chosen} is above --moe-router-num-groups {groups}; give at most as many"
+            )
+        if k > chosen * (counts[0] // groups):
+            raise UserError(
+                f"--moe-router-topk {k} is above the {chosen * (counts[0] // groups)} experts of "
+                f"--moe-router-group-topk {chosen} groups; choose more groups, or fewer experts"
+            )
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     balancing_flag = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1) or not kinds:
@@ -57,33 +79,6 @@ def check_experts(model: ModelConfig) -> None:
     if model.moe_shared_expert_gate and is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(
             "--moe-shared-expert-gate: there is no shared expert; add --moe-shared-expert-intermediate-size"
-        )
-
-
-def _check_groups(model: ModelConfig, counts: list[int]) -> None:
-    """Check the expert groups; ``counts`` are the numbers of experts of the mixture-of-experts layers."""
-    groups, chosen, k = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
-    if groups is None and chosen is None:
-        return
-    if groups is None or chosen is None:
-        present, missing = "--moe-router-num-groups", "--moe-router-group-topk"
-        if groups is None:
-            present, missing = missing, present
-        raise UserError(f"{present} needs {missing}; give both, or none of them")
-    for count in counts:
-        if count % groups:
-            raise UserError(
-                f"--moe-router-num-groups {groups} does not divide the {count} experts of a layer (--num-experts); "
-                "change one of them"
-            )
-    if chosen > groups:
-        raise UserError(
-            f"--moe-router-group-topk {chosen} is above --moe-router-num-groups {groups}; give at most as many"
-        )
-    if k > chosen * (counts[0] // groups):
-        raise UserError(
-            f"--moe-router-topk {k} is above the {chosen * (counts[0] // groups)} experts of --moe-router-group-topk "
-            f"{chosen} groups; choose more groups, or fewer experts"
         )
 
 

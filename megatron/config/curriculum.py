@@ -129,7 +129,24 @@ def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = _
             f"{'it' if len(missing) == 1 else 'them'}"
         )
     if kind == "fixed_discrete":
-        return _discrete(curriculum, seq_length, naming)
+        lengths, ends = curriculum.curriculum_discrete_seqlens, curriculum.curriculum_discrete_steps
+        assert lengths is not None
+        assert ends is not None
+        names = naming("curriculum_discrete_seqlens"), naming("curriculum_discrete_steps")
+        if len(lengths) != len(ends) + 1:
+            raise UserError(
+                f"{names[0]} holds {len(lengths)} lengths and {names[1]} {len(ends)} steps; give one step less than "
+                "lengths, since the last one stays"
+            )
+        for name, values in zip(names, (lengths, ends), strict=True):
+            for before, after in pairwise(values):
+                if after <= before:
+                    raise UserError(f"{name} goes backwards, from {before} to {after}; give ascending numbers")
+        if lengths[-1] != seq_length:
+            raise UserError(
+                f"{names[0]} ends with {lengths[-1]}, not with {naming('seq_length')} {seq_length}; let it end there"
+            )
+        return LengthSchedule(tuple(lengths), (0, *ends))
     if kind == "custom":
         return _custom(curriculum, seq_length, naming)
     return _by_formula(curriculum, seq_length, naming)
@@ -165,25 +182,6 @@ def _by_formula(curriculum: CurriculumConfig, full: int, naming: Naming) -> Leng
         return min(max(length - length % multiple, least), full)
 
     return LengthSchedule.growing(length_of, steps, full)
-
-
-def _discrete(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
-    lengths, ends = curriculum.curriculum_discrete_seqlens, curriculum.curriculum_discrete_steps
-    assert lengths is not None
-    assert ends is not None
-    names = naming("curriculum_discrete_seqlens"), naming("curriculum_discrete_steps")
-    if len(lengths) != len(ends) + 1:
-        raise UserError(
-            f"{names[0]} holds {len(lengths)} lengths and {names[1]} {len(ends)} steps; give one step less than "
-            "lengths, since the last one stays"
-        )
-    for name, values in zip(names, (lengths, ends), strict=True):
-        for before, after in pairwise(values):
-            if after <= before:
-                raise UserError(f"{name} goes backwards, from {before} to {after}; give ascending numbers")
-    if lengths[-1] != full:
-        raise UserError(f"{names[0]} ends with {lengths[-1]}, not with {naming('seq_length')} {full}; let it end there")
-    return LengthSchedule(tuple(lengths), (0, *ends))
 
 
 def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:

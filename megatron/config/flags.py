@@ -109,7 +109,21 @@ class FlagParser:
         for path in namespace.config:
             sources.insert(0, collect_yaml(self.table, read_yaml(path), path, errors))
         errors.raise_all()
-        parsed = self._merge(sources)
+        explicit = Explicit()
+        notes: list[str] = []
+        for level, source in enumerate(sources):
+            explicit.update(source.values)
+            explicit.levels.update(dict.fromkeys(source.values, level))
+            notes += [note for note in source.notes if note not in notes]
+        rules = [rule for source in sources for rule in source.rules]
+        self.table.translator.translate(explicit, rules, notes.append)
+        sections = {
+            section: cls(
+                **{path.partition(".")[2]: explicit[path] for path in explicit if path.startswith(f"{section}.")}
+            )
+            for section, cls in self.table.own_sections.items()
+        }
+        parsed = ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
         if check:
             for name, values in parsed.sections.items():
                 missing = missing_flags(name, values)
@@ -198,23 +212,6 @@ class FlagParser:
                     f"unknown flag {name}{self.table.nearest_flag(name)}; --help all lists all flags"
                 )
         return words
-
-    def _merge(self, sources: list[Source]) -> ParsedSections:
-        explicit = Explicit()
-        notes: list[str] = []
-        for level, source in enumerate(sources):
-            explicit.update(source.values)
-            explicit.levels.update(dict.fromkeys(source.values, level))
-            notes += [note for note in source.notes if note not in notes]
-        rules = [rule for source in sources for rule in source.rules]
-        self.table.translator.translate(explicit, rules, notes.append)
-        sections = {
-            section: cls(
-                **{path.partition(".")[2]: explicit[path] for path in explicit if path.startswith(f"{section}.")}
-            )
-            for section, cls in self.table.own_sections.items()
-        }
-        return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
 
 
 def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:

@@ -16,7 +16,6 @@ from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.parallel.data.param_gather import compresses
 from megatron.parallel.data.reducer import BucketReducer
-from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.training.assembly import Engines
 
 Shares = tuple[float, float, int]
@@ -85,7 +84,11 @@ def _shares(engines: Engines, point: Point) -> Shares:
     if point.is_expert_leg:
         return _experts(engines, point)
     if point is Point.EMBED_GRAD:
-        return _embedding(engines)
+        shapes = [tied.shape for tied in engines.sync.ties]
+        compressed = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
+        spec = engines.plan.specs[Point.EMBED_GRAD]
+        highest = max((highest_rank(spec, shape) for shape in shapes), default=0)
+        return float(compressed), float(sum(map(math.prod, shapes))), highest
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
         return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
@@ -104,22 +107,17 @@ def _experts(engines: Engines, point: Point) -> Shares:
         point, row, engines.config.precision.params_dtype
     )
     coded, total = 0.0, 0.0
+    k, ranks, nodes = model.moe_router_topk, engines.expert_comm.ranks, engines.expert_comm.nodes
     for layer in (n for stage in engines.stages for n in stage.stage_part.layers if n in model.expert_layers):
-        between, inside = _rows_of_token(engines.expert_comm, model.expert_layers[layer], model.moe_router_topk)
+        # Mean rows of a token that go to other ranks: in the stage that codecs serve, and inside nodes after it.
+        experts = model.expert_layers[layer]
+        between, inside = k * (ranks.size - 1) / ranks.size, 0.0
+        if nodes is not None:
+            missed = math.comb(experts - experts // nodes.size, k) / math.comb(experts, k)
+            between, inside = (nodes.size - 1) * (1 - missed), between
         coded += between * compressed * model.hidden_size
         total += (between + inside) * model.hidden_size
     return coded, total, 0
-
-
-def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float]:
-    """Mean rows of a token that go to other ranks, if it chooses any k experts of a layer uniformly: rows of the stage
-    that codecs serve, and rows inside nodes after it."""
-    handed_on = k * (comm.ranks.size - 1) / comm.ranks.size
-    if comm.nodes is None:
-        return handed_on, 0.0
-    nodes = comm.nodes.size
-    missed = math.comb(experts - experts // nodes, k) / math.comb(experts, k)
-    return (nodes - 1) * (1 - missed), handed_on
 
 
 def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
@@ -135,14 +133,6 @@ def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
             compressed += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
             shapes |= {slot.shape for slot in bucket.ranges if len(slot.shape) > 1}
     return float(compressed), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
-
-
-def _embedding(engines: Engines) -> Shares:
-    shapes = [tied.shape for tied in engines.sync.ties]
-    compressed = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
-    spec = engines.plan.specs[Point.EMBED_GRAD]
-    highest = max((highest_rank(spec, shape) for shape in shapes), default=0)
-    return float(compressed), float(sum(map(math.prod, shapes))), highest
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import megatron
-from megatron.base.option import FieldOption, field_options
+from megatron.base.option import field_options
 from megatron.base.regular import contents
 from megatron.compression.plugins import installed
 from megatron.config.data import DatasetBlend, parse_blend
@@ -56,7 +56,18 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             if option.contents:
                 files.append((option.contents, field.flag, value if isinstance(value, list) else [value]))
             elif not option.may_differ:
-                yield f"--{field.flag}", _format_value(field, value)
+                if value is None:
+                    text = "not given"
+                else:
+                    if field.path == "compression.compress":
+                        # Each machine may keep a codec's scratch file elsewhere.
+                        specs = [
+                            [word for word in spec.split(",") if not word.strip().lower().startswith("folder=")]
+                            for spec in value
+                        ]
+                        value = [",".join(words) for words in specs]
+                    text = (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
+                yield f"--{field.flag}", text
     for kind, flag, words in files:
         present_words = [word for word in words if word is not None]
         yield f"the number of words of --{flag}", str(len(present_words))
@@ -70,13 +81,3 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         else:
             for number, path in enumerate(present_words):
                 yield f"file {number + 1} of --{flag}", contents(path)
-
-
-def _format_value(field: FieldOption, value: Any) -> str:
-    if value is None:
-        return "not given"
-    if field.path == "compression.compress":
-        # Each machine may keep a codec's scratch file elsewhere.
-        specs = [[word for word in spec.split(",") if not word.strip().lower().startswith("folder=")] for spec in value]
-        value = [",".join(words) for words in specs]
-    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"

@@ -38,7 +38,14 @@ def plot_loss_curve(
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     runs = [_LossCurves(Path(path), loss) for path in jsonl_paths]
-    for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
+    if len(runs) == 1:
+        labels = [""]
+    else:
+        names = [run.path.stem for run in runs]
+        if len(set(names)) < len(names):
+            names = [run.path.parent.name for run in runs]
+        labels = [f"{name}, " for name in names]
+    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         color = COLORS[i % len(COLORS)]
         # Color distinguishes several runs; a single run can use a second color for held-out losses.
         run.draw(axes, label, color, color if len(runs) > 1 else COLORS[1])
@@ -104,13 +111,3 @@ def of_final_draw(event: Record) -> bool:
 def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, float]]:
     """Points of a loss; a value that is not finite becomes nan, which leaves a gap in the curve."""
     return [(e.iteration(), e.number(loss)) for e in events if e.get("kind") == kind and loss in e]
-
-
-def _labels(runs: Sequence[_LossCurves]) -> list[str]:
-    """Prefixes that distinguish runs: file names, or folder names if file names repeat; empty for a single run."""
-    if len(runs) == 1:
-        return [""]
-    names = [run.path.stem for run in runs]
-    if len(set(names)) < len(names):
-        names = [run.path.parent.name for run in runs]
-    return [f"{name}, " for name in names]

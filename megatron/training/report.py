@@ -202,8 +202,30 @@ class Reporter:
         )
         if not self._logs:
             return
+        seconds = window.seconds_per_iteration
+        world_size = self.engines.topology.layout.world_size * self.config.islands.islands
+        recompute = self.config.recompute.recompute_granularity is not None
+
+        def benchmark(samples: int, length: int) -> float:
+            return benchmark_tflops(
+                *self._model_of(length),
+                global_batch_size=samples,
+                seconds=seconds,
+                world_size=world_size,
+                recompute=recompute,
+            )
+
+        def model(samples: int, length: int) -> float:
+            return model_tflops(
+                *self._model_of(length), global_batch_size=samples, seconds=seconds, world_size=world_size
+            )
+
+        rate = window.mean_over_steps(model)
         window = replace(
-            self._add_rates(window),
+            window,
+            benchmark_tflops=window.mean_over_steps(benchmark),
+            model_tflops=rate,
+            mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
             train_iters=self.train_iters,
             remaining_seconds=self.forecast.remaining_s(window.iteration, window.consumed_samples),
             memory_bytes=peak_memory_bytes(topology.device),
@@ -225,34 +247,6 @@ class Reporter:
     def _model_of(self, length: int) -> tuple[ModelConfig, int]:
         """Model at a sequence length, and its padded vocabulary size, for the FLOP formulas."""
         return replace(self.config.model, seq_length=length), self.engines.padded_vocab_size
-
-    def _add_rates(self, window: StepMetrics) -> StepMetrics:
-        """Add TFLOP/s per device, and MFU if the peak rate is known."""
-        seconds = window.seconds_per_iteration
-        world_size = self.engines.topology.layout.world_size * self.config.islands.islands
-        recompute = self.config.recompute.recompute_granularity is not None
-
-        def benchmark(samples: int, length: int) -> float:
-            return benchmark_tflops(
-                *self._model_of(length),
-                global_batch_size=samples,
-                seconds=seconds,
-                world_size=world_size,
-                recompute=recompute,
-            )
-
-        def model(samples: int, length: int) -> float:
-            return model_tflops(
-                *self._model_of(length), global_batch_size=samples, seconds=seconds, world_size=world_size
-            )
-
-        rate = window.mean_over_steps(model)
-        return replace(
-            window,
-            benchmark_tflops=window.mean_over_steps(benchmark),
-            model_tflops=rate,
-            mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
-        )
 
     def validation(
         self,

@@ -70,7 +70,19 @@ class TrafficMeter:
         """
         topology = self.engines.topology
         accounts = self.engines.ledger.take_totals()
-        sums, warnings = self._residuals()
+        # This rank's sums of squared norms: gradient, residual, age x residual.
+        sums = {point: [0.0, 0.0, 0.0] for point in Point}
+        warnings: list[str] = []
+        for point, group, residuals in self._by_group():
+            figures = torch.cat([state.health.stacked() for _, state in residuals if state.health is not None], dim=1)
+            names = [name for labels, _ in residuals for name in labels]
+            for row, value in enumerate(figures[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
+                sums[point][row] += value
+            if group is not None:
+                pending = group.all_reduce(figures)
+                self.engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
+                pending.wait()
+            warnings += self._grown(point, names, figures)
         mine = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         mine += [sums[p][row] for row in range(3) for p in Point]
         mine.append(self.engines.ledger.take_computed())
@@ -97,6 +109,7 @@ class TrafficMeter:
                     (aged / residual if residual else 0.0) if measured else None,
                     inside or None,
                 )
+        # Each compressor that has sent more than its tensors' bytes since the run began is named once.
         self._windows += 1
         for point, spec in self.engines.plan.specs.items():
             raw, wire = self._sent[point]
@@ -108,26 +121,9 @@ class TrafficMeter:
                 f"--compress {label} sends {wire / raw:.2f} times what {point.value} would send uncompressed; "
                 "compress it further, or not at all"
             )
-        group = topology.control.pg if topology.layout.world_size > 1 else None
-        texts = gather_texts(group, json.dumps(warnings))
+        texts = gather_texts(topology.control.pg if topology.layout.world_size > 1 else None, json.dumps(warnings))
         all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
         return traffic, all_warnings, sum(computed) / len(computed) / iterations
-
-    def _residuals(self) -> tuple[dict[Point, list[float]], list[str]]:
-        """This rank's sums of squared norms (gradient, residual, age x residual) by point, and its warnings."""
-        sums = {point: [0.0, 0.0, 0.0] for point in Point}
-        warnings: list[str] = []
-        for point, group, residuals in self._by_group():
-            figures = torch.cat([state.health.stacked() for _, state in residuals if state.health is not None], dim=1)
-            names = [name for labels, _ in residuals for name in labels]
-            for row, value in enumerate(figures[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
-                sums[point][row] += value
-            if group is not None:
-                pending = group.all_reduce(figures)
-                self.engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
-                pending.wait()
-            warnings += self._grown(point, names, figures)
-        return sums, warnings
 
     def _by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
         """Measured residuals, by the group over which their figures are summed."""
