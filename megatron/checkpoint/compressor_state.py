@@ -85,40 +85,27 @@ class CompressorCheckpoint:
                 if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
                     tied[state_slice.label(kind)] = state_slice, kind, local
         if group is not None and self.layout.ties and self.sync.plan.is_compressed(Point.DP_GRAD):
-            self._settle(shards, tied, group)
+            buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
+            places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
+            held_slices = {state_slice.name: state_slice for state_slice in places if state_slice.stage[1] > 1}
+            types = {label: name_of_dtype(shards[label].dtype) for label in tied}
+            forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
+            rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
+            for label in sorted({label for _, row in rows for label in row}):
+                name, _, kind = label.removeprefix(PREFIX).rpartition("|")
+                stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
+                if name not in held_slices or all(form == stage_forms[0] for form in stage_forms):
+                    continue
+                if kind == RESIDUAL:
+                    state_slice, form = held_slices[name], next(form for form in stage_forms if form is not None)
+                    if label not in shards and state_slice.slot is not None:
+                        zeros = torch.zeros(state_slice.slot.param.shape, dtype=dtype_from_name(form[1]))
+                        shards[label] = state_slice.shard(RESIDUAL, zeros)
+                elif label in tied:
+                    tied_slice, _, local = tied[label]
+                    del shards[label]
+                    shards[tied_slice.apart.label(kind)] = tied_slice.apart.shard(kind, local)
         return shards
-
-    def _settle(
-        self,
-        shards: dict[str, LogicalShard],
-        tied: Mapping[str, tuple[StateSlice, str, Tensor]],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Makes the stages that hold a parameter agree on the state to save for it.
-
-        Their compressors may differ. The stages save a single residual tensor, to which a stage without a residual
-        contributes zeros. Other state is saved under stage-specific names unless its form is the same on all stages.
-        """
-        buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
-        places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
-        held_slices = {state_slice.name: state_slice for state_slice in places if state_slice.stage[1] > 1}
-        types = {label: name_of_dtype(shards[label].dtype) for label in tied}
-        forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
-        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
-        for label in sorted({label for _, row in rows for label in row}):
-            name, _, kind = label.removeprefix(PREFIX).rpartition("|")
-            stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
-            if name not in held_slices or all(form == stage_forms[0] for form in stage_forms):
-                continue
-            if kind == RESIDUAL:
-                state_slice, form = held_slices[name], next(form for form in stage_forms if form is not None)
-                if label not in shards and state_slice.slot is not None:
-                    zeros = torch.zeros(state_slice.slot.param.shape, dtype=dtype_from_name(form[1]))
-                    shards[label] = state_slice.shard(RESIDUAL, zeros)
-            elif label in tied:
-                tied_slice, _, local = tied[label]
-                del shards[label]
-                shards[tied_slice.apart.label(kind)] = tied_slice.apart.shard(kind, local)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restores this run's compressor state from a checkpoint. Every rank of the group calls this.

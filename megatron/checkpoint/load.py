@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.find import fallback, read_tracker
 from megatron.checkpoint.logical import LogicalShard
-from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem, read_manifest
+from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.plain import decode_plain
 from megatron.checkpoint.planner import ShardLoadPlanner
 from megatron.checkpoint.save import (
@@ -36,7 +36,7 @@ from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_ite
 from megatron.config.model_types import describe_model_type
 from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import first_problem, gather_texts, raise_together, rank_of, size_of
+from megatron.distributed.agreement import first_problem, gather_texts, rank_of, size_of, together
 from megatron.distributed.errors import ranks_text
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
@@ -227,15 +227,41 @@ def load_tensors(
         CommunicationError: when a peer is gone.
     """
     root = Path(root)
-    folder, manifest = _open_together(root, iteration, group)
-    requested = _gather_requests(tensors, group)
+    folder, manifest = together(group, lambda: open_checkpoint(root, iteration))
+    # The manifest has the checksums of all data. The local disk of a machine may hold another run's checkpoint.
+    digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise UserError(
+            f"{folder} is not the same checkpoint on rank 0 and {ranks_text(different)}; "
+            "give all machines the same files"
+        )
+    names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
+    _raise_damage(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
+    local_specs = {
+        name: [list(shard.global_shape), name_of_dtype(shard.dtype)]
+        for name, shard in tensors.items()
+        if all(shard.global_shape)
+    }
+    requested = {}
+    for text in sorted(set(gather_texts(group, json.dumps(local_specs)))):
+        for name, (shape, dtype) in json.loads(text).items():
+            requested[name] = (tuple(shape), dtype_from_name(dtype))
     if strict:
         _check_model(folder, manifest, requested, allow_unexpected, differing)
     else:
         shared = {name: kinds for name, kinds in requested.items() if name in manifest.tensors}
         _check_model(folder, manifest, shared, True, differing)
     present = {name for name in requested if name in manifest.tensors}
-    items = _select_share(manifest.items_of(present), rank_of(group), size_of(group))
+    # Each rank checks a contiguous share of the items, of about equal bytes.
+    present_items = manifest.items_of(present)
+    total = max(1, sum(item.length for item in present_items))
+    items, before = [], 0
+    for item in present_items:
+        middle = before + item.length // 2
+        if min(size_of(group) - 1, middle * size_of(group) // total) == rank_of(group):
+            items.append(item)
+        before += item.length
     _raise_damage(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
         stored_types = {name: manifest.tensors[name].properties.dtype for name in requested if name in present}
@@ -253,49 +279,10 @@ def load_tensors(
     return sorted(name for name in requested if name not in present)
 
 
-def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
-    """Read the manifest, check that all ranks have the same manifest, and check file sizes, divided among the ranks."""
-    problem, opened = None, None
-    try:
-        opened = open_checkpoint(root, iteration)
-    except UserError as error:
-        problem = str(error)
-    raise_together(group, problem)
-    assert opened is not None
-    folder, manifest = opened
-    # The manifest has the checksums of all data. The local disk of a machine may hold another run's checkpoint.
-    digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise UserError(
-            f"{folder} is not the same checkpoint on rank 0 and {ranks_text(different)}; "
-            "give all machines the same files"
-        )
-    names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
-    _raise_damage(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
-    return opened
-
-
 def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
     agreed = first_problem(group, problem)
     if agreed is not None:
         raise UserError(f"{agreed}{fallback(root, iteration)}")
-
-
-def _gather_requests(
-    tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Gather shape and dtype of every tensor that any rank requests."""
-    local_specs = {
-        name: [list(shard.global_shape), name_of_dtype(shard.dtype)]
-        for name, shard in tensors.items()
-        if all(shard.global_shape)
-    }
-    requested = {}
-    for text in sorted(set(gather_texts(group, json.dumps(local_specs)))):
-        for name, (shape, dtype) in json.loads(text).items():
-            requested[name] = (tuple(shape), dtype_from_name(dtype))
-    return requested
 
 
 def _check_model(
@@ -338,15 +325,3 @@ def _check_model(
         f"{folder} is a checkpoint of another model: {diffs}; compare {flags} with its {CONFIG}, or pass "
         f"--use-checkpoint-args{upcycling}"
     )
-
-
-def _select_share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
-    """Select this rank's share of the items: consecutive items, with about equal numbers of bytes on all ranks."""
-    total = max(1, sum(item.length for item in items))
-    share, before = [], 0
-    for item in items:
-        middle = before + item.length // 2
-        if min(size - 1, middle * size // total) == rank:
-            share.append(item)
-        before += item.length
-    return share

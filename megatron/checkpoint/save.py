@@ -96,7 +96,17 @@ class _SaveRequest:
         self._raise_if_any_failed(_publish(self) if first else None)
         if first:
             self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
-            self._prune()
+            if self.keep_last is None:
+                return
+            try:
+                removed, problems = files.prune(self.root, self.iteration, self.keep_last, self.last_update)
+            except OSError as error:
+                removed, problems = [], [error]
+            for iteration in removed:
+                self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
+            for problem in problems:
+                path = Path(problem.filename or self.root)
+                self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
 
     def _raise_if_any_failed(self, problem: str | None) -> None:
         """Remove all written files and raise an error on every rank, if any rank has a problem."""
@@ -106,19 +116,6 @@ class _SaveRequest:
             raise UserError(
                 f"the checkpoint of iteration {self.iteration} was not saved, earlier ones are untouched: {agreed}"
             )
-
-    def _prune(self) -> None:
-        if self.keep_last is None:
-            return
-        try:
-            removed, problems = files.prune(self.root, self.iteration, self.keep_last, self.last_update)
-        except OSError as error:
-            removed, problems = [], [error]
-        for iteration in removed:
-            self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
-        for problem in problems:
-            path = Path(problem.filename or self.root)
-            self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
 
 
 def save_checkpoint(

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -108,26 +107,22 @@ class ShardWriter(StorageWriter):
         path = self.folder / plan.storage_data
         try:
             if plan.items:
-                results = self._write_file(path, plan.items, planner)
+                results = []
+                offset = 0
+                with path.open("wb", buffering=0) as stream:
+                    for item in plan.items:
+                        value = planner.resolve_data(item)
+                        assert isinstance(value, Tensor)
+                        data = tensor_bytes(value)
+                        write_all(stream, data)
+                        stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
+                        results.append(WriteResult(item.index, len(data), stored))
+                        offset += len(data)
+                    os.fsync(stream.fileno())
         except Exception as error:
             self.problem = describe_error(error, path)
             results = [WriteResult(MetadataIndex("failed"), 0, None)]
         return _completed_future(results)
-
-    def _write_file(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        results = []
-        offset = 0
-        with path.open("wb", buffering=0) as stream:
-            for item in items:
-                value = planner.resolve_data(item)
-                assert isinstance(value, Tensor)
-                data = tensor_bytes(value)
-                write_all(stream, data)
-                stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
-                results.append(WriteResult(item.index, len(data), stored))
-                offset += len(data)
-            os.fsync(stream.fileno())
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the documents and the manifest on the coordinator, unless a rank has failed."""
@@ -135,31 +130,28 @@ class ShardWriter(StorageWriter):
         if None in stored.values():
             return
         try:
-            self._finish(metadata, stored)
+            entries = metadata.state_dict_metadata
+            manifest = Manifest(
+                self.iteration,
+                self.world_size,
+                files={},
+                documents={},
+                tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
+                items={(i.fqn, tuple(i.offset or ())): s for i, s in stored.items()},
+            )
+            for name, data in self.documents.items():
+                write_synced(self.folder / name, data)
+                manifest.documents[name] = StoredItem(name, 0, len(data), zlib.crc32(data))
+            for item in [*manifest.documents.values(), *stored.values()]:
+                manifest.files[item.file] = max(manifest.files.get(item.file, 0), item.offset + item.length)
+            problem = check_file_sizes(self.folder, manifest.files)
+            if problem is not None:
+                raise RuntimeError(f"{problem} (do all ranks share this file system?)")
+            write_synced(self.folder / MANIFEST, manifest.render())
+            fsync_directory(self.folder)
         except Exception as error:
             path = Path(error.filename) if isinstance(error, OSError) and error.filename else self.folder
             self.problem = describe_error(error, path)
-
-    def _finish(self, metadata: Metadata, stored: dict[MetadataIndex, StoredItem]) -> None:
-        entries = metadata.state_dict_metadata
-        manifest = Manifest(
-            self.iteration,
-            self.world_size,
-            files={},
-            documents={},
-            tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
-            items={(i.fqn, tuple(i.offset or ())): s for i, s in stored.items()},
-        )
-        for name, data in self.documents.items():
-            write_synced(self.folder / name, data)
-            manifest.documents[name] = StoredItem(name, 0, len(data), zlib.crc32(data))
-        for item in [*manifest.documents.values(), *stored.values()]:
-            manifest.files[item.file] = max(manifest.files.get(item.file, 0), item.offset + item.length)
-        problem = check_file_sizes(self.folder, manifest.files)
-        if problem is not None:
-            raise RuntimeError(f"{problem} (do all ranks share this file system?)")
-        write_synced(self.folder / MANIFEST, manifest.render())
-        fsync_directory(self.folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -281,23 +273,19 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
         try:
             with open_regular(path) as stream:
                 for item in stored:
-                    if _checksum(stream, item, buffer) != item.crc32:
+                    stream.seek(item.offset)
+                    crc32, remaining = 0, item.length
+                    while remaining:
+                        chunk = buffer[: min(remaining, len(buffer))]
+                        _read_exactly(stream, chunk)
+                        crc32 = zlib.crc32(chunk, crc32)
+                        remaining -= len(chunk)
+                    if crc32 != item.crc32:
                         byte_range = f"bytes {item.offset} to {item.offset + item.length}"
                         return f"{path} is damaged: {byte_range} do not have their checksum"
         except (OSError, EOFError) as error:
             return describe_error(error, path)
     return None
-
-
-def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
-    stream.seek(item.offset)
-    crc32, remaining = 0, item.length
-    while remaining:
-        chunk = buffer[: min(remaining, len(buffer))]
-        _read_exactly(stream, chunk)
-        crc32 = zlib.crc32(chunk, crc32)
-        remaining -= len(chunk)
-    return crc32
 
 
 def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:

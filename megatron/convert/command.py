@@ -148,20 +148,7 @@ def read(options: argparse.Namespace) -> Weights:
             f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
         )
     check_complete(weights, str(folder))
-    tokenizer = _tokenizer(options, weights, [folder] if classic in (None, folder) else [classic, folder])
-    dtype = DTYPES.get(options.dtype)
-    entries = {name: entry.to(dtype).checked(name, folder) for name, entry in weights.entries.items()}
-    return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
-
-
-def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[Path]) -> TokenizerConfig:
-    """The tokenizer given by flags, else that of our own checkpoint, else of the files beside the checkpoint.
-
-    Paths inside foreign checkpoints are not trusted.
-
-    Raises:
-        UserError: when flags name no tokenizer, or the tokenizer of another model.
-    """
+    folders = [folder] if classic in (None, folder) else [classic, folder]
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.no_tokenizer:
@@ -169,16 +156,19 @@ def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[
             raise UserError(
                 f"--no-tokenizer contradicts --{next(iter(settings)).replace('_', '-')}; leave one of them out"
             )
-        return TokenizerConfig()
-    if not settings:
-        return weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
-    if "tokenizer_type" not in settings:
-        model = Path(settings.get("tokenizer_model", ""))
-        by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
-        settings["tokenizer_type"] = by_model if "tokenizer_model" in settings else "GPT2BPETokenizer"
-    tokenizer = fitted(TokenizerConfig(**settings), weights.vocab_size)
-    built(tokenizer, weights.vocab_size)
-    return tokenizer
+        tokenizer = TokenizerConfig()
+    elif not settings:
+        tokenizer = weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
+    else:
+        if "tokenizer_type" not in settings:
+            model = Path(settings.get("tokenizer_model", ""))
+            by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
+            settings["tokenizer_type"] = by_model if "tokenizer_model" in settings else "GPT2BPETokenizer"
+        tokenizer = fitted(TokenizerConfig(**settings), weights.vocab_size)
+        built(tokenizer, weights.vocab_size)
+    dtype = DTYPES.get(options.dtype)
+    entries = {name: entry.to(dtype).checked(name, folder) for name, entry in weights.entries.items()}
+    return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
 
 
 def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], None]) -> None:

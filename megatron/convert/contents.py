@@ -20,7 +20,7 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, load_config_yaml
-from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.storage import check_file_sizes, check_items
 from megatron.convert.classic import find_classic
 from megatron.convert.hugging_face import is_hf
@@ -146,6 +146,20 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
     except UserError as error:
         reason = str(error).partition("; ")[0]
         return Contents(iteration=iteration, folder=folder, newest=newest, state="damaged", problem=reason)
+    names: dict[str, list[str]] = {}
+    for name in manifest.tensors:
+        first, _, remaining_name = name.partition(".")
+        kind = f"{first}.{remaining_name.partition('.')[0]}" if first == "optimizer" else first
+        names.setdefault(kind, []).append(name)
+    kinds = {}
+    for kind, members in names.items():
+        tensors = [manifest.tensors[name] for name in members]
+        kinds[kind] = Tensors(
+            tensors=len(tensors),
+            numbers=sum(math.prod(tensor.size) for tensor in tensors),
+            bytes=sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors),
+            dtypes=tuple(sorted({name_of_dtype(tensor.properties.dtype) for tensor in tensors})),
+        )
     return Contents(
         iteration=iteration,
         folder=folder,
@@ -156,7 +170,7 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
         ranks=manifest.world_size,
         layout=_layout(config, manifest.world_size),
         files=manifest.files,
-        kinds=_kinds(manifest),
+        kinds=kinds,
         shapes={
             name: (name_of_dtype(tensor.properties.dtype), tuple(tensor.size))
             for name, tensor in sorted(manifest.tensors.items())
@@ -179,25 +193,6 @@ def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _kinds(manifest: Manifest) -> dict[str, Tensors]:
-    """Groups tensors by the first component of their names; optimizer state by its kind, too."""
-    names: dict[str, list[str]] = {}
-    for name in manifest.tensors:
-        first, _, remaining_name = name.partition(".")
-        kind = f"{first}.{remaining_name.partition('.')[0]}" if first == "optimizer" else first
-        names.setdefault(kind, []).append(name)
-    kinds = {}
-    for kind, members in names.items():
-        tensors = [manifest.tensors[name] for name in members]
-        kinds[kind] = Tensors(
-            tensors=len(tensors),
-            numbers=sum(math.prod(tensor.size) for tensor in tensors),
-            bytes=sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors),
-            dtypes=tuple(sorted({name_of_dtype(tensor.properties.dtype) for tensor in tensors})),
-        )
-    return kinds
 
 
 def tracker_problem(root: Path) -> str | None:

@@ -226,7 +226,15 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
     planned = list(rules(weights.model, weights.vocab_size))
     ids = special_ids(weights.tokenizer, weights.vocab_size)
     dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
-    shards = _shards(planned, dtypes, shard_bytes)
+    shards: list[list[Rule]] = [[]]
+    size = 0
+    for rule in planned:
+        nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(rule)
+        size += nbytes
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -243,19 +251,6 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
     _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], ids))
     copy_tokenizer(weights.tokenizer, folder)
-
-
-def _shards(planned: Sequence[Rule], dtypes: Mapping[str, torch.dtype], limit: int) -> list[list[Rule]]:
-    shards: list[list[Rule]] = [[]]
-    size = 0
-    for rule in planned:
-        nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
-        if shards[-1] and size + nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(rule)
-        size += nbytes
-    return shards
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -163,7 +163,17 @@ class _Builder:
             return None
         dataset_parts = []
         for path in blend.paths:
-            indexed = self._open(path)
+            if path not in self.opened:
+                if not self.data.mock_data:
+                    indexed = IndexedDataset(path, self.data.data_impl or "infer")
+                elif self.vocab_size is None:
+                    raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
+                else:
+                    indexed = MockDataset(self.seed, self.vocab_size)
+                self.opened[path] = indexed
+                if self.vocab_size is not None and self.check_tokens:
+                    indexed.check_token_range(self.vocab_size, self.data.data_cache_path)
+            indexed = self.opened[path]
             # Megatron rounds halves to even.
             begin, end = (round(bound * float(self.kind.count(indexed))) for bound in bounds)
             dataset_parts.append(self.kind.make_part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
@@ -231,19 +241,6 @@ class _Builder:
     def _single(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.
         return split.dataset_parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
-
-    def _open(self, path: str) -> IndexedDataset:
-        if path not in self.opened:
-            if not self.data.mock_data:
-                indexed = IndexedDataset(path, self.data.data_impl or "infer")
-            elif self.vocab_size is None:
-                raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
-            else:
-                indexed = MockDataset(self.seed, self.vocab_size)
-            self.opened[path] = indexed
-            if self.vocab_size is not None and self.check_tokens:
-                indexed.check_token_range(self.vocab_size, self.data.data_cache_path)
-        return self.opened[path]
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,23 @@ class IndexedWriter:
         self.num_sequences = 0
         self.num_documents = 0
         self._partial = self.bin_path.with_name(self.bin_path.name + ".partial")
-        self._stream: BinaryIO | None = _open_exclusive(self._partial)
+        try:
+            self._partial.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(self._partial, "ab")  # noqa: SIM115  (the writer object closes it)
+        except OSError as error:
+            raise UserError(
+                f"{self._partial}: cannot be written ({error.strerror}). Choose another --output-prefix"
+            ) from None
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                stream.close()
+                raise UserError(
+                    f"{self._partial}: another process is writing it. Wait for it, or choose another prefix"
+                ) from None
+        stream.truncate(0)
+        self._stream: BinaryIO | None = stream
 
     @classmethod
     def like(cls, table: IndexTable, prefix: str | Path) -> IndexedWriter:
@@ -352,20 +368,3 @@ class IndexedWriter:
                 self.finalize()
         finally:
             self.abort()
-
-
-def _open_exclusive(path: Path) -> BinaryIO:
-    """Creates or truncates ``path``, locked against other writers if the file system supports locks."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(path, "ab")  # noqa: SIM115  (the writer object closes it)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another --output-prefix") from None
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            stream.close()
-            raise UserError(f"{path}: another process is writing it. Wait for it, or choose another prefix") from None
-    stream.truncate(0)
-    return stream

@@ -211,7 +211,15 @@ def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
     begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
     columns: list[list[NDArray[np.int64]]] = [[], [], []]
     while len(begin_d):
-        target_d = _hashed_targets(begin_d + chunk.offset, cut, seed)
+        places = begin_d + chunk.offset
+        numbers = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+        numbers ^= numbers >> np.uint64(31)
+        # The upper bits decide whether a target is short, the lower bits set its length.
+        short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
+        lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.most_tokens - 1)
+        target_d = np.where(short, lengths, np.uint64(cut.most_tokens)).astype(np.int64)
         end_d = np.searchsorted(ends_s, ends_s[begin_d] + target_d, side="left")
         end_d = np.maximum(end_d, begin_d + cut.least_sentences)
         end_d = np.where(end_d < last_d - 1, end_d, last_d)
@@ -222,15 +230,3 @@ def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
     joined_columns = [np.concatenate(column) for column in columns]
     order = np.argsort(joined_columns[0], kind="stable")
     return [column[order] for column in joined_columns]
-
-
-def _hashed_targets(places: NDArray[np.int64], cut: Cut, seed: int) -> NDArray[np.int64]:
-    """Targets hashed from the seed and the position with SplitMix64's finalizer."""
-    numbers = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-    numbers ^= numbers >> np.uint64(31)
-    # The upper bits decide whether a target is short, the lower bits set its length.
-    short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
-    lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.most_tokens - 1)
-    return np.where(short, lengths, np.uint64(cut.most_tokens)).astype(np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,21 @@ class Joining:
             problem = ""
             try:
                 group = self.islands.pair(ticket, self.islands.island, island)
-                self._send(group, ticket)
+                store, rank = self.islands.store, self.islands.rank
+                if rank == 0:
+                    store.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
+                states = [
+                    {name: x for name, x in state.export_tensors().items() if name != RESIDUAL}
+                    for state in self.sync.states()
+                ]
+                forms = [
+                    {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
+                    for state_tensors in states
+                ]
+                store.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
+                self._broadcast(
+                    group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())]
+                )
             except CommunicationError as error:
                 problem = str(error)
                 self.tell(f"warning: island {island} could not join: {error}")
@@ -118,27 +132,24 @@ class Joining:
         for stage in self.stages:
             yield from stage.buffers()
 
-    def _send(self, group: Group, ticket: int) -> None:
-        store, rank = self.islands.store, self.islands.rank
-        if rank == 0:
-            store.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
-        states = [
-            {name: x for name, x in state.export_tensors().items() if name != RESIDUAL} for state in self.sync.states()
-        ]
-        forms = [
-            {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
-            for state_tensors in states
-        ]
-        store.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
-        self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
-
     def _receive(self, group: Group, ticket: int) -> None:
         common = self._wait_for(f"stream/{ticket}/parts")
         forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
         try:
             if common["outer"]["begun"]:
                 self.sync.outer.copy_params()
-            states = self._room(forms)
+            device = self.sync.topology.device
+            sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
+            most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
+            if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
+                raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
+            states = [
+                {
+                    name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
+                    for name, (shape, dtype) in form.items()
+                }
+                for form in forms
+            ]
             self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
             finite = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
             if not finite:
@@ -157,21 +168,6 @@ class Joining:
                 for index in range(len(self.sync.outer.mains)):
                     self.sync.outer.update_params(index, 0.0)
         self.sync.publish_params()
-
-    def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-        """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
-        device = self.sync.topology.device
-        sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
-        most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
-        if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
-            raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
-        return [
-            {
-                name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
-                for name, (shape, dtype) in form.items()
-            }
-            for form in forms
-        ]
 
     def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
         for x in tensors:

@@ -259,9 +259,32 @@ class Rounds:
         """Finish the transfer of a fragment, with retries; None if the other islands continue without this island."""
         failures, suspects = 0, OutlierSearch()
         while True:
-            outcome = self._decide_outcome(in_flight)
+            islands, fragment = self.islands, in_flight.fragment
+            if islands is None:
+                self.sync.finish_transfer(fragment)
+                outcome = RoundOutcome.COUNTS
+            elif islands.island not in in_flight.members:
+                outcome = islands.decide_outcome(in_flight.key, in_flight.members, Vote(False))
+            else:
+                failed = in_flight.failed or not self._run_guarded(partial(self.sync.finish_transfer, fragment))
+                mean_norm = self.sync.mean_norm(fragment, len(in_flight.members), not failed)
+                usual_norm = max(in_flight.norm, self.sync.norms[fragment])
+                in_flight.mean_norm = mean_norm
+                outcome = islands.decide_outcome(in_flight.key, in_flight.members, Vote(failed, mean_norm, usual_norm))
             if outcome is RoundOutcome.COUNTS:
-                return self._accept_attempt(in_flight)
+                if in_flight.excluded_island is not None:
+                    self.tell(
+                        f"warning: island {in_flight.excluded_island} is left out of the round at iteration "
+                        f"{in_flight.sent}: the mean is within limits without its contribution",
+                        {},
+                    )
+                if self.islands is not None and self.islands.island == in_flight.excluded_island:
+                    self._leave()
+                    return None
+                self.sync.accept_mean(in_flight.fragment, len(in_flight.members))
+                self.sync.norms[in_flight.fragment] = in_flight.mean_norm
+                in_flight.arrived = True
+                return in_flight
             self.sync.discard_transfer(in_flight.fragment)
             if outcome is RoundOutcome.SPOILED:
                 suspects.see(in_flight.members)
@@ -283,36 +306,6 @@ class Rounds:
                 failures = 0
             in_flight = retry
 
-    def _decide_outcome(self, in_flight: InFlightFragment) -> RoundOutcome:
-        """Complete the transfer of an attempt, and decide with the other islands whether it counts."""
-        islands, fragment = self.islands, in_flight.fragment
-        if islands is None:
-            self.sync.finish_transfer(fragment)
-            return RoundOutcome.COUNTS
-        if islands.island not in in_flight.members:
-            return islands.decide_outcome(in_flight.key, in_flight.members, Vote(False))
-        failed = in_flight.failed or not self._run_guarded(partial(self.sync.finish_transfer, fragment))
-        mean_norm = self.sync.mean_norm(fragment, len(in_flight.members), not failed)
-        usual_norm = max(in_flight.norm, self.sync.norms[fragment])
-        in_flight.mean_norm = mean_norm
-        return islands.decide_outcome(in_flight.key, in_flight.members, Vote(failed, mean_norm, usual_norm))
-
-    def _accept_attempt(self, in_flight: InFlightFragment) -> InFlightFragment | None:
-        """Accept an attempt; None if it excluded this island, because its contribution spoiled the mean."""
-        if in_flight.excluded_island is not None:
-            self.tell(
-                f"warning: island {in_flight.excluded_island} is left out of the round at iteration {in_flight.sent}: "
-                "the mean is within limits without its contribution",
-                {},
-            )
-        if self.islands is not None and self.islands.island == in_flight.excluded_island:
-            self._leave()
-            return None
-        self.sync.accept_mean(in_flight.fragment, len(in_flight.members))
-        self.sync.norms[in_flight.fragment] = in_flight.mean_norm
-        in_flight.arrived = True
-        return in_flight
-
     def _apply_fragment(self, in_flight: InFlightFragment) -> None:
         """Wait for the transfer of a fragment, and apply the fragment."""
         complete_fragment = in_flight if in_flight.arrived else self._finish_transfer(in_flight)
@@ -323,18 +316,18 @@ class Rounds:
         self.sync.publish_params()
         self.sync.in_flight = None
         self.synced = True
-        self._report(complete_fragment, last)
-
-    def _report(self, in_flight: InFlightFragment, last: bool) -> None:
         options = self.sync.options
-        fields = [f" round of islands at iteration {in_flight.sent:8d}", f"islands: {_format_members(in_flight)}"]
-        values: dict[str, Any] = {"members": list(in_flight.members), "fragment": in_flight.fragment}
+        fields = [
+            f" round of islands at iteration {complete_fragment.sent:8d}",
+            f"islands: {_format_members(complete_fragment)}",
+        ]
+        values: dict[str, Any] = {"members": list(complete_fragment.members), "fragment": complete_fragment.fragment}
         if options.fragments > 1:
-            fields.append(f"fragment: {in_flight.fragment}")
+            fields.append(f"fragment: {complete_fragment.fragment}")
         for name, value in (
-            ("own loss", in_flight.own_loss),
-            ("mean loss", in_flight.mean_loss),
-            ("norm", in_flight.norm),
+            ("own loss", complete_fragment.own_loss),
+            ("mean loss", complete_fragment.mean_loss),
+            ("norm", complete_fragment.norm),
         ):
             fields.append(f"{name}: {value:.6E}")
             values[name.replace(" ", "_")] = value
@@ -342,7 +335,7 @@ class Rounds:
             in_transit = time.monotonic() - self._sent_at
             values["hidden"] = max(0.0, 1.0 - self._waited_seconds / in_transit) if in_transit > 0 else 0.0
             fields.append(f"transfer hidden: {values['hidden']:.0%}")
-        self.tell(" | ".join(fields) + " |", {"iteration": in_flight.sent, **values})
+        self.tell(" | ".join(fields) + " |", {"iteration": complete_fragment.sent, **values})
 
 
 def _format_members(in_flight: InFlightFragment) -> str:

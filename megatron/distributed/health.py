@@ -164,7 +164,17 @@ class Watch:
             current_time = time.monotonic()
             if current_time >= next_beat:
                 next_beat = current_time + BEAT_SECONDS
-                self._on_beat()
+                # Time is counted in this rank's own beats: a process or machine that was stopped could not see anyone
+                # die.
+                self._beat += 1
+                if self._launcher is not None and os.getppid() != self._launcher:
+                    self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
+                if self._mesh is not None:
+                    with self._lock:
+                        self._mesh.tell("")
+                        silent = self._silent(self._silent_beats)
+                    if silent:
+                        self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
             if current_time >= self._exit_at:
                 text = f"rank {self.rank}: {self._verdict}"
                 leave_reason(text)
@@ -177,18 +187,6 @@ class Watch:
                 self._mesh.wait_for_data(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
                 for verdict in self._take_in():
                     self._conclude(verdict, self._grace_seconds)
-
-    def _on_beat(self) -> None:
-        # Time is counted in this rank's own beats: a process or machine that was stopped could not see anyone die.
-        self._beat += 1
-        if self._launcher is not None and os.getppid() != self._launcher:
-            self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
-        if self._mesh is not None:
-            with self._lock:
-                self._mesh.tell("")
-                silent = self._silent(self._silent_beats)
-            if silent:
-                self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
 
     def _take_in(self) -> list[str]:
         """Reads the neighbors' messages; returns the resulting verdicts."""

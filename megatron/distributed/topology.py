@@ -130,7 +130,13 @@ def build_topology(
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
     replicas = along("dp", layout.dp_groups(), "data-parallel")
-    experts, expert_replicas = _make_expert_groups(layout, replicas, make)
+    experts: Group | None = Group(None, (rank,), 0, "expert-parallel", "none")
+    expert_replicas: Group | None = replicas
+    if layout.ep > 1:
+        experts = make(layout.ep_groups(), "expert-parallel")
+        expert_replicas = make(layout.expert_dp_groups(), "expert replicas")
+    assert experts is not None
+    assert expert_replicas is not None
     topology = Topology(
         layout=layout,
         rank=rank,
@@ -151,7 +157,17 @@ def build_topology(
         backward_link=_make_link(pipeline, layout, device, make, "pipeline-backward"),
     )
     if by_node:
-        _split_requested_groups(topology, by_node, node, make)
+        node_of = gather_texts(control.pg, node)
+        groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
+        if layout.ep > 1:
+            groups.append(("dp", topology.expert_dp, layout.expert_dp_groups()))
+            groups.append(("ep", topology.ep, layout.ep_groups()))
+        for tie in layout.ties:
+            groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
+            groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))
+        for kind, group, ranks_of_groups in groups:
+            if kind in by_node:
+                split_by_node(group, list(ranks_of_groups), node_of, make)
     return topology
 
 
@@ -178,20 +194,6 @@ def _drop_missing(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
     return {tie: group for tie, group in groups.items() if group is not None}
 
 
-def _make_expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[Group, Group]:
-    """Make the expert-parallel group, and the group of ranks with equal experts."""
-    if layout.ep == 1:
-        rank = replicas.ranks[replicas.rank]
-        return Group(None, (rank,), 0, "expert-parallel", "none"), replicas
-    expert_group, replica_group = (
-        make(layout.ep_groups(), "expert-parallel"),
-        make(layout.expert_dp_groups(), "expert replicas"),
-    )
-    assert expert_group is not None
-    assert replica_group is not None
-    return expert_group, replica_group
-
-
 def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
     """Make the group for pipeline messages in a direction; with a single stage, reuse the pipeline group."""
     if layout.pp == 1:
@@ -214,21 +216,6 @@ def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _Gro
                 pending.wait()
                 pending.synchronize()
     return link
-
-
-def _split_requested_groups(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
-    """Splits groups by node; ``kinds`` are names from ``NODE_SPLITS``."""
-    layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
-    groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
-    if layout.ep > 1:
-        groups.append(("dp", topology.expert_dp, layout.expert_dp_groups()))
-        groups.append(("ep", topology.ep, layout.ep_groups()))
-    for tie in layout.ties:
-        groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
-        groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))
-    for kind, group, ranks_of_groups in groups:
-        if kind in kinds:
-            split_by_node(group, list(ranks_of_groups), node_of, make)
 
 
 def _backend_options(device: torch.device, timeout: timedelta) -> Any:

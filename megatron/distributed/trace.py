@@ -129,7 +129,25 @@ class Trace(Observer):
         self._spans.append(_TraceSpan("iteration", self._begun, self._clock.mark(), {}))
         self._clock.synchronize()
         try:
-            self._collect(iteration)
+            for span in self._spans:
+                begin, end = (
+                    self._micros(self._clock.host_time(span.start)),
+                    self._micros(self._clock.host_time(span.stop)),
+                )
+                duration = max(round(end - begin, 1), 0.0)
+                event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
+                self._events.append({**event, "args": {"iteration": iteration, **span.args}})
+            for flight in self._landed:
+                self._flights += 1
+                begin, end = self._micros(flight.started), self._micros(self._clock.host_time(flight.stop))
+                common = {"name": flight.name, "cat": flight.point, "pid": self.rank, "tid": 0}
+                common["id"] = f"{self.rank}.{self._flights}"
+                args = {"point": flight.point, "sent bytes": flight.sent_bytes, "iteration": iteration}
+                self._events.append({**common, "ph": "b", "ts": begin, "args": args})
+                self._events.append({**common, "ph": "e", "ts": max(begin, end)})
+            for kernel in self._kernels.stop() if self._kernels is not None else ():
+                self._events.append({**kernel, "ph": "X", "pid": self.rank, "args": {"iteration": iteration}})
+            self._spans, self._landed = [], []
             if iteration + 1 == self.last:
                 self.write()
         except OSError as error:  # no reason to stop a training run
@@ -152,25 +170,6 @@ class Trace(Observer):
         if self.on:
             flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
             self._landed.append(flight)
-
-    def _collect(self, iteration: int) -> None:
-        """Convert the spans of an iteration to events."""
-        for span in self._spans:
-            begin, end = self._micros(self._clock.host_time(span.start)), self._micros(self._clock.host_time(span.stop))
-            duration = max(round(end - begin, 1), 0.0)
-            event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
-            self._events.append({**event, "args": {"iteration": iteration, **span.args}})
-        for flight in self._landed:
-            self._flights += 1
-            begin, end = self._micros(flight.started), self._micros(self._clock.host_time(flight.stop))
-            common = {"name": flight.name, "cat": flight.point, "pid": self.rank, "tid": 0}
-            common["id"] = f"{self.rank}.{self._flights}"
-            args = {"point": flight.point, "sent bytes": flight.sent_bytes, "iteration": iteration}
-            self._events.append({**common, "ph": "b", "ts": begin, "args": args})
-            self._events.append({**common, "ph": "e", "ts": max(begin, end)})
-        for kernel in self._kernels.stop() if self._kernels is not None else ():
-            self._events.append({**kernel, "ph": "X", "pid": self.rank, "args": {"iteration": iteration}})
-        self._spans, self._landed = [], []
 
     def write(self) -> None:
         """Write the trace atomically.

@@ -57,23 +57,16 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
             tokens = torch.tensor(rows, device=model.device)
             x_sbh = model.hidden(tokens[:, :-1].contiguous(), ForwardContext())
             if x_sbh is not None:
-                scores_b = measure(
-                    model, x_sbh, tokens[:, 1:].contiguous(), _mask(batch_windows, longest, model.device)
-                )
+                mask_bs = torch.zeros((len(batch_windows), longest), dtype=torch.bool, device=model.device)
+                for row, window in enumerate(batch_windows):
+                    end = len(window.tokens) - 1
+                    mask_bs[row, end - window.targets : end] = True
+                scores_b = measure(model, x_sbh, tokens[:, 1:].contiguous(), mask_bs)
                 # All tensor-parallel ranks of the last stage have the same results; one reports for its replica.
                 if model.stage.stage_part.last and topology.tp.rank == 0:
                     scores_n[indices] = scores_b.double().cpu()
             bar.update(len(batch_windows))
     return model.all_reduce(scores_n)
-
-
-def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tensor:
-    """Target mask of the windows, (b, s)."""
-    mask_bs = torch.zeros((len(windows), longest), dtype=torch.bool, device=device)
-    for row, window in enumerate(windows):
-        end = len(window.tokens) - 1
-        mask_bs[row, end - window.targets : end] = True
-    return mask_bs
 
 
 def losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:

@@ -140,28 +140,23 @@ class Session:
             entries.append(f"\nContext:{text}\n\nMegatron-LM:{new_text}\n")
         self.write(task, entries)
 
-    def _read_prompt(self, patience_s: float) -> str:
-        """Read a line on rank 0, which broadcasts regularly while it waits, so that the other ranks do not time out."""
-        asking = "\nContext prompt (an empty line ends): "
-        if self.model.topology.rank == 0:
-            print(asking, end="", flush=True)
-        text: str | None = None
-        while text is None:
-            if self.model.topology.rank == 0:
-                alone = self.model.topology.layout.world_size == 1
-                is_ready = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
-                text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if is_ready else None
-                if text is not None and not is_text(text):
-                    print(f"that is no UTF-8 text{asking}", end="", flush=True)
-                    text = None
-            text = self.model.broadcast_json(text, src=0)
-        return text
-
     def interactive(self, patience_s: float) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # an invalid line must not end the session
         while True:
-            text = self._read_prompt(patience_s)
+            asking = "\nContext prompt (an empty line ends): "
+            if self.model.topology.rank == 0:
+                print(asking, end="", flush=True)
+            text: str | None = None
+            while text is None:
+                if self.model.topology.rank == 0:
+                    alone = self.model.topology.layout.world_size == 1
+                    is_ready = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
+                    text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if is_ready else None
+                    if text is not None and not is_text(text):
+                        print(f"that is no UTF-8 text{asking}", end="", flush=True)
+                        text = None
+                text = self.model.broadcast_json(text, src=0)
             if not text:
                 return
             if self.model.is_sampling_rank:

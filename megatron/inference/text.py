@@ -45,7 +45,11 @@ class TokenDecoder:
             self._tokens.pop()
             return ""
         self._pending += 1
-        certain = _certain_text(text, self._pending)
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        if broken and self._pending <= _LONGEST_BEGINNING:
+            certain = ""
+        else:
+            certain = text[: len(text) - min(broken, _LONGEST_BEGINNING)]
         if certain == text:
             self._advance(text)
             return text
@@ -88,17 +92,6 @@ class TokenDecoder:
             del self._tokens[len(self._tokens) - self._pending :]
         self._sent = len(self.tokenizer.detokenize(self._tokens))
         self._pending = 0
-
-
-def _certain_text(text: str, tokens: int) -> str:
-    """Prefix of the text of ``tokens`` tokens that no following token changes.
-
-    Up to ``_LONGEST_BEGINNING`` tokens may all belong to a single character; of more tokens, only the end may.
-    """
-    broken = len(text) - len(text.rstrip(_BROKEN))
-    if broken and tokens <= _LONGEST_BEGINNING:
-        return ""
-    return text[: len(text) - min(broken, _LONGEST_BEGINNING)]
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

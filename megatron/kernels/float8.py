@@ -75,19 +75,14 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
     steps_n = _spread(torch.ones_like(largest_g) / _units(scales, form), input_n.numel(), form)
     scaled_n = (input_n * steps_n).clamp(-form.most, form.most)
     if seed is not None:
-        scaled_n = _rounded(scaled_n, form, seed)
+        least = torch.finfo(form.dtype).smallest_normal
+        exponent_n = torch.frexp(scaled_n.abs().clamp(min=least)).exponent - 1
+        step_n = torch.ldexp(torch.ones_like(scaled_n), exponent_n - form.mantissa)
+        digits = 2.0 ** (23 - form.mantissa)
+        drawn_n = (noise(scaled_n.numel(), seed, scaled_n.device) * digits).floor() / digits
+        scaled_n = torch.copysign((scaled_n.abs() / step_n + drawn_n).floor() * step_n, scaled_n)
     codes_n = scaled_n.to(form.dtype).view(torch.uint8)
     codes.copy_(torch.where(scaled_n.isnan(), _NAN, codes_n))
-
-
-def _rounded(scaled_n: Tensor, form: Float8, seed: int) -> Tensor:
-    """Round each number stochastically to a neighboring 8-bit float."""
-    least = torch.finfo(form.dtype).smallest_normal
-    exponent_n = torch.frexp(scaled_n.abs().clamp(min=least)).exponent - 1
-    step_n = torch.ldexp(torch.ones_like(scaled_n), exponent_n - form.mantissa)
-    digits = 2.0 ** (23 - form.mantissa)
-    drawn_n = (noise(scaled_n.numel(), seed, scaled_n.device) * digits).floor() / digits
-    return torch.copysign((scaled_n.abs() / step_n + drawn_n).floor() * step_n, scaled_n)
 
 
 def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: Float8, added: int) -> None:

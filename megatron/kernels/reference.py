@@ -110,7 +110,15 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
     if grid.method is ScaleMethod.MAX and grid.kind in (GridKind.SYMMETRIC, GridKind.ASYMMETRIC):
         return most_g
     if grid.method is ScaleMethod.MAX and stochastic:
-        return _outer(groups_gn, most_g, grid)
+        # Scales of mid-rise and signed grids whose levels cover every number.
+        if grid.kind is GridKind.MIDRISE:
+            signs_g, outer_g = torch.ones_like(most_g), most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
+        else:
+            signs_g, half = _peak_signs(groups_gn), 1 << (grid.bits - 1)
+            opposite_g = torch.minimum(groups_gn.amax(dim=1), -groups_gn.amin(dim=1)).clamp(min=0.0)
+            outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
+        finite_g = outer_g.clamp(max=torch.finfo(torch.float32).max)
+        return torch.where(most_g.isfinite(), finite_g, most_g) * signs_g + 0.0
     sum_g = groups_gn.double().square().sum(dim=1)
     root_g = (sum_g / sizes_g).sqrt()
     if grid.method is ScaleMethod.L2:
@@ -126,18 +134,6 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
 def _peak_signs(groups_gn: Tensor) -> Tensor:
     """-1 if the number with the largest magnitude in a group is positive, else 1, so that its level is -1."""
     return torch.where(groups_gn.amax(dim=1) > -groups_gn.amin(dim=1), -1.0, 1.0)
-
-
-def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
-    """Scales of mid-rise and signed grids whose levels cover every number."""
-    if grid.kind is GridKind.MIDRISE:
-        signs_g, outer_g = torch.ones_like(most_g), most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
-    else:
-        signs_g, half = _peak_signs(groups_gn), 1 << (grid.bits - 1)
-        opposite_g = torch.minimum(groups_gn.amax(dim=1), -groups_gn.amin(dim=1)).clamp(min=0.0)
-        outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
-    finite_g = outer_g.clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(most_g.isfinite(), finite_g, most_g) * signs_g + 0.0
 
 
 def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) -> Tensor:

@@ -199,7 +199,12 @@ def quantize_tiles(
         source_n = tiles.outliers.rotate(source_n, found_k)
     sources = [source_n]
     if tiles.mixture:
-        sources = list(_mixed(source_n, message, tiles.mixture))
+        # The tiles that get an extra bit are chosen and marked.
+        x_n = torch.nn.functional.pad(source_n, (0, tiles.mixture.count - source_n.numel()))
+        chosen_1c = torch.empty((1, tiles.mixture.extended_tiles), dtype=torch.int64, device=x_n.device)
+        reference.abs_topk(tile_errors(x_n, tiles.mixture.low, tiles.mixture.tile).view(1, -1), chosen_1c)
+        mark_tiles(chosen_1c.view(-1), message.marked)
+        sources = list(tiles.mixture.split(x_n, reference.unpack_bits(message.marked, 1, tiles.mixture.tiles) > 0))
     for i, stream_seed in enumerate(tiles.seeds(seed)):
         grid = tiles.streams[i][0]
         reference.quantize_pack(sources[i], None, message.codes[i], message.scales[i], grid, Role.PLAIN, stream_seed)
@@ -208,15 +213,6 @@ def quantize_tiles(
     decoded_n = _values(message, tiles)
     moved_n = other_n + decoded_n if role is Role.DELTA else input_n - decoded_n
     other.copy_(moved_n.view(other.shape))
-
-
-def _mixed(x_n: Tensor, message: TiledMessage, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """Choose and mark the tiles that get an extra bit, and return the numbers of both streams."""
-    x_n = torch.nn.functional.pad(x_n, (0, mixture.count - x_n.numel()))
-    chosen_1c = torch.empty((1, mixture.extended_tiles), dtype=torch.int64, device=x_n.device)
-    reference.abs_topk(tile_errors(x_n, mixture.low, mixture.tile).view(1, -1), chosen_1c)
-    mark_tiles(chosen_1c.view(-1), message.marked)
-    return mixture.split(x_n, reference.unpack_bits(message.marked, 1, mixture.tiles) > 0)
 
 
 def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Role) -> None:

@@ -167,27 +167,35 @@ class Experts(nn.Module):
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         routing = self.router(x_sbh, context.dropout, context.experts)
         if self.expert_comm.folded:
-            out_sbh = self._folded(x_sbh, routing)
+            comm = self.comm
+            if comm.sequence_parallel:
+                first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
+                token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
+                out_sbh = self._routed(x_sbh, routing.slice_tokens(token_slice))
+            else:
+                x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
+                slice_length = -(-len(x_th) // comm.size)
+                token_slice = slice(
+                    min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th))
+                )
+                out = self._routed(x_th[token_slice].unsqueeze(1), routing.slice_tokens(token_slice)).squeeze(1)
+                out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
+                out_sbh = leave_parallel_region(out_th.view_as(x_sbh), comm)
         else:
             full_sbh = enter_parallel_region(x_sbh, self.comm)
             out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
         if self.shared is not None:
-            out_sbh = self._mixed(out_sbh, x_sbh)
+            shared_sbh, bias = self.shared(x_sbh)
+            if bias is not None:
+                shared_sbh = shared_sbh + bias
+            if self.mixing is None:
+                out_sbh = out_sbh + shared_sbh
+            elif self.config.mlp_type == "residual":
+                share_sb2 = self.mixing(x_sbh).softmax(-1)
+                out_sbh = shared_sbh * share_sb2[..., :1] + out_sbh * share_sb2[..., 1:]
+            else:
+                out_sbh = out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
         return self._with_losses(out_sbh, routing, context), None
-
-    def _folded(self, x_sbh: Tensor, routing: Routing) -> Tensor:
-        """Combined expert outputs with folding: each tensor-parallel rank dispatches its share of the tokens."""
-        comm = self.comm
-        if comm.sequence_parallel:
-            first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
-            token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
-            return self._routed(x_sbh, routing.slice_tokens(token_slice))
-        x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
-        slice_length = -(-len(x_th) // comm.size)
-        token_slice = slice(min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th)))
-        out = self._routed(x_th[token_slice].unsqueeze(1), routing.slice_tokens(token_slice)).squeeze(1)
-        out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
-        return leave_parallel_region(out_th.view_as(x_sbh), comm)
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """Combined expert outputs, partial over tensor-parallel ranks unless folded."""
@@ -270,19 +278,6 @@ class Experts(nn.Module):
             out = expert(F.pad(expert_rows, (0, 0, 0, padding)) if padding else expert_rows)
             outputs.append(out[: len(expert_rows)])
         return torch.cat(outputs)
-
-    def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
-        """Add the output of the shared MLP."""
-        assert self.shared is not None
-        shared_sbh, bias = self.shared(x_sbh)
-        if bias is not None:
-            shared_sbh = shared_sbh + bias
-        if self.mixing is None:
-            return out_sbh + shared_sbh
-        if self.config.mlp_type == "residual":
-            share_sb2 = self.mixing(x_sbh).softmax(-1)
-            return shared_sbh * share_sb2[..., :1] + out_sbh * share_sb2[..., 1:]
-        return out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
 
     def _with_losses(self, out_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
         """Attach the layer's auxiliary losses to the output's backward pass."""

@@ -100,7 +100,18 @@ class Fetcher:
                 with self._get(target) as response:
                     target = self._redirect_target(target, response)
                     if not target:
-                        return self._page(url, response)
+                        if response.status_code != 200:
+                            reason = f"answered with status {response.status_code}"
+                            return Page(url, failed=reason, retry=response.status_code in _BUSY)
+                        media_type = response.headers.get("Content-Type", "text/html").split(";")[0].strip().lower()
+                        if media_type not in _MEDIA_TYPES:
+                            return Page(url, failed="no text but another kind of file")
+                        body = self._read_body(response, self.limits.max_bytes)
+                        return (
+                            Page(url, failed="too large")
+                            if len(body) > self.limits.max_bytes
+                            else Page(url, body, media_type)
+                        )
             return Page(url, failed="redirected too often")
         except _Refused as refused:
             return Page(url, failed=str(refused))
@@ -112,16 +123,6 @@ class Fetcher:
             permanent = is_unknown_name or isinstance(error, requests.exceptions.SSLError)
             retry = isinstance(error, requests.ConnectionError) and not permanent
             return Page(url, failed="timed out" if timed_out else "could not be reached", retry=retry)
-
-    def _page(self, url: str, response: requests.Response) -> Page:
-        if response.status_code != 200:
-            reason = f"answered with status {response.status_code}"
-            return Page(url, failed=reason, retry=response.status_code in _BUSY)
-        media_type = response.headers.get("Content-Type", "text/html").split(";")[0].strip().lower()
-        if media_type not in _MEDIA_TYPES:
-            return Page(url, failed="no text but another kind of file")
-        body = self._read_body(response, self.limits.max_bytes)
-        return Page(url, failed="too large") if len(body) > self.limits.max_bytes else Page(url, body, media_type)
 
     def _get(self, url: str) -> requests.Response:
         """Sends a request; the body is not read yet. Session.get would read the bodies of redirections of any size."""

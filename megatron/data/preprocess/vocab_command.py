@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
@@ -122,24 +121,15 @@ def train(
     all_texts = texts(names, keys, watch)
     chosen = all_texts if documents is None else islice(all_texts, documents * len(keys))
     tokenizer.train_from_iterator(_call_after(chosen, merging), trainer)
-    _write(tokenizer.model, folder)
-    return int(tokenizer.get_vocab_size())
-
-
-def _write(model: Any, folder: Path) -> None:
-    """Writes the two files of a ``tokenizers`` model, each atomically.
-
-    Raises:
-        UserError: when the disk is full.
-    """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
-            model.save(temporary)
+            tokenizer.model.save(temporary)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"--output-dir {folder}: {error}; free some space, or name another folder") from error
         for name in VOCABULARY_FILES:
             with atomic_write(folder / name) as stream:
                 stream.write((Path(temporary) / name).read_bytes())
+    return int(tokenizer.get_vocab_size())
 
 
 def _call_after(iterator: Iterator[str], done: Callable[[], None]) -> Iterator[str]:

@@ -67,14 +67,46 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
     lines = read_lines(path, flag)
     if not lines:
         raise UserError(f"{location}: is empty")
-    columns, first = _columns(task, form, lines[0], location)
+    line = lines[0]
+    if form.columns is not None:
+        texts = tuple(int(column) for column in form.texts)
+        columns, first = _Columns(texts, int(form.label), form.columns), 0
+    else:
+        names = [name.strip() for name in line.split("\t")]
+        for name in (*form.texts, form.label):
+            if name not in names:
+                test = "; GLUE's test files have no labels" if name == form.label else ""
+                raise UserError(
+                    f"{location}, line 1: {task} needs the column {name}, and the header has "
+                    f"{', '.join(names)[:200]}{test}"
+                )
+            if names.count(str(name)) > 1:
+                raise UserError(f"{location}, line 1: has the column {name} twice; leave one out")
+        text_columns = tuple(names.index(str(name)) for name in form.texts)
+        columns, first = _Columns(text_columns, names.index(str(form.label)), len(names)), 1
     examples: list[Example] = []
     torn: list[int] = []
     for number, line in enumerate(lines[first:], first + 1):
         row, line_location = line.split("\t"), f"{location}, line {number}"
         if len(row) == columns.count and all(row[column].strip() for column in columns.texts):
             first_text, *second_text = (clean_text(row[column].strip()) for column in columns.texts)
-            label = _label(form, row[columns.label].strip(), line_location)
+            word = row[columns.label].strip()
+            if form.classes:
+                if word not in form.classes:
+                    raise UserError(
+                        f"{line_location}: the label {format_value(word)} is none of {', '.join(form.classes)}"
+                    )
+                label = float(form.classes.index(word))
+            else:
+                minimum, maximum = form.bounds
+                try:
+                    label = read_number(word)
+                except ValueError:
+                    label = math.nan
+                if not minimum <= label <= maximum:
+                    raise UserError(
+                        f"{line_location}: the label {format_value(word)} is no number from {minimum:g} to {maximum:g}"
+                    )
             examples.append(Example(((first_text, second_text[0] if second_text else None),), label))
         elif form.torn:
             torn.append(number)
@@ -101,36 +133,3 @@ class _Columns:
     texts: tuple[int, ...]
     label: int
     count: int
-
-
-def _columns(task: str, form: GlueFormat, line: str, location: str) -> tuple[_Columns, int]:
-    """Column indices of a file, and number of lines before the first sample."""
-    if form.columns is not None:
-        texts = tuple(int(column) for column in form.texts)
-        return _Columns(texts, int(form.label), form.columns), 0
-    names = [name.strip() for name in line.split("\t")]
-    for name in (*form.texts, form.label):
-        if name not in names:
-            test = "; GLUE's test files have no labels" if name == form.label else ""
-            raise UserError(
-                f"{location}, line 1: {task} needs the column {name}, and the header has {', '.join(names)[:200]}{test}"
-            )
-        if names.count(str(name)) > 1:
-            raise UserError(f"{location}, line 1: has the column {name} twice; leave one out")
-    text_columns = tuple(names.index(str(name)) for name in form.texts)
-    return _Columns(text_columns, names.index(str(form.label)), len(names)), 1
-
-
-def _label(form: GlueFormat, word: str, location: str) -> int | float:
-    if form.classes:
-        if word not in form.classes:
-            raise UserError(f"{location}: the label {format_value(word)} is none of {', '.join(form.classes)}")
-        return form.classes.index(word)
-    minimum, maximum = form.bounds
-    try:
-        number = read_number(word)
-    except ValueError:
-        number = math.nan
-    if not minimum <= number <= maximum:
-        raise UserError(f"{location}: the label {format_value(word)} is no number from {minimum:g} to {maximum:g}")
-    return number

@@ -246,7 +246,19 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
     fields.reject_unknown([*COMPLETION_FIELDS, *SHARED_FIELDS])
     for name, *neutral in (("best_of", 1), ("suffix", "")):
         fields.refuse(name, *neutral)
-    prompts = _completion_prompts(fields, tokenizer)
+    prompt = fields.get("prompt", "")
+    if not isinstance(prompt, (str, list)):
+        raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        prompt = [prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(tokens, list) for tokens in prompt):
+        for tokens in prompt:
+            _check_tokens("prompt", tokens, tokenizer)
+        prompts = prompt
+    elif not prompt:
+        prompts = [[]]
+    else:
+        prompts = tokenizer.tokenize_batch(fields.bounded_texts("prompt", MAX_PROMPTS, 1 << 20))
     top = fields.integer("logprobs", least=0, most=MAX_TOP) if fields.has("logprobs") else None
     echo = fields.flag("echo", False)
     new = fields.integer("max_tokens", room(16, prompts, limits), least=0, most=limits.window)
@@ -291,6 +303,16 @@ def openai_completion(
     min_p = fields.number("min_p", 0.0, least=0, most=1)
     # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
     greedy = temperature == 0 or top_p == 0
+    biases = Fields(fields["logit_bias"] if fields.has("logit_bias") else {}, "logit_bias")
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias names {len(biases)} tokens, at most {MAX_BIASES} are allowed")
+    pairs = []
+    for name in biases:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < tokenizer.vocab_size):
+            raise RequestError(f"logit_bias: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
+        if type(biases[name]) not in (int, float) or not -100 <= biases[name] <= 100:
+            raise RequestError(f"logit_bias: the bias of token {name} must be a number from -100 to 100")
+        pairs.append((int(name), float(biases[name])))
     sampling = Sampling(
         temperature=1.0 if greedy else temperature,
         top_k=0 if greedy else top_k,
@@ -300,7 +322,7 @@ def openai_completion(
         repetition_penalty=fields.number("repetition_penalty", 1.0, least=0.01, most=100),
         presence_penalty=fields.number("presence_penalty", 0.0, least=-2, most=2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, least=-2, most=2),
-        logit_bias=_logit_bias(fields, tokenizer),
+        logit_bias=pairs,
     )
     stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
     _check_size(rows, new, limits)
@@ -314,36 +336,6 @@ def openai_completion(
     return Completion(job, n, fields.flag("stream", False), echo, options.flag("include_usage", False))
 
 
-def _logit_bias(fields: Fields, tokenizer: Tokenizer) -> list[tuple[int, float]]:
-    biases = Fields(fields["logit_bias"] if fields.has("logit_bias") else {}, "logit_bias")
-    if len(biases) > MAX_BIASES:
-        raise RequestError(f"logit_bias names {len(biases)} tokens, at most {MAX_BIASES} are allowed")
-    pairs = []
-    for name in biases:
-        if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < tokenizer.vocab_size):
-            raise RequestError(f"logit_bias: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
-        if type(biases[name]) not in (int, float) or not -100 <= biases[name] <= 100:
-            raise RequestError(f"logit_bias: the bias of token {name} must be a number from -100 to 100")
-        pairs.append((int(name), float(biases[name])))
-    return pairs
-
-
 def _check_tokens(name: str, tokens: Sequence[object], tokenizer: Tokenizer) -> None:
     if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
         raise RequestError(f"{name}: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
-
-
-def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the prompts, from a text, a list of texts, tokens, or a list of token lists."""
-    prompt = fields.get("prompt", "")
-    if not isinstance(prompt, (str, list)):
-        raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        prompt = [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(tokens, list) for tokens in prompt):
-        for tokens in prompt:
-            _check_tokens("prompt", tokens, tokenizer)
-        return prompt
-    if not prompt:
-        return [[]]
-    return tokenizer.tokenize_batch(fields.bounded_texts("prompt", MAX_PROMPTS, 1 << 20))

@@ -130,7 +130,15 @@ class Router(ShardedModule):
         scores_te = _SCORES[config.moe_router_score_function](logits_te)
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
         experts_tk = self._mask_other_groups(ranking_te).topk(config.moe_router_topk, dim=-1).indices
-        weights_tk = self._routing_weights(logits_te, scores_te, experts_tk)
+        if config.moe_router_score_function != "softmax":
+            weights_tk = scores_te.gather(1, experts_tk)
+            if config.moe_router_topk > 1:
+                weights_tk = _normalize_scores(weights_tk)
+        elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
+            weights_tk = scores_te.gather(1, experts_tk)
+        else:
+            weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
+        weights_tk = weights_tk * config.moe_router_topk_scaling_factor
 
         factor = config.moe_eval_capacity_factor if step is None else config.moe_expert_capacity_factor
         capacity = kept_tk = None
@@ -154,18 +162,6 @@ class Router(ShardedModule):
         best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
         excluded_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
         return ranking_tgm.masked_fill(excluded_tg.unsqueeze(-1), -torch.inf).flatten(-2)
-
-    def _routing_weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
-        config = self.config
-        if config.moe_router_score_function != "softmax":
-            weights_tk = scores_te.gather(1, experts_tk)
-            if config.moe_router_topk > 1:
-                weights_tk = _normalize_scores(weights_tk)
-        elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
-            weights_tk = scores_te.gather(1, experts_tk)
-        else:
-            weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
-        return weights_tk * config.moe_router_topk_scaling_factor
 
     def _mask_within_capacity(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
         """Mask of the token-expert pairs within capacity."""

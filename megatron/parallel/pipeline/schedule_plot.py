@@ -108,7 +108,14 @@ def draw_schedule(timelines: Sequence[Timeline]) -> Any:
     span_s = max(end_s - start_s for start_s, end_s in (find_span(timeline.rows) for timeline in timelines))
     digits = len(str(max(timed.op.micro_batch for timed in passes) + 1))
     most = max(len(row) for timeline in timelines for row in timeline.rows)
-    axes_inches = span_s / _find_typical_room(timelines) * _DIGIT_INCHES * (digits + 1)
+    # Room for the number of a typical pass of the kind with the least room; three quarters of the passes have more.
+    rooms: dict[Pass, list[float]] = defaultdict(list)
+    for row in (row for timeline in timelines for row in timeline.rows):
+        for timed, room_s in zip(row, _find_rooms(row), strict=True):
+            if room_s > 0:
+                rooms[timed.op.computation].append(room_s)
+    typical_room = min(sorted(values)[len(values) // 4] for values in rooms.values())
+    axes_inches = span_s / typical_room * _DIGIT_INCHES * (digits + 1)
     axes_inches = max(min(axes_inches, _MAX_PASS_INCHES * most, _MAX_INCHES), 7.0)
     heights = [len(timeline.rows) * 0.34 for timeline in timelines]
     figure = new_figure(axes_inches + 1.0, sum(heights) + 0.7 * len(timelines) + 0.9)
@@ -125,16 +132,6 @@ def draw_schedule(timelines: Sequence[Timeline]) -> Any:
     legend.set_title("number: micro-batch, from 1", prop={"size": 8})
     legend.set_alignment("left")
     return figure
-
-
-def _find_typical_room(timelines: Sequence[Timeline]) -> float:
-    """Room for the number of a typical pass of the kind with the least room; three quarters of the passes have more."""
-    rooms: dict[Pass, list[float]] = defaultdict(list)
-    for row in (row for timeline in timelines for row in timeline.rows):
-        for timed, room_s in zip(row, _find_rooms(row), strict=True):
-            if room_s > 0:
-                rooms[timed.op.computation].append(room_s)
-    return min(sorted(values)[len(values) // 4] for values in rooms.values())
 
 
 def _find_rooms(row: Sequence[TimedPass]) -> list[float]:

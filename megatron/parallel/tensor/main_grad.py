@@ -138,23 +138,20 @@ class MainGrad:
     def add(self, grad: Tensor) -> None:
         """Add a gradient, which may have been computed in ``free_memory``."""
         if self.written:
-            self._add_to_memory(grad)
+            # Another dtype is added in chunks: on a CPU, torch would convert a copy of the complete gradient.
+            if self.direct or not self.memory.is_cpu:
+                self.memory.add_(grad)
+                return
+            flat, addends = self.memory.view(-1), grad.reshape(-1)
+            for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
+                chunk = slice(start, start + _CONVERTED_ELEMENTS)
+                flat[chunk].add_(addends[chunk])
         elif self._claim is not None:
             self._unclaimed_sum = grad.clone() if self._unclaimed_sum is None else self._unclaimed_sum.add_(grad)
         else:
             if grad.data_ptr() != self.memory.data_ptr():
                 self.memory.copy_(grad)
             self.written = True
-
-    def _add_to_memory(self, grad: Tensor) -> None:
-        """Add a gradient, of another dtype in chunks: on a CPU, torch would convert a copy of the complete gradient."""
-        if self.direct or not self.memory.is_cpu:
-            self.memory.add_(grad)
-            return
-        flat, addends = self.memory.view(-1), grad.reshape(-1)
-        for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
-            chunk = slice(start, start + _CONVERTED_ELEMENTS)
-            flat[chunk].add_(addends[chunk])
 
     def add_rows(self, index_n: Tensor, rows_nh: Tensor) -> None:
         """Add a gradient that is zero outside some rows; rows may repeat."""
