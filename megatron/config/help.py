@@ -145,7 +145,18 @@ def add_target(container: argparse._ActionsContainer, target: Target, help: str 
             nargs = "?"
         elif target.is_list and not target.option.repeatable:
             nargs = target.option.count or "+"
-        text = f"{target.option.help} {help_details(target)}".strip()
+        details = []
+        option = target.option
+        if target.choices and len("|".join(target.choices)) > 45:
+            details.append(f"one of {', '.join(target.choices)}")
+        if option.unit:
+            details.append(option.unit)
+        default = default_text(target)
+        if default:
+            details.append(default if default == "required" else f"default: {default}")
+        if option.aliases:
+            details.append("also " + ", ".join(f"--{alias}" for alias in option.aliases))
+        text = f"{target.option.help} ({'; '.join(details)})" if details else target.option.help.strip()
         flags: Sequence[str] = target.flags
         metavar = metavar_of(target)
     else:
@@ -171,22 +182,6 @@ def metavar_of(described: FieldOption) -> str:
     if described.choices and len("|".join(described.choices)) <= 45:
         return "|".join(described.choices)
     return {int: "N", float: "X"}.get(described.element, "TEXT")
-
-
-def help_details(described: FieldOption) -> str:
-    """Bracketed details after the help of a flag: choices, unit, default, aliases."""
-    details = []
-    option = described.option
-    if described.choices and len("|".join(described.choices)) > 45:
-        details.append(f"one of {', '.join(described.choices)}")
-    if option.unit:
-        details.append(option.unit)
-    default = default_text(described)
-    if default:
-        details.append(default if default == "required" else f"default: {default}")
-    if option.aliases:
-        details.append("also " + ", ".join(f"--{alias}" for alias in option.aliases))
-    return f"({'; '.join(details)})" if details else ""
 
 
 def default_text(described: FieldOption) -> str:

@@ -224,14 +224,6 @@ def _laid_out(
             torch.save(content, path)
     except RuntimeError as error:  # torch's archive writer fails like this, without a reason
         raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
-    return _RankFile(path, *_places(path, room))
-
-
-def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int], dict[int, str]]:
-    """Offset, size and archive record of each tensor in a file.
-
-    torch writes storages in the order in which it meets them, the order of ``room``.
-    """
     reader: Any = torch._C.PyTorchFileReader(str(path))
     prefix = path.stem
     places, records = {}, {}
@@ -239,7 +231,7 @@ def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[s
         offset = reader.get_record_offset(f"data/{number}")
         places[name] = offset
         records[offset] = f"{prefix}/data/{number}"
-    return places, {name: tensor.nbytes for name, tensor in room.items()}, records
+    return _RankFile(path, places, {name: tensor.nbytes for name, tensor in room.items()}, records)
 
 
 def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:

@@ -160,6 +160,14 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
             bytes=sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors),
             dtypes=tuple(sorted({name_of_dtype(tensor.properties.dtype) for tensor in tensors})),
         )
+    parallel = _mapping(config.get("parallel"))
+    tp, pp = (parallel.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
+    if not parallel or not isinstance(tp, int) or not isinstance(pp, int) or tp * pp < 1:
+        layout = {}
+    else:
+        sizes = {"tensor-parallel": tp, "pipeline": pp, "data-parallel": max(1, manifest.world_size // (tp * pp))}
+        ep = parallel.get("expert_model_parallel_size")
+        layout = {**sizes, "expert-parallel": ep} if isinstance(ep, int) and ep > 1 else sizes
     return Contents(
         iteration=iteration,
         folder=folder,
@@ -168,7 +176,7 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
         problem=problem,
         saved=(folder / MANIFEST).stat().st_mtime,
         ranks=manifest.world_size,
-        layout=_layout(config, manifest.world_size),
+        layout=layout,
         files=manifest.files,
         kinds=kinds,
         shapes={
@@ -178,17 +186,6 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
         position=_mapping(common.get("progress")),
         config=config,
     )
-
-
-def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Parallel sizes of the run that saved a checkpoint; empty if the configuration has none."""
-    parallel = _mapping(config.get("parallel"))
-    tp, pp = (parallel.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
-    if not parallel or not isinstance(tp, int) or not isinstance(pp, int) or tp * pp < 1:
-        return {}
-    sizes = {"tensor-parallel": tp, "pipeline": pp, "data-parallel": max(1, ranks // (tp * pp))}
-    ep = parallel.get("expert_model_parallel_size")
-    return {**sizes, "expert-parallel": ep} if isinstance(ep, int) and ep > 1 else sizes
 
 
 def _mapping(value: object) -> dict[str, Any]:

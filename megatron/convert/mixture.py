@@ -122,9 +122,21 @@ def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, 
     """
     k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
     _check_weights(k, normalized)
+    layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
+    name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
+    count = config.integer(name, experts, least=2)
+    dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
+    expert_layers = [number for number in range(step - 1, layers, step) if number not in dense]
+    if not expert_layers:
+        raise UserError("decoder_sparse_step and mlp_only_layers leave no layer with experts; it cannot be converted")
+    interval = _interval(expert_layers, layers)
+    if interval:
+        places = {"num_experts": [count], "expert_interval": interval}
+    else:
+        places = {"num_experts": [count if number in expert_layers else 1 for number in range(layers)]}
     return {
         **_routing_of(config, k),
-        **_places(config, experts),
+        **places,
         "moe_ffn_hidden_size": config.integer("moe_intermediate_size", width),
         "moe_router_pre_softmax": not normalized and k > 1,
     }
@@ -150,18 +162,3 @@ def _check_weights(k: int, normalized: bool) -> None:
 def _routing_of(config: Values, k: int) -> dict[str, object]:
     coefficient = config.number("router_aux_loss_coef", 1e-3, least=0)
     return {"moe_router_topk": k, "moe_aux_loss_coeff": [coefficient]}
-
-
-def _places(config: Values, experts: int) -> dict[str, object]:
-    """Model fields for the layers with experts: an interval, or a list of expert counts per layer."""
-    layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
-    name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
-    count = config.integer(name, experts, least=2)
-    dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
-    expert_layers = [number for number in range(step - 1, layers, step) if number not in dense]
-    if not expert_layers:
-        raise UserError("decoder_sparse_step and mlp_only_layers leave no layer with experts; it cannot be converted")
-    interval = _interval(expert_layers, layers)
-    if interval:
-        return {"num_experts": [count], "expert_interval": interval}
-    return {"num_experts": [count if number in expert_layers else 1 for number in range(layers)]}

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
-from megatron.data.idx_format import IndexTable, read_index
+from megatron.data.idx_format import read_index
 from megatron.data.indexed import IndexedWriter, dataset_files
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.command import PreprocessParser, hyphenate_flags
@@ -79,12 +79,16 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     return prefixes
 
 
-def check_alike(prefixes: Sequence[str]) -> IndexTable:
-    """Checks that data sets can be merged; returns the index of the first.
+def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
+    """Merges data sets; returns the finished writer.
 
     Raises:
-        UserError: when an index cannot be read, or dtypes or formats differ.
+        UserError: when they cannot be merged, or the result would overwrite an input.
     """
+    output = Path(output_prefix).resolve()
+    for prefix in prefixes:
+        if Path(prefix).resolve() == output:
+            raise UserError(f"--output-prefix {output_prefix}: is one of the data sets to join; name another")
     first = None
     for prefix in prefixes:
         path = dataset_files(prefix)[1]
@@ -102,20 +106,6 @@ def check_alike(prefixes: Sequence[str]) -> IndexTable:
                 "format; preprocess one of them again with the other's --dataset-impl"
             )
     assert first is not None
-    return first
-
-
-def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
-    """Merges data sets; returns the finished writer.
-
-    Raises:
-        UserError: when they cannot be merged, or the result would overwrite an input.
-    """
-    output = Path(output_prefix).resolve()
-    for prefix in prefixes:
-        if Path(prefix).resolve() == output:
-            raise UserError(f"--output-prefix {output_prefix}: is one of the data sets to join; name another")
-    first = check_alike(prefixes)
     with IndexedWriter.like(first, output_prefix) as writer:
         for prefix in tqdm(prefixes, unit="data set", disable=not sys.stderr.isatty()):
             writer.merge(prefix)

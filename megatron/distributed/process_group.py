@@ -151,7 +151,11 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
         UserError: when ranks of other machines cannot reach it there.
         CommunicationError: when nothing serves it there.
     """
-    master = os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
+    # The first host of Slurm's node list, such as ``rack[07-09,12]-a,login``.
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "localhost")
+    match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
+    first_host = "".join(text or "" for text in match.groups()) if match else nodes
+    master = os.environ.setdefault("MASTER_ADDR", first_host)
     port = os.environ.setdefault("MASTER_PORT", "6000")
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not launcher_serves and not env.one_machine:
@@ -212,12 +216,6 @@ def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError
         f"rank {env.rank} of {env.world_size} cannot join the process group at {address} "
         f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
     )
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list such as ``rack[07-09,12]-a,login``."""
-    match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
-    return "".join(text or "" for text in match.groups()) if match else nodes
 
 
 def leave_reason(text: str, printed: bool = True) -> None:

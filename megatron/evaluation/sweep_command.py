@@ -21,11 +21,9 @@ from megatron.checkpoint.files import checkpoint_folder, saved_iterations
 from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
-from megatron.config.flags import ParsedSections
 from megatron.config.run import RunConfig
 from megatron.config.translate.rules import old_name
 from megatron.distributed.agreement import gather_texts, together
-from megatron.distributed.layout import Layout
 from megatron.evaluation.validation import data_of, mean_loss, open_samples
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
@@ -217,47 +215,6 @@ def notes_on_samples(config: RunConfig, data: DataConfig, samples: int) -> list[
     return notes
 
 
-def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
-    """Evaluate all checkpoints of the sweep, in order.
-
-    Raises:
-        UserError: on every rank, when a file cannot be used.
-    """
-    topology = open_topology(model_flags, layout, ranks.env)
-    group = topology.control.pg
-    # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
-    listing = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
-    iterations: list[int] = json.loads(gather_texts(group, listing)[0])
-    if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
-        damaged_list = ", ".join(map(str, damaged))
-        print(f"left out, since files are missing or damaged: iterations {damaged_list}", flush=True)
-    root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
-    model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
-    config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
-    data = data_of(config, parsed.sections["data"], parsed.explicit)
-    dataset = together(group, lambda: open_samples(config, data, samples, model))
-    for note in notes_on_samples(config, data, samples) if topology.rank == 0 else ():
-        print(note, flush=True)
-    settings = {"run": str(Path(root).resolve()), "samples": samples, "seed": config.training.seed,
-                "seq_length": config.model.seq_length, "data": vars(data), "tokenizer": vars(tokenizer)}  # fmt: skip
-    losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
-    together(group, lambda: losses.read() if topology.rank == 0 else None)
-    loaded, lines = iterations[0], []
-    for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
-        known_loss = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
-        loss = model.broadcast_json(known_loss, 0)
-        if loss is None:
-            if iteration != loaded:
-                load_weights(model.stage, root, iteration, topology)
-                loaded = iteration
-            loss = new_loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
-            together(group, partial(losses.add_loss, iteration, new_loss) if topology.rank == 0 else lambda: None)
-        ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
-        lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
-    if topology.rank == 0:
-        print("\n".join(lines), f"\nwritten to {losses.path}", flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 on success, or 2 after printing a one-line error."""
 
@@ -275,6 +232,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable(output_of(model_flags.load, flags), "--output")
         layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
-        sweep_all(flags, model_flags, parsed, layout, ranks)
+        topology = open_topology(model_flags, layout, ranks.env)
+        group = topology.control.pg
+        # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
+        listing = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+        iterations: list[int] = json.loads(gather_texts(group, listing)[0])
+        if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
+            damaged_list = ", ".join(map(str, damaged))
+            print(f"left out, since files are missing or damaged: iterations {damaged_list}", flush=True)
+        root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
+        model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
+        config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
+        data = data_of(config, parsed.sections["data"], parsed.explicit)
+        dataset = together(group, lambda: open_samples(config, data, samples, model))
+        for note in notes_on_samples(config, data, samples) if topology.rank == 0 else ():
+            print(note, flush=True)
+        settings = {
+            "run": str(Path(root).resolve()),
+            "samples": samples,
+            "seed": config.training.seed,
+            "seq_length": config.model.seq_length,
+            "data": vars(data),
+            "tokenizer": vars(tokenizer),
+        }
+        losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
+        together(group, lambda: losses.read() if topology.rank == 0 else None)
+        loaded, lines = iterations[0], []
+        for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
+            known_loss = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+            loss = model.broadcast_json(known_loss, 0)
+            if loss is None:
+                if iteration != loaded:
+                    load_weights(model.stage, root, iteration, topology)
+                    loaded = iteration
+                loss = new_loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
+                together(group, partial(losses.add_loss, iteration, new_loss) if topology.rank == 0 else lambda: None)
+            ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
+            lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
+        if topology.rank == 0:
+            print("\n".join(lines), f"\nwritten to {losses.path}", flush=True)
 
     return run_program(body)

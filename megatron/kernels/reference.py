@@ -136,21 +136,6 @@ def _peak_signs(groups_gn: Tensor) -> Tensor:
     return torch.where(groups_gn.amax(dim=1) > -groups_gn.amin(dim=1), -1.0, 1.0)
 
 
-def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) -> Tensor:
-    """Convert scales to their wire dtype.
-
-    Scales are rounded to nearest, for the lowest error, but limits of minmax grids and scales for stochastic rounding
-    are never rounded inwards, because clipping would add a bias.
-    """
-    outer = stochastic and not grid.is_sign
-    if dtype == torch.float32 or not (outer or grid.kind is GridKind.MINMAX):
-        return scale_g.to(dtype)
-    if grid.kind is not GridKind.MINMAX:
-        return bf16_towards(scale_g, torch.ones_like(scale_g, dtype=torch.bool))
-    upper_g = torch.arange(scale_g.numel(), device=scale_g.device) % 2 == 1
-    return bf16_towards(scale_g, (scale_g < 0) != upper_g)
-
-
 def bf16_towards(x: Tensor, outwards: Tensor) -> Tensor:
     """Round to bf16 away from zero where ``outwards``, else towards zero; finite numbers stay finite."""
     bits = x.view(torch.int32)
@@ -174,24 +159,6 @@ def _bases(scale_g: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor]:
         return None, scale_g
     low_g, high_g = scale_g.view(-1, 2).unbind(dim=1)
     return low_g, high_g - low_g
-
-
-def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor:
-    if grid.is_sign:
-        return (x_n >= 0).to(torch.uint8)
-    base_g, length_g = _bases(scale_g, grid)
-    if base_g is not None:
-        x_n = x_n - _spread(base_g, x_n.numel(), grid)
-    # torch computes scalar / tensor as the reciprocal times the scalar, which rounds twice.
-    steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
-    steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
-    low, high = grid.limits
-    if seed is not None:
-        steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
-    else:
-        steps_n = steps_n.round()
-    finite_n = torch.where(steps_n.isnan(), float(low), steps_n).clamp(low, high)
-    return (finite_n + grid.offset).to(torch.uint8)
 
 
 def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
@@ -229,8 +196,34 @@ def quantize_pack(
     count, coded = input_n.numel(), grid.coded(input_n.numel())
     coded_n = torch.nn.functional.pad(input_n, (0, coded - count))
     coded_n = rotate(coded_n, grid.rotation) if grid.rotation and count else coded_n
-    scales.copy_(_to_wire(_scales(coded_n, grid, seed is not None), grid, scales.dtype, seed is not None))
-    codes_n = _codes(coded_n, scales.float(), grid, seed)
+    scale_g = _scales(coded_n, grid, seed is not None)
+    # Scales are rounded to nearest, for the lowest error, but limits of minmax grids and scales for stochastic rounding
+    # are never rounded inwards, because clipping would add a bias.
+    outwards = seed is not None and not grid.is_sign
+    if scales.dtype == torch.float32 or not (outwards or grid.kind is GridKind.MINMAX):
+        scales.copy_(scale_g)
+    elif grid.kind is not GridKind.MINMAX:
+        scales.copy_(bf16_towards(scale_g, torch.ones_like(scale_g, dtype=torch.bool)))
+    else:
+        upper_g = torch.arange(scale_g.numel(), device=scale_g.device) % 2 == 1
+        scales.copy_(bf16_towards(scale_g, (scale_g < 0) != upper_g))
+    x_n, scale_g = coded_n, scales.float()
+    if grid.is_sign:
+        codes_n = (x_n >= 0).to(torch.uint8)
+    else:
+        base_g, length_g = _bases(scale_g, grid)
+        if base_g is not None:
+            x_n = x_n - _spread(base_g, x_n.numel(), grid)
+        # torch computes scalar / tensor as the reciprocal times the scalar, which rounds twice.
+        steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
+        steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
+        low, high = grid.limits
+        if seed is not None:
+            steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
+        else:
+            steps_n = steps_n.round()
+        finite_n = torch.where(steps_n.isnan(), float(low), steps_n).clamp(low, high)
+        codes_n = (finite_n + grid.offset).to(torch.uint8)
     codes.copy_(pack_bits(codes_n, grid.bits))
     if role is Role.PLAIN or other is None:
         return

@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import run
@@ -77,7 +77,16 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
             use_rendezvous(arguments, signals.install)
             run.run(arguments)
     except ChildFailedError as error:
-        rank, failure = first_failure(error.failures)
+        # The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
+        by_time = sorted(
+            error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
+        )
+        rank, first = by_time[0]
+        if first.exitcode == EXIT_PEER_LOST:
+            messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
+            blamed_ranks = (each for message in messages for each in ranks_blamed(message))
+            rank = next((each for each in blamed_ranks if each in error.failures), rank)
+        failure = error.failures[rank]
         if signals.received is not None and failure.exitcode == -signal.SIGTERM:
             _print_error(f"ended by {signals.received.name}")
             return 128 + signals.received
@@ -140,21 +149,6 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
     if has_number and not 0 <= arguments.node_rank < address.nodes:
         return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
     return None
-
-
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
-
-    torch's times are in whole seconds, for a killed rank the time at which torch noticed. The others may have ended
-    before that, and torch itself ends the remaining ranks by SIGTERM.
-    """
-    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
-    rank, first = by_time[0]
-    if first.exitcode == EXIT_PEER_LOST:
-        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
-        blamed_ranks = (each for message in messages for each in ranks_blamed(message))
-        rank = next((each for each in blamed_ranks if each in failures), rank)
-    return rank, failures[rank]
 
 
 def _error_file_content(failure: ProcessFailure) -> dict[str, Any]:

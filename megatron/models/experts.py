@@ -195,7 +195,17 @@ class Experts(nn.Module):
                 out_sbh = shared_sbh * share_sb2[..., :1] + out_sbh * share_sb2[..., 1:]
             else:
                 out_sbh = out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
-        return self._with_losses(out_sbh, routing, context), None
+        step = context.experts
+        if step is not None:
+            counts = self.expert_comm.count_rows(routing.experts_tk, self.count)
+            step.statistics[self.layer, step.micro_batch] = (counts, routing.losses.detach())
+            loss_weights = tuple(self.config.expert_losses.values())
+            if any(loss_weights):
+                weights = routing.losses.new_tensor(loss_weights)
+                # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
+                objective = (routing.losses * weights).sum() / self.comm.size
+                out_sbh = _WithLoss.apply(out_sbh, objective, step.loss_grad)
+        return out_sbh, None
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """Combined expert outputs, partial over tensor-parallel ranks unless folded."""
@@ -278,22 +288,6 @@ class Experts(nn.Module):
             out = expert(F.pad(expert_rows, (0, 0, 0, padding)) if padding else expert_rows)
             outputs.append(out[: len(expert_rows)])
         return torch.cat(outputs)
-
-    def _with_losses(self, out_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
-        """Attach the layer's auxiliary losses to the output's backward pass."""
-        step, config = context.experts, self.config
-        if step is None:
-            return out_sbh
-        counts = self.expert_comm.count_rows(routing.experts_tk, self.count)
-        step.statistics[self.layer, step.micro_batch] = (counts, routing.losses.detach())
-        loss_weights = tuple(config.expert_losses.values())
-        if not any(loss_weights):
-            return out_sbh
-        weights = routing.losses.new_tensor(loss_weights)
-        # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
-        objective = (routing.losses * weights).sum() / self.comm.size
-        result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)
-        return result
 
 
 class _WithLoss(torch.autograd.Function):

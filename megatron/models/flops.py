@@ -52,7 +52,12 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     feed_forward = (3 if model.gated else 2) * h * model.ffn_hidden_size
     pairs = sum(_pairs(s, model.window_of(layer), causal and model.causal) for layer in range(model.num_layers))
     layers = model.num_layers * s * model.attention_products + pairs * model.pair_products
-    layers += s * ((model.num_layers - len(model.expert_layers)) * feed_forward + _expert_products(model))
+    shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
+    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
+    mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
+    of_experts = (3 if model.gated else 2) * width + mixing
+    expert_products = sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
+    layers += s * ((model.num_layers - len(model.expert_layers)) * feed_forward + expert_products)
     if model.shares_distances:
         layers += model.num_layers * s * min(2 * model.relative_span, 2 * s - 1) * model.pair_products
         layers += s * h * h * model.conv_kernel_size
@@ -66,15 +71,6 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     if model.predicts_words:
         head = model.labels_of(s) * h * (padded_vocab_size + (h if model.model_type == "bert" else 0))
     return 3 * 2 * (layers + head)
-
-
-def _expert_products(model: ModelConfig) -> int:
-    """Multiply-adds per token in all expert layers: experts, router, and shared or residual network."""
-    shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
-    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
-    mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
-    of_experts = (3 if model.gated else 2) * width + mixing
-    return sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
 
 
 def _pairs(s: int, window: int | None, causal: bool) -> int:

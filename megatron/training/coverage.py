@@ -80,15 +80,42 @@ def _shares(engines: Engines, point: Point) -> Shares:
     if point in (Point.PP_FWD, Point.PP_BWD):
         return _pipeline(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
-        return _tensor(engines, point)
+        model, comm = engines.config.model, engines.comm
+        if comm.size == 1:
+            return 0.0, 0.0, 0
+        covered = engines.plan.covers(point, engines.plan.stage)
+        compressed, total, highest = 0.0, 0.0, 0
+        for layer in (number for stage in engines.stages for number in stage.stage_part.layers):
+            length = model.labels_of(model.seq_length) if layer in model.decoder_layers else model.seq_length
+            shape = (length, engines.config.training.micro_batch_size, model.hidden_size)
+            total += length
+            compressed += length * (covered and engines.plan.ever_compresses(point, shape))
+            highest = max(highest, highest_rank(engines.plan.specs[point], shape))
+        return compressed, total, highest
     if point.is_expert_leg:
-        return _experts(engines, point)
+        model, plan = engines.config.model, engines.plan
+        # Routing is not known in advance; assume that a layer's tokens choose all its experts uniformly.
+        row = (1, model.hidden_size)
+        pays = plan.covers(point, plan.stage) and plan.ever_compresses(
+            point, row, engines.config.precision.params_dtype
+        )
+        compressed, total = 0.0, 0.0
+        k, ranks, nodes = model.moe_router_topk, engines.expert_comm.ranks, engines.expert_comm.nodes
+        for layer in (n for stage in engines.stages for n in stage.stage_part.layers if n in model.expert_layers):
+            # Mean rows of a token that go to other ranks: in the stage that codecs serve, and inside nodes after it.
+            experts = model.expert_layers[layer]
+            between, inside = k * (ranks.size - 1) / ranks.size, 0.0
+            if nodes is not None:
+                missed = math.comb(experts - experts // nodes.size, k) / math.comb(experts, k)
+                between, inside = (nodes.size - 1) * (1 - missed), between
+            compressed += between * pays * model.hidden_size
+            total += (between + inside) * model.hidden_size
+        return compressed, total, 0
     if point is Point.EMBED_GRAD:
         shapes = [tied.shape for tied in engines.sync.ties]
-        compressed = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
-        spec = engines.plan.specs[Point.EMBED_GRAD]
-        highest = max((highest_rank(spec, shape) for shape in shapes), default=0)
-        return float(compressed), float(sum(map(math.prod, shapes))), highest
+        compressed = float(sum(math.prod(shape) * engines.plan.ever_compresses(point, shape) for shape in shapes))
+        highest = max((highest_rank(engines.plan.specs[point], shape) for shape in shapes), default=0)
+        return compressed, float(sum(map(math.prod, shapes))), highest
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
         return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
@@ -97,27 +124,6 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return _sums(engines.plan.specs[point], [fragment.reducer for fragment in fragments])
     exact = engines.sync.group.size == 1 or not engines.sync.reduce
     return _sums(engines.plan.specs[point], [] if exact else engines.sync.reducers)
-
-
-def _experts(engines: Engines, point: Point) -> Shares:
-    """Routing is not known in advance; assume that a layer's tokens choose all its experts uniformly."""
-    model, plan = engines.config.model, engines.plan
-    row = (1, model.hidden_size)
-    compressed = plan.covers(point, plan.stage) and plan.ever_compresses(
-        point, row, engines.config.precision.params_dtype
-    )
-    coded, total = 0.0, 0.0
-    k, ranks, nodes = model.moe_router_topk, engines.expert_comm.ranks, engines.expert_comm.nodes
-    for layer in (n for stage in engines.stages for n in stage.stage_part.layers if n in model.expert_layers):
-        # Mean rows of a token that go to other ranks: in the stage that codecs serve, and inside nodes after it.
-        experts = model.expert_layers[layer]
-        between, inside = k * (ranks.size - 1) / ranks.size, 0.0
-        if nodes is not None:
-            missed = math.comb(experts - experts // nodes.size, k) / math.comb(experts, k)
-            between, inside = (nodes.size - 1) * (1 - missed), between
-        coded += between * compressed * model.hidden_size
-        total += (between + inside) * model.hidden_size
-    return coded, total, 0
 
 
 def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
@@ -133,22 +139,6 @@ def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
             compressed += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
             shapes |= {slot.shape for slot in bucket.ranges if len(slot.shape) > 1}
     return float(compressed), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
-
-
-def _tensor(engines: Engines, point: Point) -> Shares:
-    """The shares at a tensor-parallel point, whose tensors are activations with the layers' shapes."""
-    model, comm = engines.config.model, engines.comm
-    if comm.size == 1:
-        return 0.0, 0.0, 0
-    covered = engines.plan.covers(point, engines.plan.stage)
-    compressed, total, highest = 0, 0, 0
-    for layer in (number for stage in engines.stages for number in stage.stage_part.layers):
-        length = model.labels_of(model.seq_length) if layer in model.decoder_layers else model.seq_length
-        shape = (length, engines.config.training.micro_batch_size, model.hidden_size)
-        total += length
-        compressed += length * (covered and engines.plan.ever_compresses(point, shape))
-        highest = max(highest, highest_rank(engines.plan.specs[point], shape))
-    return float(compressed), float(total), highest
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:

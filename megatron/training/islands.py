@@ -65,26 +65,23 @@ def of_island(config: RunConfig) -> RunConfig:
     if checkpoint.save is not None:
         checkpoint = replace(checkpoint, save=folder_of(checkpoint.save, number))
     if checkpoint.load is not None:
-        checkpoint = replace(checkpoint, load=_loaded(Path(checkpoint.load), number))
+        root = Path(checkpoint.load)
+        loaded = folder_of(str(root), number)
+        if not _holds_checkpoints(loaded):
+            island_count = 0
+            while _holds_checkpoints(folder_of(str(root), island_count)):
+                island_count += 1
+            if island_count:
+                # An island below that count without a checkpoint has lost its steps, and joins the others.
+                saved, _ = saved_config(folder_of(str(root), 0), None)
+                loaded = loaded if number < saved.islands.islands else folder_of(str(root), number % island_count)
+            else:
+                loaded = str(root) if (root / TRACKER).exists() else loaded
+        checkpoint = replace(checkpoint, load=loaded)
     moved: dict[str, Any] = {}
     for names, path_of in ((_FOLDERS, folder_of), (_FILES, file_of)):
         moved |= {name: path_of(path, number) for name in names if (path := getattr(logging, name)) is not None}
     return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **moved))
-
-
-def _loaded(root: Path, number: int) -> str:
-    """Return the folder that an island loads from."""
-    own_folder = folder_of(str(root), number)
-    if _holds_checkpoints(own_folder):
-        return own_folder
-    island_count = 0
-    while _holds_checkpoints(folder_of(str(root), island_count)):
-        island_count += 1
-    if island_count:
-        # An island below that count without a checkpoint has lost its steps, and joins the others.
-        saved, _ = saved_config(folder_of(str(root), 0), None)
-        return own_folder if number < saved.islands.islands else folder_of(str(root), number % island_count)
-    return str(root) if (root / TRACKER).exists() else own_folder
 
 
 def _holds_checkpoints(folder: str) -> bool:

@@ -314,21 +314,6 @@ def _open_masked_data(
     )
 
 
-def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, int]:
-    """Vocabulary sizes of the model and of the tokenizer, and the id of the end of a document (-1 without a
-    tokenizer)."""
-    tokenizer, data = config.tokenizer, config.data
-    if built is not None:
-        return model_entries(tokenizer, built), built.vocab_size, built.eod
-    if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
-        raise UserError(
-            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end of a document: "
-            "give --tokenizer-type, or leave them out"
-        )
-    assert tokenizer.vocab_size is not None
-    return tokenizer.vocab_size, tokenizer.vocab_size, -1
-
-
 def _open_data(
     config: RunConfig, env: LaunchEnvironment, train_iters: int, position: Progress, job: Job
 ) -> tuple[Datasets, int]:
@@ -342,7 +327,17 @@ def _open_data(
         job: data and starting point.
     """
     tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
-    entries, vocab_size, eod = _vocabulary(config, tokenizer)
+    data = config.data
+    if tokenizer is not None:
+        entries, vocab_size, eod = model_entries(config.tokenizer, tokenizer), tokenizer.vocab_size, tokenizer.eod
+    else:
+        if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
+            raise UserError(
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end of a document: "
+                "give --tokenizer-type, or leave them out"
+            )
+        assert config.tokenizer.vocab_size is not None
+        entries, vocab_size, eod = config.tokenizer.vocab_size, config.tokenizer.vocab_size, -1
     if job.datasets is not None:
         return job.datasets(config, tokenizer), entries
     size, validation = config.training.global_batch_size, config.validation

@@ -80,21 +80,6 @@ def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Pat
         output_paths.add(real_path)
 
 
-def _check_common(options: argparse.Namespace) -> None:
-    """Checks the flags that all tools share: number of processes, and output files."""
-    max_workers = 4 * len(os.sched_getaffinity(0))
-    for name in {"workers", "num_threads"} & vars(options).keys():
-        check_at_least(options, **{name: 1})
-        if (value := getattr(options, name)) > max_workers:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give at most {max_workers}, four for each core")
-    output_paths = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
-    check_apart([], output_paths)
-    output_folder = getattr(options, "output_path", None)  # created by the cleaning run itself
-    for path in output_paths:
-        if output_folder is None or Path(output_folder).exists() or Path(path).parent != Path(output_folder):
-            check_output(path)
-
-
 @dataclass
 class Tool:
     """A command-line tool: prints its counts and returns 0, or prints a single-line error and returns 2.
@@ -130,7 +115,19 @@ class Tool:
 
     def _report(self, options: argparse.Namespace, name: str) -> None:
         try:
-            _check_common(options)
+            max_workers = 4 * len(os.sched_getaffinity(0))
+            for flag in {"workers", "num_threads"} & vars(options).keys():
+                check_at_least(options, **{flag: 1})
+                if (value := getattr(options, flag)) > max_workers:
+                    raise UserError(
+                        f"--{flag.replace('_', '-')} {value}: give at most {max_workers}, four for each core"
+                    )
+            output_paths = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
+            check_apart([], output_paths)
+            output_folder = getattr(options, "output_path", None)  # created by the cleaning run itself
+            for path in output_paths:
+                if output_folder is None or Path(output_folder).exists() or Path(path).parent != Path(output_folder):
+                    check_output(path)
             self.check(options)
             report = self.run(options)
         except ModuleNotFoundError as error:

@@ -129,7 +129,17 @@ class Router(ShardedModule):
         logits_te = logits_sbe.flatten(0, 1)
         scores_te = _SCORES[config.moe_router_score_function](logits_te)
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
-        experts_tk = self._mask_other_groups(ranking_te).topk(config.moe_router_topk, dim=-1).indices
+        groups, k = config.moe_router_num_groups, config.moe_router_group_topk
+        if groups is not None and k is not None and k < groups:
+            # Experts outside a token's best groups, which have the largest sums of their two best scores (DeepSeek-V3,
+            # 2024, section 2.1.2), are excluded.
+            ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
+            best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
+            excluded_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(
+                -1, best_tg.topk(k, dim=-1).indices, False
+            )
+            ranking_te = ranking_tgm.masked_fill(excluded_tg.unsqueeze(-1), -torch.inf).flatten(-2)
+        experts_tk = ranking_te.topk(config.moe_router_topk, dim=-1).indices
         if config.moe_router_score_function != "softmax":
             weights_tk = scores_te.gather(1, experts_tk)
             if config.moe_router_topk > 1:
@@ -146,35 +156,21 @@ class Router(ShardedModule):
             # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
             share = math.ceil(experts_tk.numel() * Fraction(str(factor)) / self.experts)
             capacity = max(config.moe_min_capacity, share)
-            kept_tk = self._mask_within_capacity(experts_tk, weights_tk.detach(), capacity)
+            # Mask of the token-expert pairs within capacity.
+            chosen = experts_tk.flatten()
+            by_weight = config.moe_token_drop_policy == "probs"
+            first = weights_tk.detach().flatten().argsort(descending=True, stable=True) if by_weight else None
+            order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
+            by_expert = chosen[order]
+            starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
+            position = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
+            within_capacity = torch.empty_like(chosen, dtype=torch.bool)
+            within_capacity[order] = position < capacity
+            kept_tk = within_capacity.view_as(experts_tk)
 
         before = None if step is None else step.shares.get(self.layer)
         losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
-
-    def _mask_other_groups(self, ranking_te: Tensor) -> Tensor:
-        """Set ranking scores to minus infinity outside each token's best groups of experts, which have the largest sums
-        of their two best scores (DeepSeek-V3, 2024, section 2.1.2)."""
-        groups, k = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        if groups is None or k is None or k == groups:
-            return ranking_te
-        ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
-        best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
-        excluded_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
-        return ranking_tgm.masked_fill(excluded_tg.unsqueeze(-1), -torch.inf).flatten(-2)
-
-    def _mask_within_capacity(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
-        """Mask of the token-expert pairs within capacity."""
-        chosen = experts_tk.flatten()
-        by_weight = self.config.moe_token_drop_policy == "probs"
-        first = weights_tk.flatten().argsort(descending=True, stable=True) if by_weight else None
-        order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
-        by_expert = chosen[order]
-        starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
-        position = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
-        within_capacity = torch.empty_like(chosen, dtype=torch.bool)
-        within_capacity[order] = position < capacity
-        return within_capacity.view_as(experts_tk)
 
     def _auxiliary_losses(
         self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None

@@ -62,25 +62,6 @@ def build_timetable(
         [(op.computation, layout.virtual_stage(stage, op.chunk), op.micro_batch) for op in ops]
         for stage, ops in enumerate(schedules)
     ]
-    levels = _levels(layout, positions)
-    return Timetable(
-        schedules=tuple(map(tuple, schedules)),
-        epilogues=tuple(map(find_epilogue, schedules)),
-        messages_due=tuple(tuple(_count_due(layout, of_stage, levels)) for of_stage in positions),
-        max_ahead=max_ahead,
-    )
-
-
-def _source(layout: Layout, position: _Position) -> _Position | None:
-    """The operation that sends the message needed by this operation; None without a message."""
-    computation, stage, micro_batch = position
-    if computation is Pass.WEIGHT:
-        return None
-    source = stage - 1 if computation is Pass.FORWARD else stage + 1
-    return (computation, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
-
-
-def _levels(layout: Layout, positions: Sequence[Sequence[_Position]]) -> dict[_Position, int]:
     levels: dict[_Position, int] = {}
     reached = [0] * len(positions)
     newest = [0] * len(positions)
@@ -99,7 +80,21 @@ def _levels(layout: Layout, positions: Sequence[Sequence[_Position]]) -> dict[_P
                 progressed = True
     if any(count < len(of_stage) for count, of_stage in zip(reached, positions, strict=True)):
         raise ValueError("the stages of this schedule wait for each other")
-    return levels
+    return Timetable(
+        schedules=tuple(map(tuple, schedules)),
+        epilogues=tuple(map(find_epilogue, schedules)),
+        messages_due=tuple(tuple(_count_due(layout, of_stage, levels)) for of_stage in positions),
+        max_ahead=max_ahead,
+    )
+
+
+def _source(layout: Layout, position: _Position) -> _Position | None:
+    """The operation that sends the message needed by this operation; None without a message."""
+    computation, stage, micro_batch = position
+    if computation is Pass.WEIGHT:
+        return None
+    source = stage - 1 if computation is Pass.FORWARD else stage + 1
+    return (computation, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
 
 def _count_due(layout: Layout, positions: Sequence[_Position], levels: dict[_Position, int]) -> list[Due]:
