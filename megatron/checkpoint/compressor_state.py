@@ -85,6 +85,9 @@ class CompressorCheckpoint:
                 if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
                     tied[state_slice.label(kind)] = state_slice, kind, local
         if group is not None and self.layout.ties and self.sync.plan.is_compressed(Point.DP_GRAD):
+            # The stages that hold a parameter agree on the state to save for it, since their compressors may differ.
+            # They save a single residual, to which a stage without one contributes zeros; other state is saved under
+            # stage-specific names unless its form is the same on all stages.
             buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
             places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
             held_slices = {state_slice.name: state_slice for state_slice in places if state_slice.stage[1] > 1}

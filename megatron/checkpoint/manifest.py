@@ -127,45 +127,41 @@ def read_manifest(folder: Path) -> Manifest:
             f"version reads format {FORMAT} and {sys.byteorder}"
         )
     try:
-        return _from_content(content)
+        files = {name: _count(size, f"the size of {name}") for name, size in content["files"].items()}
+        if any(Path(name).name != name or "\0" in name for name in files):
+            raise ValueError("a file lies outside the checkpoint's folder")
+        iteration = content["iteration"]
+        manifest = Manifest(
+            iteration="release" if iteration == "release" else _count(iteration, "the iteration"),
+            world_size=_count(content["world_size"], "the number of ranks", least=1),
+            files=files,
+            documents={name: _item(row, files) for name, row in content["documents"].items()},
+            tensors={},
+            items={},
+        )
+        for name, entry in content["tensors"].items():
+            dtype = dtype_from_name(entry["dtype"])
+            torch.empty(1, dtype=dtype).view(torch.uint8)  # raises unless its tensors can be viewed as bytes
+            shape = _counts(entry["shape"], f"the shape of {name}")
+            chunks = []
+            for offsets, sizes, *row in entry["chunks"]:
+                item = _item(row, files)
+                location = f"a chunk of {name}"
+                box: Box = (_counts(offsets, location), _counts(sizes, location))
+                if clip(box, shape) != box or item.length != math.prod(sizes) * dtype.itemsize:
+                    raise ValueError(f"{name} has a chunk that does not fit")
+                manifest.items[name, box[0]] = item
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            covered = disjoint_parts([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+            volume = sum(math.prod(chunk.sizes) for chunk in chunks)
+            if not volume == sum(math.prod(sizes) for _, (_, sizes) in covered) == math.prod(shape):
+                raise ValueError(f"{name} is incomplete")
+            properties = TensorProperties(dtype=dtype)
+            manifest.tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        return manifest
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         # repr: the plain text of a multi-line error or a missing key says little
         raise UserError(f"{path} is not a checkpoint's table of contents: {error!r}") from error
-
-
-def _from_content(content: dict[str, Any]) -> Manifest:
-    files = {name: _count(size, f"the size of {name}") for name, size in content["files"].items()}
-    if any(Path(name).name != name or "\0" in name for name in files):
-        raise ValueError("a file lies outside the checkpoint's folder")
-    iteration = content["iteration"]
-    manifest = Manifest(
-        iteration="release" if iteration == "release" else _count(iteration, "the iteration"),
-        world_size=_count(content["world_size"], "the number of ranks", least=1),
-        files=files,
-        documents={name: _item(row, files) for name, row in content["documents"].items()},
-        tensors={},
-        items={},
-    )
-    for name, entry in content["tensors"].items():
-        dtype = dtype_from_name(entry["dtype"])
-        torch.empty(1, dtype=dtype).view(torch.uint8)  # raises unless its tensors can be viewed as bytes
-        shape = _counts(entry["shape"], f"the shape of {name}")
-        chunks = []
-        for offsets, sizes, *row in entry["chunks"]:
-            item = _item(row, files)
-            location = f"a chunk of {name}"
-            box: Box = (_counts(offsets, location), _counts(sizes, location))
-            if clip(box, shape) != box or item.length != math.prod(sizes) * dtype.itemsize:
-                raise ValueError(f"{name} has a chunk that does not fit")
-            manifest.items[name, box[0]] = item
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        covered = disjoint_parts([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
-        volume = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if not volume == sum(math.prod(sizes) for _, (_, sizes) in covered) == math.prod(shape):
-            raise ValueError(f"{name} is incomplete")
-        properties = TensorProperties(dtype=dtype)
-        manifest.tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    return manifest
 
 
 def _count(value: object, description: str, least: int = 0) -> int:

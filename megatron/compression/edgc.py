@@ -238,7 +238,13 @@ class RankController(Controller):
         probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
         if probes and (yield from self._all_finite(reduced)):
             if self._wants_times and len(self._waited_s) == _MEETINGS:
-                yield from self._probe(reduced)
+                ranks = ranks_to_try(self.config.rank)
+                row = [float(reduced.stage), median(self._waited_s)]
+                for options in (None, *({"rank": rank} for rank in ranks)):
+                    seconds, _, _ = (yield Trial(options)).tolist()
+                    row.append(seconds)
+                rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
+                self.times = StageTimes.of(ranks, rows.tolist())
             if self._wants_error:
                 self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
         if (reduced.iteration + 1) % self.config.sample_every == 0:
@@ -271,16 +277,6 @@ class RankController(Controller):
         """Whether all gradients of all ranks are finite."""
         finite = bool(reduced.flats) and all(bool(finite_norm(flat)[1]) for flat in reduced.flats)
         return float((yield Request(torch.tensor([0.0 if finite else 1.0])))) == 0.0
-
-    def _probe(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
-        """Measure the times of all stages' reductions, and gather them on all ranks."""
-        ranks = ranks_to_try(self.config.rank)
-        row = [float(reduced.stage), median(self._waited_s)]
-        for options in (None, *({"rank": rank} for rank in ranks)):
-            seconds, _, _ = (yield Trial(options)).tolist()
-            row.append(seconds)
-        rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
-        self.times = StageTimes.of(ranks, rows.tolist())
 
     def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
         """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds measured by the probe."""

@@ -102,7 +102,31 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
         UserError: when the model does not divide by these sizes.
     """
     model = weights.model
-    _check_has_a_form(model)
+    # Readers would take a model that the layout's arguments cannot describe for another model.
+    forms = {flag.removeprefix("no --"): usual for flag, usual in usual_form(model).items()}
+    other = {
+        f"model of kind {model.type_and_task}": model.type_and_task != "gpt",
+        "--parallel-residual": model.parallel_residual,
+        "--sliding-window": model.sliding_window is not None,
+        "--num-experts": model.has_experts,
+        "--qk-layernorm": model.qk_layernorm,
+        **{f"--{form}": not usual for form, usual in forms.items() if form != "apply-layernorm-1p"},
+        "--rotary-scaling yarn": model.rotary_scaling == "yarn",
+        "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
+        and not model.rotary_scaling_factor.is_integer(),
+    }
+    if model.rotary_scaling == "llama3":
+        llama3 = {"original_length": 8192, "low_turns": 1.0, "high_turns": 4.0}
+        other |= {
+            f"--rotary-scaling-{parameter.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{parameter}")
+            != usual
+            for parameter, usual in llama3.items()
+        }
+    unsupported = [feature for feature, is_set in other.items() if is_set]
+    if unsupported:
+        raise UserError(
+            f"--to classic: that layout has no {' and no '.join(unsupported)}; keep it in our own format, or --to hf"
+        )
     built(weights.tokenizer, weights.vocab_size)
     for flag, size, count, dimension in (
         ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
@@ -135,38 +159,6 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
         file.seal()
     copy_tokenizer(weights.tokenizer, root)
     (root / TRACKER).write_text(f"{saved}\n")
-
-
-def _check_has_a_form(model: ModelConfig) -> None:
-    """Refuses a model that the layout's arguments cannot describe, which readers would take for another model.
-
-    Raises:
-        UserError: when the arguments cannot describe it; the message lists the unsupported features.
-    """
-    forms = {flag.removeprefix("no --"): usual for flag, usual in usual_form(model).items()}
-    other = {
-        f"model of kind {model.type_and_task}": model.type_and_task != "gpt",
-        "--parallel-residual": model.parallel_residual,
-        "--sliding-window": model.sliding_window is not None,
-        "--num-experts": model.has_experts,
-        "--qk-layernorm": model.qk_layernorm,
-        **{f"--{form}": not usual for form, usual in forms.items() if form != "apply-layernorm-1p"},
-        "--rotary-scaling yarn": model.rotary_scaling == "yarn",
-        "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
-        and not model.rotary_scaling_factor.is_integer(),
-    }
-    if model.rotary_scaling == "llama3":
-        llama3 = {"original_length": 8192, "low_turns": 1.0, "high_turns": 4.0}
-        other |= {
-            f"--rotary-scaling-{parameter.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{parameter}")
-            != usual
-            for parameter, usual in llama3.items()
-        }
-    unsupported = [feature for feature, is_set in other.items() if is_set]
-    if unsupported:
-        raise UserError(
-            f"--to classic: that layout has no {' and no '.join(unsupported)}; keep it in our own format, or --to hf"
-        )
 
 
 def _tensor_shard(name: str, tensor: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
@@ -226,6 +218,7 @@ def _laid_out(
         raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
     reader: Any = torch._C.PyTorchFileReader(str(path))
     prefix = path.stem
+    # torch writes storages in the order in which it meets them, the order of ``room``.
     places, records = {}, {}
     for number, name in enumerate(room):
         offset = reader.get_record_offset(f"data/{number}")

@@ -148,6 +148,8 @@ def read(options: argparse.Namespace) -> Weights:
             f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
         )
     check_complete(weights, str(folder))
+    # The tokenizer of the flags, else of our own checkpoint, else of the files beside it; paths inside foreign
+    # checkpoints are not trusted.
     folders = [folder] if classic in (None, folder) else [classic, folder]
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -130,6 +130,7 @@ def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, 
     if not expert_layers:
         raise UserError("decoder_sparse_step and mlp_only_layers leave no layer with experts; it cannot be converted")
     interval = _interval(expert_layers, layers)
+    # An interval, or a list of expert counts per layer.
     if interval:
         places = {"num_experts": [count], "expert_interval": interval}
     else:

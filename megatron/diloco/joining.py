@@ -140,6 +140,7 @@ class Joining:
                 self.sync.outer.copy_params()
             device = self.sync.topology.device
             sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
+            # No compressor needs more memory than this.
             most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
             if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
                 raise ValueError(f"it has {sum(sizes):,} numbers of compressors")

@@ -45,6 +45,7 @@ class TokenDecoder:
             self._tokens.pop()
             return ""
         self._pending += 1
+        # Up to ``_LONGEST_BEGINNING`` tokens may all belong to a single character; of more tokens, only the end may.
         broken = len(text) - len(text.rstrip(_BROKEN))
         if broken and self._pending <= _LONGEST_BEGINNING:
             certain = ""

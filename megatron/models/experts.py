@@ -20,7 +20,7 @@ from megatron.compression.points import Point
 from megatron.models.context import ForwardContext
 from megatron.models.mlp import ACTIVATIONS, MLP
 from megatron.models.rank_context import RankContext
-from megatron.parallel.expert.dispatcher import ExpertComm, Leg, RowExchange
+from megatron.parallel.expert.dispatcher import ExpertComm, Leg
 from megatron.parallel.expert.permutation import (
     Choices,
     choices_by_node,
@@ -167,6 +167,7 @@ class Experts(nn.Module):
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         routing = self.router(x_sbh, context.dropout, context.experts)
         if self.expert_comm.folded:
+            # Each tensor-parallel rank dispatches its share of the tokens.
             comm = self.comm
             if comm.sequence_parallel:
                 first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
@@ -214,9 +215,27 @@ class Experts(nn.Module):
             chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
         choices = Choices(chosen_tk, routing.weights_tk, holes, routing.capacity)
         x_th = x_sbh.flatten(0, 1)
-        if self.expert_comm.nodes is None:
+        nodes = self.expert_comm.nodes
+        if nodes is None:
             return self._of_ranks(x_th, choices, x_sbh.shape)
-        return self._of_nodes(x_th, choices, x_sbh.shape, self.expert_comm.nodes)
+        # A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert
+        # numbers and weights are sent along with the rows.
+        local_experts, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
+        count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
+        node_choices = choices_by_node(choices, nodes.size, *self._places(x_th.device), count)
+        counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
+        received_n2 = nodes.exchange_counts(counts_n2)
+        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
+        weights_p, numbers_p = nodes.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
+        dispatch_leg, combine_leg = _legs(sent, received, self.layer)
+        rows = nodes.move(dispatched(x_th, node_choices.order), dispatch_leg)
+        most = None if choices.most is None else choices.most * nodes.size
+        received_choices = choices_of_rows(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
+        return collected(
+            nodes.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg),
+            node_choices.order,
+            x_sbh.shape,
+        )
 
     def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
         """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
@@ -242,27 +261,6 @@ class Experts(nn.Module):
             rows = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
             rows = comm.move(rows.index_select(0, back), combine_leg)
         return combined(rows, choices.weights_tk, order, shape)
-
-    def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
-        """Weighted sums of the expert outputs with node-level dispatch.
-
-        A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert numbers
-        and weights are sent along with the rows.
-        """
-        local_experts, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
-        count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
-        node_choices = choices_by_node(choices, comm.size, *self._places(x_th.device), count)
-        counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
-        received_n2 = comm.exchange_counts(counts_n2)
-        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
-        weights_p, numbers_p = comm.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
-        dispatch_leg, combine_leg = _legs(sent, received, self.layer)
-        rows = comm.move(dispatched(x_th, node_choices.order), dispatch_leg)
-        most = None if choices.most is None else choices.most * comm.size
-        received_choices = choices_of_rows(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
-        return collected(
-            comm.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg), node_choices.order, shape
-        )
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Node of each expert, and its index on that node; each with an extra entry for no expert."""

@@ -52,6 +52,7 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     feed_forward = (3 if model.gated else 2) * h * model.ffn_hidden_size
     pairs = sum(_pairs(s, model.window_of(layer), causal and model.causal) for layer in range(model.num_layers))
     layers = model.num_layers * s * model.attention_products + pairs * model.pair_products
+    # Layers with experts: experts, router, and shared or residual network.
     shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
     mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)

@@ -21,36 +21,32 @@ def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype, loc
     if local and model.rope_local_base_freq is not None:
         radii, factor = model.rope_local_base_freq**exponents, 1.0
     else:
-        radii, factor = _scale(model.rotary_base**exponents, model), model.rotary_scaling_attention_factor
+        # Llama 3 and YaRN keep short wavelengths (many turns within the original length), stretch long wavelengths, and
+        # interpolate in between: Llama 3 linearly in the frequency, YaRN in the channel index.
+        radii = model.rotary_base**exponents
+        if model.rotary_scaling == "linear":
+            radii = radii * model.rotary_scaling_factor
+        elif model.rotary_scaling != "none":
+            low, high = model.rotary_scaling_low_turns, model.rotary_scaling_high_turns
+            if model.rotary_scaling == "llama3":
+                turns = model.rotary_scaling_original_length / (2 * math.pi * radii)
+                unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+            else:
+                # Channel indices, among half the rotated channels, with so many turns within the original length.
+                bounds = [model.rotary_scaling_original_length / (2 * math.pi * turns) for turns in (high, low)]
+                first, last = (
+                    2 * len(radii) * math.log(radius) / (2 * math.log(model.rotary_base)) for radius in bounds
+                )
+                if model.yarn_correction_range_round_to_int:
+                    first, last = math.floor(first), math.ceil(last)
+                first, last = max(first, 0), min(last, 2 * len(radii) - 1)
+                channels = torch.arange(len(radii), device=radii.device, dtype=radii.dtype)
+                unscaled = 1 - ((channels - first) / (last - first or 0.001)).clamp(0, 1)
+            radii = radii / (unscaled + (1 - unscaled) / model.rotary_scaling_factor)
+        factor = model.rotary_scaling_attention_factor
     angles = positions.to(precision).unsqueeze(-1) / radii
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def _scale(radii: Tensor, model: ModelConfig) -> Tensor:
-    """Wavelengths / (2 pi), scaled by the method of ``--rotary-scaling``.
-
-    Llama 3 and YaRN keep short wavelengths (many turns within the original length), stretch long wavelengths, and
-    interpolate in between: Llama 3 linearly in the frequency, YaRN in the channel index.
-    """
-    if model.rotary_scaling == "none":
-        return radii
-    if model.rotary_scaling == "linear":
-        return radii * model.rotary_scaling_factor
-    low, high = model.rotary_scaling_low_turns, model.rotary_scaling_high_turns
-    if model.rotary_scaling == "llama3":
-        turns = model.rotary_scaling_original_length / (2 * math.pi * radii)
-        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-    else:
-        # Channel indices, among half the rotated channels, with so many turns within the original length.
-        bounds = [model.rotary_scaling_original_length / (2 * math.pi * turns) for turns in (high, low)]
-        first, last = (2 * len(radii) * math.log(radius) / (2 * math.log(model.rotary_base)) for radius in bounds)
-        if model.yarn_correction_range_round_to_int:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * len(radii) - 1)
-        channels = torch.arange(len(radii), device=radii.device, dtype=radii.dtype)
-        unscaled = 1 - ((channels - first) / (last - first or 0.001)).clamp(0, 1)
-    return radii / (unscaled + (1 - unscaled) / model.rotary_scaling_factor)
 
 
 def apply_rotary(x_sbnd: Tensor, tables: Tables) -> Tensor:

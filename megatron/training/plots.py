@@ -38,6 +38,7 @@ def plot_loss_curve(
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     runs = [_LossCurves(Path(path), loss) for path in jsonl_paths]
+    # Runs differ by their file names, or by their folders' names if file names repeat.
     if len(runs) == 1:
         labels = [""]
     else:

@@ -284,36 +284,6 @@ def _iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:
     return position.iteration + remaining_iterations
 
 
-def _open_masked_data(
-    config: RunConfig, samples: tuple[int, int | None, int], tokenizer: Tokenizer | None, check_tokens: bool
-) -> Datasets:
-    """Build the data sets of BERT or T5 from the arguments of ``build_bert_datasets``.
-
-    Raises:
-        UserError: when they cannot be built.
-    """
-    model, data = config.model, config.data
-    build: Callable[..., Datasets]
-    if model.model_type == "t5":
-        assert tokenizer is not None
-        assert model.decoder_seq_length is not None
-        lengths = (model.seq_length, model.decoder_seq_length)
-        build = partial(build_t5_datasets, encoder_seq_length=lengths[0], decoder_seq_length=lengths[1])
-    elif tokenizer is None:
-        raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
-    else:
-        build = partial(build_bert_datasets, seq_length=model.seq_length, binary_head=model.bert_binary_head)
-    return build(
-        data,
-        seed=config.training.seed,
-        train_valid_test_num_samples=samples,
-        tokenizer=tokenizer,
-        mask_prob=data.mask_prob,
-        short_seq_prob=data.short_seq_prob,
-        check_tokens=check_tokens,
-    )
-
-
 def _open_data(
     config: RunConfig, env: LaunchEnvironment, train_iters: int, position: Progress, job: Job
 ) -> tuple[Datasets, int]:
@@ -349,7 +319,26 @@ def _open_data(
     samples = (train_samples, valid_samples, evaluation_samples)
     checks = env.local_rank == 0
     if not config.model.causal:
-        datasets = _open_masked_data(config, samples, tokenizer, checks)
+        model, data = config.model, config.data
+        build: Callable[..., Datasets]
+        if model.model_type == "t5":
+            assert tokenizer is not None
+            assert model.decoder_seq_length is not None
+            lengths = (model.seq_length, model.decoder_seq_length)
+            build = partial(build_t5_datasets, encoder_seq_length=lengths[0], decoder_seq_length=lengths[1])
+        elif tokenizer is None:
+            raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
+        else:
+            build = partial(build_bert_datasets, seq_length=model.seq_length, binary_head=model.bert_binary_head)
+        datasets = build(
+            data,
+            seed=config.training.seed,
+            train_valid_test_num_samples=samples,
+            tokenizer=tokenizer,
+            mask_prob=data.mask_prob,
+            short_seq_prob=data.short_seq_prob,
+            check_tokens=checks,
+        )
     else:
         datasets = build_datasets(
             config.data,

@@ -43,29 +43,6 @@ class Separators:
     pad: int
 
 
-def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
-    """Separator tokens of a model: [CLS], [SEP] and [PAD] for BERT and DeBERTa, end of document for GPT.
-
-    The classifier of a GPT model reads the hidden state of the last end-of-document token.
-
-    Raises:
-        UserError: when the tokenizer does not have these tokens.
-    """
-    if model.causal:
-        return Separators(None, tokenizer.eod, tokenizer.eod)
-    if model.model_type == "deberta":
-        token_ids = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
-        if None in token_ids:
-            raise UserError(
-                f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand between: "
-                "give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
-            )
-        cls, sep, pad = token_ids
-        return Separators(cls, sep or 0, pad or 0)
-    ids = word_piece_ids(tokenizer)
-    return Separators(ids.cls, ids.sep, ids.pad)
-
-
 def paired(
     first: Sequence[int], second: Sequence[int] | None, length: int, around: Separators
 ) -> tuple[list[int], int]:
@@ -115,7 +92,21 @@ class TaskDataset(RowIndexing):
         self.examples = examples
         self.epochs = epochs
         self._num_epochs = num_epochs
-        self._around = separators_of(tokenizer, model)
+        # The classifier of a GPT model reads the hidden state of the last end-of-document token.
+        if model.causal:
+            self._around = Separators(None, tokenizer.eod, tokenizer.eod)
+        elif model.model_type == "deberta":
+            token_ids = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
+            if None in token_ids:
+                raise UserError(
+                    f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand "
+                    "between: give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
+                )
+            cls, sep, pad = token_ids
+            self._around = Separators(cls, sep or 0, pad or 0)
+        else:
+            ids = word_piece_ids(tokenizer)
+            self._around = Separators(ids.cls, ids.sep, ids.pad)
         self._most_first = most_first
         self._length = model.seq_length
         if self._length < _LEAST_LENGTH:

@@ -90,10 +90,22 @@ class _HeadLoss(torch.autograd.Function):
             if with_grad:
                 ctx.save_for_backward(*grads)
         else:
-            losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard, cap)
+            accumulate = torch.promote_types(x_th.dtype, torch.float32)
+            local_t = labels_t - shard.start
+            here_t = (local_t >= 0) & (local_t < shard.valid_rows)
+            local_t = torch.where(here_t, local_t, -1)
+            stats = torch.empty((2, x_th.shape[0]), dtype=accumulate, device=x_th.device)
+            logits = product(x_th, weight.t())
+            if bias_v is not None:
+                logits.add_(bias_v)
+            soft_cap_(logits, cap)
+            cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])
+            stats_of_ranks = comm.gather_exact(stats)
+            lse_t = torch.logsumexp(stats_of_ranks[:, 0], dim=0)
+            losses_t = lse_t - stats_of_ranks[:, 1].sum(dim=0)
             if with_grad:
                 # Under sequence parallelism, backward gathers the input again, so that only the local part is saved.
-                ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
+                ctx.save_for_backward(x_sbh, weight, weights_t, logits, lse_t, local_t)
                 ctx.weight = weight
         total = torch.dot(losses_t, weights_t.to(losses_t.dtype))
         losses_sb = losses_t.view(labels_sb.shape)
@@ -200,31 +212,6 @@ def _fused_forward(
         place_vh.copy_(grad_w)
     own_w = grad_w.to(weight_vh.dtype) if place_vh is None else None
     return lse_t - target_t, (unit, grad_x, own_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
-
-
-def _split_forward(
-    x_th: Tensor,
-    weight_vh: Tensor,
-    bias_v: Tensor | None,
-    labels_t: Tensor,
-    comm: TensorComm,
-    shard: VocabShard,
-    cap: float | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Losses of all tokens from this rank's logits, and the tensors for backward: logits, lse, local labels."""
-    accumulate = torch.promote_types(x_th.dtype, torch.float32)
-    local_t = labels_t - shard.start
-    here_t = (local_t >= 0) & (local_t < shard.valid_rows)
-    local_t = torch.where(here_t, local_t, -1)
-    stats = torch.empty((2, x_th.shape[0]), dtype=accumulate, device=x_th.device)
-    logits = product(x_th, weight_vh.t())
-    if bias_v is not None:
-        logits.add_(bias_v)
-    soft_cap_(logits, cap)
-    cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])
-    stats_of_ranks = comm.gather_exact(stats)
-    lse_t = torch.logsumexp(stats_of_ranks[:, 0], dim=0)
-    return lse_t - stats_of_ranks[:, 1].sum(dim=0), (logits, lse_t, local_t)
 
 
 def head_loss(
