@@ -367,10 +367,6 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         """Multiply-adds per pair of tokens in self-attention."""
         return 2 * self.num_attention_heads * self.kv_channels
 
-    def has_local_positions(self, layer: int) -> bool:
-        """Whether the rotary embedding of a layer uses the base of windowed layers."""
-        return self.rope_local_base_freq is not None and self.window_of(layer) is not None
-
     @property
     def total_layers(self) -> int:
         """Total number of layers."""

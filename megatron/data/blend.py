@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +21,6 @@ from megatron.data.cache import Arrays, cached_arrays, check_room
 _SEQUENTIAL_DRAWS = 100_000
 _STRETCHES = 2048
 _WARM_UP = 512
-
-
-class Blend(Protocol):
-    """Interface of a blend."""
-
-    def __len__(self) -> int:
-        """Number of draws."""
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        """Dataset index of a draw, and the draw's index within that dataset."""
 
 
 class LazyBlend:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.batch import Batch
-from megatron.data.blend import Blend
+from megatron.data.blend import LazyBlend, MegatronBlend
 
 
 class SampleSource(Protocol):
@@ -84,7 +84,7 @@ class BlendedDataset(RowIndexing):
         UserError: when the blend draws more from a dataset than it has.
     """
 
-    def __init__(self, datasets: Sequence[FileSamples], blend: Blend, draws: Sequence[int]) -> None:
+    def __init__(self, datasets: Sequence[FileSamples], blend: LazyBlend | MegatronBlend, draws: Sequence[int]) -> None:
         for dataset, num_draws in zip(datasets, draws, strict=True):
             if num_draws > len(dataset):
                 raise UserError(

@@ -41,10 +41,6 @@ class OuterOptimizer:
         self.outer_params = [main.to("cpu" if self.options.offload else main.device, copy=True) for main in self.mains]
         self.momentum = [torch.zeros_like(x) for x in self.outer_params] if self.options.momentum else []
 
-    def write_pseudo_gradient(self, index: int, out: Tensor) -> None:
-        """Writes a tensor's pseudo-gradient, outer parameter - value, to ``out``."""
-        torch.sub(self.outer_params[index].to(out.device), self.mains[index], out=out)
-
     def step(self, index: int, mean: Tensor) -> None:
         """Moves the outer parameters of a tensor by the mean pseudo-gradient; overwrites ``mean``."""
         outer_param, options = self.outer_params[index], self.options

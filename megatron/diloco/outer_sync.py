@@ -123,7 +123,9 @@ class OuterSync:
             self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
             for shard_range in fragment.shard_ranges:
-                self.outer.write_pseudo_gradient(shard_range.index, fragment.shard_view(shard_range))
+                out = fragment.shard_view(shard_range)
+                outer_param = self.outer.outer_params[shard_range.index].to(out.device)
+                torch.sub(outer_param, self.outer.mains[shard_range.index], out=out)
         self._gather_replica_shares(fragment)
 
     def _gather_replica_shares(self, fragment: Fragment) -> None:
@@ -217,14 +219,6 @@ class OuterSync:
         reducer.begin_round(group, iteration)
         reducer.exchange(wait=False)
 
-    def advance_transfer(self, number: int) -> None:
-        """Advances the exchange without blocking.
-
-        Raises:
-            CommunicationError: when an island is gone.
-        """
-        self.fragments[number].reducer.exchange(wait=False)
-
     def finish_transfer(self, number: int) -> None:
         """Completes the exchange, without a change of compressor states.
 
@@ -235,10 +229,6 @@ class OuterSync:
         reducer.exchange()
         for mean in self._means.values():
             self.ledger.complete(Point.OUTER, reducer.group.all_reduce(mean))
-
-    def discard_transfer(self, number: int) -> None:
-        """Discards an exchange and rolls back the compressor states."""
-        self.fragments[number].reducer.discard()
 
     @torch.no_grad()
     def accept_mean(self, number: int, contributors: int) -> None:

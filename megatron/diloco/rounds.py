@@ -113,7 +113,8 @@ class Rounds:
         if in_flight is not None and done >= self.schedule.applied_at(in_flight.sent):
             self._apply_fragment(in_flight)
         elif in_flight is not None and not in_flight.arrived and not in_flight.failed:
-            in_flight.failed = not self._run_guarded(partial(self.sync.advance_transfer, in_flight.fragment))
+            reducer = self.sync.fragments[in_flight.fragment].reducer
+            in_flight.failed = not self._run_guarded(partial(reducer.exchange, wait=False))
         self.catch_up(done)
 
     def is_round_overdue(self, done: int) -> bool:
@@ -151,7 +152,7 @@ class Rounds:
     def drop_in_flight(self) -> None:
         """Drop the fragment in flight. The fragment's next round sends its contents."""
         if self.sync.in_flight is not None:
-            self.sync.discard_transfer(self.sync.in_flight.fragment)
+            self.sync.fragments[self.sync.in_flight.fragment].reducer.discard()
             self.sync.in_flight = None
 
     def join(self) -> bool:
@@ -285,7 +286,7 @@ class Rounds:
                 self.sync.norms[in_flight.fragment] = in_flight.mean_norm
                 in_flight.arrived = True
                 return in_flight
-            self.sync.discard_transfer(in_flight.fragment)
+            self.sync.fragments[in_flight.fragment].reducer.discard()
             if outcome is RoundOutcome.SPOILED:
                 suspects.see(in_flight.members)
                 self.tell(f"warning: {suspects.describe(in_flight.sent)}", {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,49 +21,8 @@ Tell = Callable[[float], object]
 """A callback that takes the seconds of an interval."""
 
 
-class Event(Protocol):
-    """The interface of torch.cuda.Event that ``DeviceClock`` uses."""
-
-    def record(self) -> None:
-        """Records the event on the current stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to a later event; the stream has passed both."""
-
-
-class Clock(Protocol):
-    """A clock that marks moments and reports the time between them, now or later.
-
-    By default, there is no device to wait for.
-    """
-
-    def mark(self) -> Mark:
-        """Marks this moment: of the host, or of the device's work launched so far."""
-
-    def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
-        """Calls ``tell`` with the seconds between two marks, as soon as ``read`` knows them."""
-
-    def report_known(self) -> None:
-        """Reports the intervals known by now, without waiting."""
-        return
-
-    def synchronize(self) -> None:
-        """Waits for the device, and reports all intervals."""
-        return
-
-    def anchor(self) -> None:
-        """Waits for the device, and aligns its time with the host's."""
-        return
-
-    def host_time(self, mark: Mark) -> float:
-        """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
-
-
-class HostClock(Clock):
-    """A clock of the host: the duration of a call is known when it returns.
+class HostClock:
+    """A clock of the host: marks moments and reports the time between them, which is known when a call returns.
 
     Args:
         read_seconds: seconds of a monotonic clock.
@@ -72,17 +31,33 @@ class HostClock(Clock):
     def __init__(self, read_seconds: Callable[[], float] = time.perf_counter) -> None:
         self._now = read_seconds
 
-    def mark(self) -> float:
+    def mark(self) -> Mark:
+        """Marks this moment: of the host, or of the device's work launched so far."""
         return self._now()
 
-    def between(self, start: float, stop: float, tell: Tell) -> None:
+    def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
+        """Calls ``tell`` with the seconds between two marks, as soon as they are known."""
         tell(stop - start)
 
-    def host_time(self, mark: float) -> float:
-        return mark
+    def report_known(self) -> None:
+        """Reports the intervals known by now, without waiting."""
+
+    def synchronize(self) -> None:
+        """Waits for the device, if any, and reports all intervals."""
+
+    def anchor(self) -> None:
+        """Waits for the device, if any, and aligns its time with the host's."""
+
+    def host_time(self, mark: Mark) -> float:
+        """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
+        return float(mark)
 
 
-class DeviceClock:
+Clock = HostClock
+"""A clock of the host, or of a device, which overrides it."""
+
+
+class DeviceClock(HostClock):
     """A clock of a CUDA device: events on the current stream of the calling thread.
 
     Args:
@@ -93,22 +68,22 @@ class DeviceClock:
 
     def __init__(
         self,
-        event: Callable[[], Event],
+        event: Callable[[], Any],
         synchronize: Callable[[], None],
         read_seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(read_seconds)
         self._event = event
         self._synchronize = synchronize
-        self._now = read_seconds
-        self._unread: deque[tuple[Event, Event, Tell]] = deque()
-        self._anchor: tuple[Event, float] | None = None
+        self._unread: deque[tuple[Any, Any, Tell]] = deque()
+        self._anchor: tuple[Any, float] | None = None
 
-    def mark(self) -> Event:
+    def mark(self) -> Mark:
         event = self._event()
         event.record()
         return event
 
-    def between(self, start: Event, stop: Event, tell: Tell) -> None:
+    def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
         self._unread.append((start, stop, tell))
 
     def report_known(self) -> None:
@@ -126,10 +101,10 @@ class DeviceClock:
         self._synchronize()
         self._anchor = self.mark(), self._now()
 
-    def host_time(self, mark: Event) -> float:
+    def host_time(self, mark: Mark) -> float:
         assert self._anchor is not None
         event, seconds = self._anchor
-        return seconds + event.elapsed_time(mark) / 1e3
+        return float(seconds + event.elapsed_time(mark) / 1e3)
 
 
 def clock_of(device: torch.device) -> Clock:

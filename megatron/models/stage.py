@@ -127,7 +127,8 @@ class Stage(nn.Module, ABC):
             else:
                 length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
                 positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
-            is_local = {n: self.config.has_local_positions(n) for n in self.stage_part.layers}
+            has_local = self.config.rope_local_base_freq is not None
+            is_local = {n: has_local and self.config.window_of(n) is not None for n in self.stage_part.layers}
             tables = {
                 kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())
             }
