@@ -87,7 +87,6 @@ class BertDataset(MaskedDataset):
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """See ``SampleSource``."""
         length = self.seq_length
         return Batch(
             sample_ids_b=torch.from_numpy(sample_ids_b),

@@ -255,7 +255,6 @@ class _GPTKind:
         return len(indexed)
 
     def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
-        """See ``DatasetKind``."""
         return _GPTPart(self, indexed, Documents(indexed.lengths[begin:end], begin, name))
 
 
@@ -267,20 +266,16 @@ class _GPTPart:
 
     @property
     def name(self) -> str:
-        """See ``DatasetPart``."""
         return self.documents.name
 
     @property
     def is_empty(self) -> bool:
-        """See ``DatasetPart``."""
         return not self.documents.lengths.any()
 
     def epoch_samples(self) -> int:
-        """See ``DatasetPart``."""
         return (self.documents.tokens_per_epoch() - 1) // self.kind.seq_length
 
     def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
-        """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
         # The fixed order already repeats a single epoch.
         cyclic = kind.data.dataloader_type == "cyclic" and kind.data.sample_order != "fixed"

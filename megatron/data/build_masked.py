@@ -127,7 +127,6 @@ class _MaskedKind:
         return indexed.num_documents
 
     def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
-        """See ``DatasetKind``."""
         documents = SentenceDocuments(indexed.lengths, indexed.doc_idx[begin : end + 1], name)
         return _MaskedPart(self, indexed, documents)
 
@@ -140,23 +139,19 @@ class _MaskedPart:
 
     @property
     def name(self) -> str:
-        """See ``DatasetPart``."""
         return self.documents.name
 
     @property
     def is_empty(self) -> bool:
-        """See ``DatasetPart``."""
         starts_d = self.documents.starts_d
         return len(starts_d) < 2 or starts_d[0] == starts_d[-1]
 
     def epoch_samples(self) -> int:
-        """See ``DatasetPart``."""
         starts_d = self.documents.starts_d
         tokens = int(self.documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int))
         return tokens // self.kind.cut.most_tokens
 
     def dataset(self, num_samples: int | None, seed: int) -> MaskedDataset:
-        """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
         check_split(documents, kind.cut.most_tokens)
         order: SentenceOrder

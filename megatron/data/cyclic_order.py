@@ -53,15 +53,9 @@ class CyclicOrder(_Passes[SampleOrder]):
     """A ``SampleOrder`` of repeated passes."""
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
         return self._epoch.sample_id(self._sample_index(index))
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See ``SampleOrder``."""
         return self._epoch.spans(sample_id)
 
 
@@ -81,9 +75,7 @@ class CyclicSentences(_Passes[SentenceOrder]):
         return index
 
     def sentences(self, sample_id: int) -> Sentences:
-        """See ``SentenceOrder``."""
         return self._epoch.sentences(self._epoch.sample_id(self._sample_index(sample_id)))
 
     def random(self, sample_id: int) -> np.random.RandomState:
-        """See ``SentenceOrder``."""
         return self._epoch.random(sample_id)

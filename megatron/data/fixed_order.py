@@ -57,15 +57,9 @@ class FixedOrder:
         return self._num_samples if self.epoch_samples else 0
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._lanes.sample(index)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See ``SampleOrder``."""
         return self._epoch.spans(sample_id)

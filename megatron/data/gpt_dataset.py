@@ -47,7 +47,6 @@ class GPTDataset(RowIndexing):
         return self.order.sample_id(index)
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See ``SampleSource``."""
         position = 0
         for document, offset, length in self.order.spans(self.order.sample_id(index)):
             out_t[position : position + length] = self.indexed.get(document, offset, length)
@@ -56,5 +55,4 @@ class GPTDataset(RowIndexing):
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """See ``SampleSource``."""
         return collate(rows_bt, sample_ids_b, draw_ids_b, self.collate_options)

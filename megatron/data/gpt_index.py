@@ -111,11 +111,6 @@ class LazyOrder:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch = (index + 1) * self._seq_length // self._epoch_tokens
@@ -130,7 +125,6 @@ class LazyOrder:
         return start + shuffle(index - start)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See ``SampleOrder``."""
         position, remaining_tokens = sample_id * self._seq_length, self._seq_length + 1
         while remaining_tokens:
             epoch, offset = divmod(position, self._epoch_tokens)
@@ -217,17 +211,11 @@ class MegatronOrder:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return int(self.shuffle_index[index])
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See ``SampleOrder``."""
         entry, offset = (int(value) for value in self.sample_index[sample_id])
         remaining_tokens = self._seq_length + 1
         while remaining_tokens:

@@ -41,7 +41,6 @@ class MaskedDataset(RowIndexing, ABC):
         return len(self.order)
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleSource``."""
         return self.order.sample_id(index)
 
     @abstractmethod

@@ -89,12 +89,10 @@ class LazySentences:
         return _checked(index, self._num_samples)
 
     def sentences(self, sample_id: int) -> Sentences:
-        """See ``SentenceOrder``."""
         epoch, position = divmod(sample_id, len(self._rows))
         return _sentences(self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(position)])
 
     def random(self, sample_id: int) -> np.random.RandomState:
-        """See ``SentenceOrder``."""
         key = mix(self._seed, sample_id, 2)
         # NumPy guarantees that the stream of the legacy generator never changes.
         return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
@@ -112,15 +110,9 @@ class FixedSentences(LazySentences):
             self._num_samples = self.epoch_samples
 
     def sample_id(self, index: int) -> int:
-        """See ``SentenceOrder``.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
         return self._lanes.sample(_checked(index, self._num_samples))
 
     def sentences(self, sample_id: int) -> Sentences:
-        """See ``SentenceOrder``."""
         return _sentences(self._rows[sample_id])
 
 
@@ -173,11 +165,9 @@ class MegatronSentences:
         return _checked(index, len(self))
 
     def sentences(self, sample_id: int) -> Sentences:
-        """See ``SentenceOrder``."""
         return _sentences(self.rows[self.shuffle_index[sample_id]])
 
     def random(self, sample_id: int) -> np.random.RandomState:
-        """See ``SentenceOrder``."""
         return np.random.RandomState((self._seed + sample_id) % (1 << 32))
 
 

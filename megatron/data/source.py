@@ -113,6 +113,5 @@ class BlendedDataset(RowIndexing):
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
-        """See ``SampleSource``."""
         dataset, number = self.blend[index]
         self.datasets[dataset].read(number, out_t)

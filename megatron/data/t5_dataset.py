@@ -75,7 +75,6 @@ class T5Dataset(MaskedDataset):
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """See ``SampleSource``."""
         length, decoder_length = self.encoder_length, self.decoder_length
         decoder_segments_bs = padding(rows_bt[:, -1], decoder_length)
         return Batch(

@@ -46,17 +46,14 @@ class WholeBatches(RowIndexing):
         return self._length
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleSource``."""
         return self._dataset.sample_id(self._sample_index(index))
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
-        """See ``SampleSource``."""
         self._dataset.read(self._sample_index(index), out_t)
 
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """See ``SampleSource``."""
         batch = self._dataset.collate(rows_bt, sample_ids_b, draw_ids_b)
         fills_b = torch.from_numpy(draw_ids_b >= self.real_samples)
         if batch.loss_mask_bs is None or not bool(fills_b.any()):

@@ -87,7 +87,6 @@ class TaskData:
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
 
     def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
-        """See ``Judge``."""
         return scores(self.task, self.validation, outputs_nc)
 
 

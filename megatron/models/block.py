@@ -132,7 +132,6 @@ class DecoderLayer(TransformerLayer):
         self.post_cross_attention_layernorm = Norm(rank)
 
     def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
-        """See ``TransformerLayer``."""
         keys = super().dropout_keys(context)
         if keys is None or context.dropout is None:
             return None

@@ -125,11 +125,6 @@ class TaskDataset(RowIndexing):
         return self._num_epochs * self.epoch_samples
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleSource``.
-
-        Raises:
-            IndexError: when the index is outside the dataset.
-        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         draw, number = divmod(index, self._each)
@@ -155,7 +150,6 @@ class TaskDataset(RowIndexing):
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """See ``SampleSource``."""
         length = self._length
         labels_b1 = np.ascontiguousarray(rows_bt[:, -2:-1])
         return Batch(

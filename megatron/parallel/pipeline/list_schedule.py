@@ -175,7 +175,6 @@ class MeasuredPipeline:
         return self.candidates(micro_batches)[0].schedules(self.pipeline, micro_batches)
 
     def candidates(self, micro_batches: int) -> list[Candidate]:
-        """See ``rank_schedules``."""
         if micro_batches not in self._candidates:
             self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self.limit)
         return self._candidates[micro_batches]
