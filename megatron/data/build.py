@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from megatron.base.errors import UserError
 from megatron.config.data import DataConfig, DatasetBlend, check_data, check_data_given
@@ -29,37 +28,27 @@ Dataset = SampleSource
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
-class DatasetPart(Protocol):
-    """The documents of a file that belong to a split."""
+@dataclass(frozen=True)
+class DatasetPart:
+    """The documents of a file that belong to a split.
 
-    @property
-    def name(self) -> str:
-        """File and split, for messages."""
+    Args:
+        name: file and split, for messages.
+        is_empty: whether it has no tokens.
+        epoch_samples: counts the samples per epoch, approximately, as weight in blends without weights.
+        dataset: builds the dataset from the number of draws (None is an epoch) and a seed specific to this part, for
+            orders other than Megatron's.
+    """
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no tokens."""
-
-    def epoch_samples(self) -> int:
-        """Approximate number of samples per epoch, used as weight in blends without weights."""
-
-    def dataset(self, num_samples: int | None, seed: int) -> FileSamples:
-        """Builds the dataset of this part.
-
-        Args:
-            num_samples: number of draws; None is an epoch.
-            seed: seed specific to this part, for orders other than Megatron's.
-        """
+    name: str
+    is_empty: bool
+    epoch_samples: Callable[[], int]
+    dataset: Callable[[int | None, int], FileSamples]
 
 
-class DatasetKind(Protocol):
-    """A kind of dataset: the units that --split divides, and how samples are built from them."""
-
-    def count(self, indexed: IndexedDataset) -> int:
-        """Number of units (sequences or documents) in the file that --split divides."""
-
-    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> DatasetPart:
-        """The units [begin, end) of a file."""
+PartMaker = Callable[[IndexedDataset, tuple[float, float], str], DatasetPart]
+"""Makes the part of a file within the bounds of a split, which are shares of the units (sequences or documents) that
+--split divides; the last argument is the part's name."""
 
 
 def build_datasets(
@@ -93,22 +82,52 @@ def build_datasets(
     if seq_length < 1:
         raise UserError(f"--seq-length {seq_length} must be at least 1")
     options = CollateOptions(eod_token, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    kind = _GPTKind(data, seq_length, seed, options)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, vocab_size, check_tokens)
+
+    def make_part(indexed: IndexedDataset, bounds: tuple[float, float], name: str) -> DatasetPart:
+        # Sequences are counted, as in Megatron, which rounds halves to even.
+        begin, end = (round(bound * float(len(indexed))) for bound in bounds)
+        documents = Documents(indexed.lengths[begin:end], begin, name)
+
+        def dataset(num_samples: int | None, part_seed: int) -> GPTDataset:
+            # The fixed order already repeats a single epoch.
+            cyclic = data.dataloader_type == "cyclic" and data.sample_order != "fixed"
+            length = None if cyclic else num_samples
+            order: SampleOrder
+            if data.sample_order == "megatron":
+                identity = file_identity(indexed)
+                order = MegatronOrder(documents, seq_length, seed, length, data.data_cache_path, identity)
+            elif data.sample_order == "fixed" and num_samples is not None:
+                order = FixedOrder(documents, seq_length, part_seed, length)
+            else:
+                order = LazyOrder(documents, seq_length, part_seed, length)
+            if cyclic:
+                order = CyclicOrder(order, part_seed, num_samples)
+            if (cyclic or data.sample_order == "fixed") and not order.epoch_samples:
+                remedy = "leave out --dataloader-type cyclic" if cyclic else "use --sample-order lazy"
+                raise UserError(
+                    f"{name}: its {documents.tokens_per_epoch()} tokens make no sample of --seq-length {seq_length}. "
+                    f"Give it more documents, or {remedy}"
+                )
+            return GPTDataset(indexed, order, seq_length, options)
+
+        is_empty = not documents.lengths.any()
+        return DatasetPart(name, is_empty, lambda: (documents.tokens_per_epoch() - 1) // seq_length, dataset)
+
+    return build_splits(data, make_part, seed, train_valid_test_num_samples, vocab_size, check_tokens)
 
 
 def build_splits(
     data: DataConfig,
-    kind: DatasetKind,
+    make_part: PartMaker,
     seed: int,
     train_valid_test_num_samples: Sequence[int | None],
     vocab_size: int | None,
     check_tokens: bool,
 ) -> Datasets:
-    """Opens, checks and splits the data files of the flags, for any dataset kind; see ``build_datasets``."""
+    """Opens, checks and splits the data files of the flags, for any kind of dataset; see ``build_datasets``."""
     if data.sample_order not in ("lazy", "fixed", "megatron"):
         raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
-    builder = _Builder(data, kind, seed, vocab_size, check_tokens)
+    builder = _Builder(data, make_part, seed, vocab_size, check_tokens)
     check_data_given(data)
     check_data(data, skip_train=True)
     if data.blend is not None:
@@ -149,7 +168,7 @@ class _SplitSources:
 @dataclass
 class _Builder:
     data: DataConfig
-    kind: DatasetKind
+    make_part: PartMaker
     seed: int
     vocab_size: int | None
     check_tokens: bool
@@ -174,9 +193,7 @@ class _Builder:
                 if self.vocab_size is not None and self.check_tokens:
                     indexed.check_token_range(self.vocab_size, self.data.data_cache_path)
             indexed = self.opened[path]
-            # Megatron rounds halves to even.
-            begin, end = (round(bound * float(self.kind.count(indexed))) for bound in bounds)
-            dataset_parts.append(self.kind.make_part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
+            dataset_parts.append(self.make_part(indexed, bounds, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
         empty_names = [dataset_part.name for dataset_part in dataset_parts if dataset_part.is_empty]
         if not empty_names:
             return _SplitSources(number, blend.weights, dataset_parts)
@@ -241,63 +258,6 @@ class _Builder:
     def _single(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.
         return split.dataset_parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
-
-
-@dataclass(frozen=True)
-class _GPTKind:
-    data: DataConfig
-    seq_length: int
-    seed: int
-    collate_options: CollateOptions
-
-    def count(self, indexed: IndexedDataset) -> int:
-        """See ``DatasetKind``: counts sequences, as Megatron does."""
-        return len(indexed)
-
-    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
-        return _GPTPart(self, indexed, Documents(indexed.lengths[begin:end], begin, name))
-
-
-@dataclass(frozen=True)
-class _GPTPart:
-    kind: _GPTKind
-    indexed: IndexedDataset
-    documents: Documents
-
-    @property
-    def name(self) -> str:
-        return self.documents.name
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.documents.lengths.any()
-
-    def epoch_samples(self) -> int:
-        return (self.documents.tokens_per_epoch() - 1) // self.kind.seq_length
-
-    def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
-        kind, documents = self.kind, self.documents
-        # The fixed order already repeats a single epoch.
-        cyclic = kind.data.dataloader_type == "cyclic" and kind.data.sample_order != "fixed"
-        length = None if cyclic else num_samples
-        order: SampleOrder
-        if kind.data.sample_order == "megatron":
-            identity = file_identity(self.indexed)
-            cache = kind.data.data_cache_path
-            order = MegatronOrder(documents, kind.seq_length, kind.seed, length, cache, identity)
-        elif kind.data.sample_order == "fixed" and num_samples is not None:
-            order = FixedOrder(documents, kind.seq_length, seed, length)
-        else:
-            order = LazyOrder(documents, kind.seq_length, seed, length)
-        if cyclic:
-            order = CyclicOrder(order, seed, num_samples)
-        if (cyclic or kind.data.sample_order == "fixed") and not order.epoch_samples:
-            remedy = "leave out --dataloader-type cyclic" if cyclic else "use --sample-order lazy"
-            raise UserError(
-                f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
-                f"--seq-length {kind.seq_length}. Give it more documents, or {remedy}"
-            )
-        return GPTDataset(self.indexed, order, kind.seq_length, kind.collate_options)
 
 
 def file_identity(indexed: IndexedDataset) -> dict[str, object]:

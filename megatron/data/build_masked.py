@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from megatron.base.errors import UserError
 from megatron.config.data import DataConfig
 from megatron.data.bert_dataset import BERT_SPECIAL_TOKENS, BertDataset
-from megatron.data.build import Datasets, build_splits, file_identity
+from megatron.data.build import DatasetPart, Datasets, build_splits, file_identity
 from megatron.data.cyclic_order import CyclicSentences
 from megatron.data.indexed import IndexedDataset
 from megatron.data.masked_dataset import MaskedDataset
@@ -18,7 +17,7 @@ from megatron.data.sentence_order import FixedSentences, LazySentences, Megatron
 from megatron.data.sentences import Cut, SentenceDocuments, check_split, no_samples
 from megatron.data.t5_dataset import T5_SPECIAL_TOKENS, T5Dataset
 from megatron.tokenizer.api import Tokenizer
-from megatron.tokenizer.wordpiece import WordPieceIds, word_piece_ids
+from megatron.tokenizer.wordpiece import word_piece_ids
 
 # Smallest target length of a sample, as in megatron-core.
 _LEAST_TARGET = 2
@@ -61,8 +60,9 @@ def build_bert_datasets(
     cut = Cut(seq_length - BERT_SPECIAL_TOKENS, 2 if binary_head else 1, short_seq_prob)
     masking = WordMasking(mask_prob, BERT_MASKING_NGRAM, geometric=False)
     make = partial(BertDataset, seq_length=seq_length, binary_head=binary_head)
-    kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
+    masker = WordMasker(masking, ids.continues_v, (ids.cls, ids.sep))
+    make_part = partial(_make_part, data, seed, cut, lambda indexed, order: make(indexed, order, ids, masker))
+    return build_splits(data, make_part, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
 
 
 def build_t5_datasets(
@@ -94,8 +94,9 @@ def build_t5_datasets(
     cut = Cut(encoder_seq_length - T5_SPECIAL_TOKENS, 1, short_seq_prob)
     masking = WordMasking(mask_prob, T5_MASKING_NGRAM, geometric=True)
     make = partial(T5Dataset, encoder_length=encoder_seq_length, decoder_length=decoder_seq_length)
-    kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
+    masker = WordMasker(masking, ids.continues_v, (ids.cls, ids.sep))
+    make_part = partial(_make_part, data, seed, cut, lambda indexed, order: make(indexed, order, ids, masker))
+    return build_splits(data, make_part, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
 
 
 def _check_length(length: int, special: int, flag: str) -> None:
@@ -113,61 +114,41 @@ def _check_shares(mask_prob: float, short_seq_prob: float) -> None:
         raise UserError(f"--short-seq-prob {short_seq_prob} must be from 0 to 1, such as 0.1")
 
 
-@dataclass(frozen=True)
-class _MaskedKind:
-    data: DataConfig
-    seed: int
-    cut: Cut
-    ids: WordPieceIds
-    masker: WordMasker
-    make: Callable[[IndexedDataset, SentenceOrder, WordPieceIds, WordMasker], MaskedDataset]
+def _make_part(
+    data: DataConfig,
+    seed: int,
+    cut: Cut,
+    make: Callable[[IndexedDataset, SentenceOrder], MaskedDataset],
+    indexed: IndexedDataset,
+    bounds: tuple[float, float],
+    name: str,
+) -> DatasetPart:
+    # Documents are counted, as in megatron-core, which rounds halves to even.
+    begin, end = (round(bound * float(indexed.num_documents)) for bound in bounds)
+    starts_d = indexed.doc_idx[begin : end + 1]
+    documents = SentenceDocuments(indexed.lengths, starts_d, name)
 
-    def count(self, indexed: IndexedDataset) -> int:
-        """See ``DatasetKind``: counts documents, as megatron-core does."""
-        return indexed.num_documents
+    def epoch_samples() -> int:
+        return int(documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int)) // cut.most_tokens
 
-    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
-        documents = SentenceDocuments(indexed.lengths, indexed.doc_idx[begin : end + 1], name)
-        return _MaskedPart(self, indexed, documents)
-
-
-@dataclass(frozen=True)
-class _MaskedPart:
-    kind: _MaskedKind
-    indexed: IndexedDataset
-    documents: SentenceDocuments
-
-    @property
-    def name(self) -> str:
-        return self.documents.name
-
-    @property
-    def is_empty(self) -> bool:
-        starts_d = self.documents.starts_d
-        return len(starts_d) < 2 or starts_d[0] == starts_d[-1]
-
-    def epoch_samples(self) -> int:
-        starts_d = self.documents.starts_d
-        tokens = int(self.documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int))
-        return tokens // self.kind.cut.most_tokens
-
-    def dataset(self, num_samples: int | None, seed: int) -> MaskedDataset:
-        kind, documents = self.kind, self.documents
-        check_split(documents, kind.cut.most_tokens)
+    def dataset(num_samples: int | None, part_seed: int) -> MaskedDataset:
+        check_split(documents, cut.most_tokens)
         order: SentenceOrder
-        if kind.data.sample_order == "megatron":
+        if data.sample_order == "megatron":
             # The other orders already repeat a single epoch.
-            cyclic = kind.data.dataloader_type == "cyclic"
+            cyclic = data.dataloader_type == "cyclic"
             length = None if cyclic else num_samples
-            identity = file_identity(self.indexed)
-            cache = kind.data.data_cache_path
-            order = MegatronSentences(documents, kind.cut, kind.seed, length, cache, identity)
+            identity = file_identity(indexed)
+            order = MegatronSentences(documents, cut, seed, length, data.data_cache_path, identity)
             if cyclic:
-                order = CyclicSentences(order, seed, num_samples)
-        elif kind.data.sample_order == "fixed" and num_samples is not None:
-            order = FixedSentences(documents, kind.cut, seed, num_samples)
+                order = CyclicSentences(order, part_seed, num_samples)
+        elif data.sample_order == "fixed" and num_samples is not None:
+            order = FixedSentences(documents, cut, part_seed, num_samples)
         else:
-            order = LazySentences(documents, kind.cut, seed, num_samples)
+            order = LazySentences(documents, cut, part_seed, num_samples)
         if not order.epoch_samples:
-            raise no_samples(documents, kind.cut)
-        return kind.make(self.indexed, order, kind.ids, kind.masker)
+            raise no_samples(documents, cut)
+        return make(indexed, order)
+
+    is_empty = len(starts_d) < 2 or bool(starts_d[0] == starts_d[-1])
+    return DatasetPart(name, is_empty, epoch_samples, dataset)
