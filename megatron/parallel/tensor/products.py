@@ -8,7 +8,7 @@ of tensor-parallel ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,37 +21,30 @@ Recipe = Literal["tensorwise", "rowwise"]
 Scales = tuple[Tensor, ...]
 
 
-class LinearProducts(Protocol):
-    """The products of x W^T + b and of its gradients, for x (..., in), W (out, in) and gradients (..., out)."""
+class LinearProducts:
+    """The products of x W^T + b and of its gradients, for x (..., in), W (out, in) and gradients (..., out).
+
+    These are products in the dtype of the factors; subclasses have other formats.
+    """
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         """x W^T + b, and the scales that the gradients' products need besides x and W."""
-
-    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
-        """Gradient of x, and further scales that the weight's gradient needs."""
-
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
-        """Gradient of W, with the scales from both methods above; may be written to ``space_oi``."""
-
-
-class ExactProducts:
-    """Products in the dtype of the factors."""
-
-    def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         return linear(x, weight_oi, bias_o), ()
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+        """Gradient of x, and further scales that the weight's gradient needs."""
         return _shaped(product(_rows(grad), weight_oi), grad), ()
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
+        """Gradient of W, with the scales from both methods above; may be written to ``space_oi``."""
         return product(_rows(grad).t(), _rows(x), space_oi)
 
 
-EXACT = ExactProducts()
+EXACT = LinearProducts()
 
 
 @dataclass(frozen=True)
-class TensorwiseProducts:
+class TensorwiseProducts(LinearProducts):
     """All three products from 8-bit numbers with a scale per tensor: gradients in e5m2, other factors in e4m3.
 
     Args:
@@ -83,7 +76,7 @@ class TensorwiseProducts:
 
 
 @dataclass(frozen=True)
-class RowwiseProducts:
+class RowwiseProducts(LinearProducts):
     """Products from e4m3 numbers with a scale per row of either factor; the weight's gradient in the factors' dtype.
 
     The weight's gradient sums over tokens with gradients that differ by orders of magnitude: it stays exact.
@@ -103,9 +96,6 @@ class RowwiseProducts:
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         factors = self._factors(_rows(grad), weight_oi.t(), not self.split_inputs)
         return _shaped(fp8.scaled_product(*factors), grad), ()
-
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
-        return EXACT.grad_weight(grad, x, scales, space_oi)
 
     def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
         """Both quantized factors of a product; ``split``: its inner dimension is split over the ranks."""
