@@ -19,6 +19,11 @@ def spell(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
 
 
+def flag_of(name: str) -> str:
+    """Flag of a field, given by its name or its dotted path."""
+    return f"--{name.rpartition('.')[2].replace('_', '-')}"
+
+
 def nearest(name: str, known_names: Sequence[str], prefix: str = "") -> str:
     """The text "; the nearest is ..." for a misspelled ``name``; empty if no known name is close."""
     import difflib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.config.check_experts import check_experts
 from megatron.config.model import ModelConfig
 from megatron.config.model_types import PROGRAMS
@@ -152,7 +153,7 @@ def _check_rotary(model: ModelConfig) -> None:
     for name, (default, kinds) in _SCALING.items():
         if model.rotary_scaling not in kinds and getattr(model, name) != default:
             flag = name if name != "yarn_correction_range_round_to_int" else f"no_{name}"
-            raise UserError(f"--{flag.replace('_', '-')} is for --rotary-scaling {kinds}; add it, or leave this out")
+            raise UserError(f"{flag_of(flag)} is for --rotary-scaling {kinds}; add it, or leave this out")
     scales_by_turns = model.rotary_scaling not in ("none", "linear")
     if scales_by_turns and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
         raise UserError(

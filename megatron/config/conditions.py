@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from megatron.base.option import Condition
+from megatron.base.user_text import flag_of
 
 
 def _value(run: Any, path: str) -> object:
@@ -16,7 +17,7 @@ def _value(run: Any, path: str) -> object:
 
 
 def _flag(path: str, *values: object) -> str:
-    name = f"--{path.partition('.')[2].replace('_', '-')}"
+    name = flag_of(path)
     return f"{name} {_listed(map(str, values))}" if values else name
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.base.user_text import flag_of
 from megatron.config.conditions import needs, unless, when
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
@@ -104,11 +105,7 @@ Naming = Callable[[str], str]
 """Maps a field to its name in messages: its flag, or its location in a file."""
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = _flag) -> LengthSchedule:
+def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = flag_of) -> LengthSchedule:
     """Sequence-length schedule of a run.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.config.run import RunConfig
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -106,7 +107,7 @@ def _format_flags(section: object, *names: str) -> tuple[str, ...]:
     for name in names:
         value = getattr(section, name)
         words = value if isinstance(value, list) else [value]
-        flags.append(f"--{name.replace('_', '-')} {' '.join(map(str, words))}")
+        flags.append(f"{flag_of(name)} {' '.join(map(str, words))}")
     return tuple(flags)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, is_unset, option, required
-from megatron.base.user_text import Note
+from megatron.base.user_text import Note, flag_of
 from megatron.config.conditions import unless, when
 from megatron.config.training import TrainingConfig
 
@@ -273,7 +273,7 @@ def resolve_optimizer(
         tokens = getattr(optimizer, tokens_name)
         if tokens is None:
             continue
-        flag, other = f"--{tokens_name.replace('_', '-')}", f"--{samples_name.replace('_', '-')}"
+        flag, other = flag_of(tokens_name), flag_of(samples_name)
         if training.train_samples is None:
             instead = other.replace("samples", "iters")
             raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {instead}")
@@ -315,7 +315,7 @@ def check_schedules(optimizer: OptimizerConfig) -> None:
         if (high, low) == ("decoupled_lr", "min_lr") and optimizer.decoupled_min_lr is not None:
             continue
         if highest is not None and lowest is not None and lowest > highest:
-            flags = [f"--{name.replace('_', '-')}" for name in (low, high)]
+            flags = [flag_of(name) for name in (low, high)]
             raise UserError(f"{flags[0]} {lowest:g} is above {flags[1]} {highest:g}; {remedy}")
     if optimizer.lr_warmup_fraction is not None:
         for value, flag in (

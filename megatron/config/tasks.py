@@ -9,6 +9,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import derived, field_options, option, required
+from megatron.base.user_text import flag_of
 from megatron.config.check_model import check_task_head
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.collect import FlagTable
@@ -160,12 +161,12 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     ):
         for path in paths:
             if path in explicit:
-                raise UserError(f"{_flag(path)}: {instead}")
+                raise UserError(f"{flag_of(path)}: {instead}")
     for counted in _COUNTED_IN_SAMPLES:
         if getattr(run.config.optimizer, counted):
-            flag = f"--{counted.replace('_', '-')}"
+            flag = flag_of(counted)
             raise UserError(f"{flag}: a task is counted in iterations; give {flag.replace('samples', 'iters')}")
-    idle = [_flag(path) for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
+    idle = [flag_of(path) for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
     if idle:
         run.notes.append(f"{', '.join(idle)}: no effect, the whole of --valid-data is evaluated after each epoch")
     model = run.config.model
@@ -194,10 +195,6 @@ def task_name(word: str) -> str:
 
 def _alike(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
-
-
-def _flag(path: str) -> str:
-    return f"--{path.partition('.')[2].replace('_', '-')}"
 
 
 def sized(parsed: ParsedRun, task: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.parse_numbers import MOST
+from megatron.base.user_text import flag_of
 from megatron.config.conditions import when
 
 # Required fields by tokenizer type.
@@ -126,7 +127,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, model_type: str) -> None:
     """Check that the tokenizer has the files and the extra ids that are needed; raise UserError otherwise."""
     kind = tokenizer.tokenizer_type
     needed = () if kind is None else _NEEDS[TOKENIZER_ALIASES.get(kind, kind)]
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(tokenizer, name) is None]
+    missing = [flag_of(name) for name in needed if getattr(tokenizer, name) is None]
     if missing:
         raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")
     if model_type == "t5" and kind not in ("BertWordPieceLowerCase", "BertWordPieceCase"):

@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations
 from megatron.config.flags import parse_args
@@ -115,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("--to is missing: hf, megatron-cc or classic")
     options.to = options.to or "classic"
     for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
-        flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
+        flag = f"{flag_of(name)} {getattr(options, name)}"
         if getattr(options, name) < 1:
             raise UserError(f"{flag}: give at least 1")
         if getattr(options, name) > 1 and options.to != "classic":
@@ -155,9 +156,7 @@ def read(options: argparse.Namespace) -> Weights:
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.no_tokenizer:
         if settings:
-            raise UserError(
-                f"--no-tokenizer contradicts --{next(iter(settings)).replace('_', '-')}; leave one of them out"
-            )
+            raise UserError(f"--no-tokenizer contradicts {flag_of(next(iter(settings)))}; leave one of them out")
         tokenizer = TokenizerConfig()
     elif not settings:
         tokenizer = weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from megatron.base.documents import read_yaml
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.base.user_text import spell
+from megatron.base.user_text import flag_of, spell
 from megatron.config.tasks import TASKS, task_name
 from megatron.evaluation import continuation, finetune, lambada, wikitext
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
@@ -83,7 +83,7 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
     for name in ("epochs", "train_data", "pretrained_checkpoint"):
         if getattr(flags, name):
             raise UserError(
-                f"--{name.replace('_', '-')}: {flags.task} is a zero-shot task; train on texts with pretrain_gpt.py "
+                f"{flag_of(name)}: {flags.task} is a zero-shot task; train on texts with pretrain_gpt.py "
                 "--finetune, or leave it out"
             )
     (path,), batch = flags.valid_data, flags.micro_batch_size

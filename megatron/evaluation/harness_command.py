@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.base.atomic import check_writable, write_whole
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.base.option import derived, option, required
 from megatron.convert.command import convert, parse
 from megatron.data.interrupt import stopped_in_order
@@ -106,8 +106,7 @@ def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
     except Exception as error:  # file, format and network errors differ between the underlying libraries
         for task in tasks if len(tasks) > 1 else ():
             _loaded(load, [task])
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({reason})") from error
+        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({first_line(error)})") from error
 
 
 def report(results: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.base.user_text import flag_of
 from megatron.checkpoint.files import checkpoint_folder, saved_iterations
 from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
@@ -91,7 +92,7 @@ def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], 
     """
     for first_name, second_name in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
         if getattr(sweep, first_name) is not None and getattr(sweep, second_name) is not None:
-            flags = [f"--{name.replace('_', '-')}" for name in (first_name, second_name)]
+            flags = [flag_of(name) for name in (first_name, second_name)]
             raise UserError(f"{' and '.join(flags)} exclude each other; leave one of them out")
     if "sweep.experiment_name" in explicit and sweep.val_ppls_save_path is None:
         note("--experiment-name: no effect without --val-ppls-save-path")

@@ -16,6 +16,7 @@ from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.text_file import read_lines
+from megatron.base.user_text import flag_of
 from megatron.distributed.agreement import together
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
@@ -177,7 +178,7 @@ def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
         raise UserError("--genfile needs --num-samples N, how many texts to write")
     input_flags = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
     if len(input_flags) > 1:
-        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in input_flags)} exclude each other")
+        raise UserError(f"{' and '.join(flag_of(name) for name in input_flags)} exclude each other")
     if task.prompt is not None and not is_text(task.prompt):
         raise UserError("--prompt: is no UTF-8 text; --sample-input-file reads prompts from a file")
     if task.sample_output_file is not None and task.sample_input_file is None:

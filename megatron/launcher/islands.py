@@ -20,6 +20,7 @@ from torch.distributed import run
 
 from megatron.base.addresses import EXAMPLE, read_address, write_address
 from megatron.base.start import ISLANDS_LAUNCHER
+from megatron.base.user_text import flag_of
 from megatron.diloco.store import note_end, serve
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.store import check_reachable
@@ -67,9 +68,9 @@ def wrong_islands(arguments: argparse.Namespace) -> str | None:
         try:
             host = read_address(address)[0] if address is not None else ""
         except ValueError:
-            return f"--{name.replace('_', '-')} {address[:200]}: {EXAMPLE}"
+            return f"{flag_of(name)} {address[:200]}: {EXAMPLE}"
         if host in ("0.0.0.0", "::"):
-            return f"--{name.replace('_', '-')} {address}: give the address at which other machines reach this one"
+            return f"{flag_of(name)} {address}: give the address at which other machines reach this one"
     if arguments.island is not None and count is not None and not 0 <= arguments.island < count:
         return f"--island {arguments.island} with --islands {count}: islands count from 0 to {count - 1}"
     if count is None or arguments.island is not None:

@@ -226,7 +226,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException) -> str:
     """Explain a failed allocation in a single line."""
-    reason = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
+    reason = first_line(error)[:300]
     match = _GPU_IS_FULL.search(str(error))
     if match is not None:
         needed, index, total, free = match.groups()

@@ -8,8 +8,8 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.base.user_text import Note
-from megatron.config.translate.rules import Dialect, Explicit, Theirs, flag
+from megatron.base.user_text import Note, flag_of
+from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +182,10 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
     specs += _optimus_embedding(old)
     for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
         if getattr(old, switch):
-            specs.append((flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
+            specs.append((flag_of(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
             note(
-                f"{flag(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no state, "
-                "since recomputation and evaluation run it again"
+                f"{flag_of(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no "
+                "state, since recomputation and evaluation run it again"
             )
     specs += [*_fixpoint("pp-forward", "forward", old), *_fixpoint("pp-backward", "backward", old)]
     if old.dp_mode == "sharded_ps_compressed":
@@ -224,7 +224,7 @@ def _low_rank(old: Theirs, switch: str, feedback: str) -> str:
     """Spec options shared by all Optimus-CC compressors."""
     kind = getattr(old, f"{switch}_type")
     if kind.lower() != "powersgd":
-        raise UserError(f"{flag(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
+        raise UserError(f"{flag_of(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
     rank, warmup = getattr(old, f"{switch}_rank"), getattr(old, f"{switch}_warm_up")
     text = f"rank={rank},seed={old.comp_seed}"
     if feedback:

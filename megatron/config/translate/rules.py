@@ -14,7 +14,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
-from megatron.base.user_text import Note
+from megatron.base.user_text import Note, flag_of
 
 SWITCH, VALUE, VALUES = "switch", "value", "values"
 """Number of words after a flag: none (or true or false), one, any number."""
@@ -96,7 +96,7 @@ class Shortcut(OldFlag):
 
 def old_name(name: str, path: str, *, whose: str = "") -> Shortcut:
     """Alias for the flag of the field `path`: its name in system `whose`, or our old name, which is reported."""
-    ours = flag(path.partition(".")[2])
+    ours = flag_of(path)
     if whose:
         return Shortcut(name=name, arity=VALUE, help=f"{whose}'s name of {ours}.", sets={path: ARGUMENT})
     note = f"--{name} is an old name: taken as {ours} {ARGUMENT}"
@@ -192,7 +192,7 @@ class Dialect:
         theirs = Theirs(self, explicit)
         self.translate(theirs, explicit, note)
         for name in theirs.unread():
-            note(f"{flag(name)}: no effect without {self.needs[name]}")
+            note(f"{flag_of(name)}: no effect without {self.needs[name]}")
         for name in theirs.names:
             del explicit[f"{self.section}.{name}"]
 
@@ -235,14 +235,9 @@ class Theirs:
             explicit[path] = value
             explicit.levels[path] = level
         elif previous_level == level and explicit[path] != value:
-            ours = flag(path.partition(".")[2])
+            ours = flag_of(path)
             value_text = "" if isinstance(explicit[path], bool) else f" {explicit[path]}"
             raise UserError(f"{location} and {ours}{value_text} contradict each other; give only one of them")
-
-
-def flag(name: str) -> str:
-    """Flag of a field."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)

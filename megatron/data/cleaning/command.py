@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.data.interrupt import run_command
 from megatron.data.lines import check_output, writing
 
@@ -58,7 +59,7 @@ def check_at_least(options: argparse.Namespace, **minimums: int) -> None:
     """
     for name, minimum in minimums.items():
         if (value := getattr(options, name)) is not None and value < minimum:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give at least {minimum}")
+            raise UserError(f"{flag_of(name)} {value}: give at least {minimum}")
 
 
 def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
@@ -119,9 +120,7 @@ class Tool:
             for flag in {"workers", "num_threads"} & vars(options).keys():
                 check_at_least(options, **{flag: 1})
                 if (value := getattr(options, flag)) > max_workers:
-                    raise UserError(
-                        f"--{flag.replace('_', '-')} {value}: give at most {max_workers}, four for each core"
-                    )
+                    raise UserError(f"{flag_of(flag)} {value}: give at most {max_workers}, four for each core")
             output_paths = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
             check_apart([], output_paths)
             output_folder = getattr(options, "output_path", None)  # created by the cleaning run itself

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
@@ -168,7 +169,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"{unknown[0]} is no flag of preprocess_data.py: {hint}")
     for name in ("workers", "partitions", "log_interval"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+            raise UserError(f"{flag_of(name)} {getattr(args, name)} must be at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise UserError(f"--json-keys {' '.join(args.json_keys)}: each key once")
     for key in args.json_keys:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
+from megatron.base.user_text import flag_of
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.command import PreprocessParser
 from megatron.data.preprocess.encoding import parse_line
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace) -> str:
     for name in ("documents", "min_frequency", "log_interval"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**63:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give at least 1, and less than 2**63")
+            raise UserError(f"{flag_of(name)} {value}: give at least 1, and less than 2**63")
     bars = sys.stderr.isatty()
     progress = EncodingProgress(options.log_interval) if not bars else None  # tokenizers draws its bars on a terminal
     read = Totals()
