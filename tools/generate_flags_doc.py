@@ -13,10 +13,10 @@ if __name__ == "__main__":
     start_program("tools.generate_flags_doc")
 
 from megatron.compression.builtin import BUILTIN
-from megatron.compression.reference import page_with_tables
 from megatron.compression.registry import Registry
-from megatron.config.others import flags_of_others_markdown
-from megatron.config.reference import flags_markdown
+from tools.pages.compressors import page_with_tables
+from tools.pages.flags import flags_markdown
+from tools.pages.flags_of_others import flags_of_others_markdown
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 COMPRESSORS = tuple(name for name in sorted(BUILTIN) if (REFERENCE / "compressors" / f"{name}.md").is_file())

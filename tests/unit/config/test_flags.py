@@ -9,10 +9,10 @@ import pytest
 
 from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser, parse_args
-from megatron.config.others import LISTS
 from megatron.config.run import RunConfig
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Shortcut
+from tools.pages.flags_of_others import LISTS
 
 FOLDER = Path(__file__).parent
 PARSER = build_run_parser()

@@ -20,7 +20,6 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, can_serve, read_specs
 from megatron.config import build_parser, build_run_parser, option, parse_args
 from megatron.config.help import COMMON_GROUPS
-from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
 from megatron.config.tasks import task_parser
 from megatron.config.tokenizer import TokenizerConfig
@@ -28,6 +27,7 @@ from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.shortcuts import SHORTCUTS
 from tools.generate_flags_doc import documents
+from tools.pages.flags import flags_markdown
 
 REPOSITORY = Path(__file__).parents[3]
 

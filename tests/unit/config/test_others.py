@@ -8,8 +8,10 @@ import pytest
 
 from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser
-from megatron.config import others as module
-from megatron.config.others import (
+from megatron.config.translate.rules import VALUE, KnownFlag, Meaning, Shortcut
+from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
+from tools.pages import flags_of_others as module
+from tools.pages.flags_of_others import (
     OF_TASKS,
     SYSTEMS,
     Fate,
@@ -20,8 +22,6 @@ from megatron.config.others import (
     parser_of,
     read_list,
 )
-from megatron.config.translate.rules import VALUE, KnownFlag, Meaning, Shortcut
-from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
 
 PARSER = build_run_parser()
 COUNTS = {

@@ -1,6 +1,6 @@
 """Generator of docs/reference/flags-of-others.md: the status of every flag of predecessor systems.
 
-The lists in `translate/others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
+The lists in `others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
 by the parser of training runs or of tasks.
 """
 
@@ -21,7 +21,7 @@ from megatron.config.tasks import PROGRAM, task_parser
 from megatron.config.translate.not_offered import NOT_OFFERED
 from megatron.config.translate.rules import ARGUMENT, SWITCH, KnownFlag, Shortcut
 
-LISTS = Path(__file__).parent / "translate" / "others"
+LISTS = Path(__file__).parent / "others"
 
 SYSTEMS = {
     "megatron-deepspeed": ("D", "Megatron-DeepSpeed"),
