@@ -24,8 +24,8 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, check_at_least
 from tools.downloads.catalog import DATA, KINDS, REPO, Remote
+from tools.openwebtext.cleaning.command import Report, Tool, check_at_least
 
 MIRROR = "DATASET_MIRROR"
 """Environment variable that names a mirror, as --mirror does."""

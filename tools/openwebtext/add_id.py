@@ -14,9 +14,9 @@ if __name__ == "__main__":
 
     start_program("tools.openwebtext.add_id")
 
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judge, Judged, encode, judge_all
 from megatron.data.lines import writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import Judge, Judged, encode, judge_all
 
 
 def numbering(prefix: str) -> Judge:

@@ -25,8 +25,8 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.blacklist_urls")
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
 from megatron.data.lines import lines, writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
 
 LISTS = Path(__file__).resolve().parent / "lists"
 

@@ -25,12 +25,12 @@ if __name__ == "__main__":
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
-from megatron.data.cleaning.language import check_language, is_language
 from megatron.data.lines import writing
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
+from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
+from tools.openwebtext.cleaning.language import check_language, is_language
 
 _WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
 

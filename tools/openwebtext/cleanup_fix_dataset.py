@@ -31,10 +31,10 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.cleanup_fix_dataset")
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
-from megatron.data.cleaning.language import is_language
 from megatron.data.lines import writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
+from tools.openwebtext.cleaning.language import is_language
 
 _RUNS = re.compile(r" {2,}|(?<=\w)\n+ ?")
 

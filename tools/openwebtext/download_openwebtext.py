@@ -25,9 +25,9 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.download_openwebtext")
 
 from megatron.base.errors import UserError, first_line
-from megatron.data.cleaning.command import Report, Tool, add_common, check_at_least, progress
-from megatron.data.cleaning.filtering import encode
 from megatron.data.lines import writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_at_least, progress
+from tools.openwebtext.cleaning.filtering import encode
 
 
 def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:

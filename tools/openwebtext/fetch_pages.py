@@ -35,12 +35,12 @@ from megatron.base.atomic import holding
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
-from megatron.data.cleaning.filtering import encode
-from megatron.data.cleaning.pages import OF_PAGES, UNREACHED, Limits, Page, host_of
 from megatron.data.lines import lines, writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
+from tools.openwebtext.cleaning.filtering import encode
+from tools.openwebtext.cleaning.pages import OF_PAGES, UNREACHED, Limits, Page, host_of
 
 GOES_ON = "what is fetched is kept; the same command goes on"
 
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: when the file cannot be read, no page can be fetched, or another run fetches them.
     """
-    from megatron.data.cleaning.fetching import Fetcher
+    from tools.openwebtext.cleaning.fetching import Fetcher
 
     _silence_libraries()
     fetch = Fetcher(options.limits)
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path, record: BinaryIO) -> Report:
-    from megatron.data.cleaning.fetching import fetch_all
+    from tools.openwebtext.cleaning.fetching import fetch_all
 
     limits: Limits = options.limits
     fetched = _read_record(path, record, limits)

@@ -34,10 +34,10 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.filter_ngrams")
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
-from megatron.data.cleaning.evaluation_texts import TASKS, texts_of_file, texts_of_task
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import lines, writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
+from tools.openwebtext.cleaning.evaluation_texts import TASKS, texts_of_file, texts_of_task
+from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
 
 _WORD = re.compile(r"\w+")
 _ENDS = ".!?"

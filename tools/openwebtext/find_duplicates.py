@@ -38,12 +38,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
-from megatron.data.cleaning.comparing import Comparison, merge_matches
-from megatron.data.cleaning.filtering import BAD_LINE, FilePart, encode, in_chunks, of_each, parts_of
-from megatron.data.cleaning.fingerprints import Fingerprints, load_fingerprints, signatures
 from megatron.data.lines import writing
 from megatron.data.processes import in_processes
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
+from tools.openwebtext.cleaning.comparing import Comparison, merge_matches
+from tools.openwebtext.cleaning.filtering import BAD_LINE, FilePart, encode, in_chunks, of_each, parts_of
+from tools.openwebtext.cleaning.fingerprints import Fingerprints, load_fingerprints, signatures
 
 MAX_SEEDS = 10_000
 _BUCKETS = 256

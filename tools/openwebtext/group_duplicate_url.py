@@ -21,9 +21,9 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.group_duplicate_url")
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import BAD_LINE, encode, of_each, parts_of
 from megatron.data.lines import writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import BAD_LINE, encode, of_each, parts_of
 
 
 def pairs_of(row: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:

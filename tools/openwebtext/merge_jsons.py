@@ -19,9 +19,9 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.merge_jsons")
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judged, judge_all
 from megatron.data.lines import writing
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import Judged, judge_all
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -50,8 +50,6 @@ if __name__ == "__main__":
 from megatron.base.atomic import holding, remove_leftovers
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import lines, writing
 from tools.openwebtext import (
     blacklist_urls,
@@ -65,6 +63,8 @@ from tools.openwebtext import (
 )  # fmt: skip
 from tools.openwebtext.add_id import numbering
 from tools.openwebtext.blacklist_urls import page_of
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
 
 REPORT = "report.json"
 STEPS = "steps"

@@ -134,7 +134,7 @@ WRITES = """
 import itertools, sys
 from megatron.data.processes import in_processes
 from megatron.data.lines import writing
-from megatron.data.cleaning.command import Report, Tool, add_common
+from tools.openwebtext.cleaning.command import Report, Tool, add_common
 
 def run(options):
     with writing(options.output) as write:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cleaning as bench
-from megatron.data.cleaning.comparing import similarity
-from megatron.data.cleaning.fingerprints import shingle_hashes, signatures
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import Refusal, read, write
 from tools.openwebtext import find_duplicates, group_duplicate_url, remove_group_duplicates
+from tools.openwebtext.cleaning.comparing import similarity
+from tools.openwebtext.cleaning.fingerprints import shingle_hashes, signatures
 
 WORDS = [f"word{number}" for number in range(3000)]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron.data.cleaning.fetching import Fetcher, fetch_all
-from megatron.data.cleaning.pages import Limits, Page, host_of
 from tests.unit.openwebtext.site import Site
+from tools.openwebtext.cleaning.fetching import Fetcher, fetch_all
+from tools.openwebtext.cleaning.pages import Limits, Page, host_of
 
 PATIENT = Limits(delay=0.0, timeout=20.0, private=True, max_bytes=1_000_000)
 HASTY = replace(PATIENT, timeout=0.4)

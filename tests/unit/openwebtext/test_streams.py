@@ -17,8 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import check_output, lines, numbered_lines, writing
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import Refusal, read, write
@@ -34,6 +32,8 @@ from tools.openwebtext import (
     merge_jsons,
     pipeline,
 )  # fmt: skip
+from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
+from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
 
 TEXT = "The old house by the river had been empty for many years when the new family came. " * 4
 
@@ -329,7 +329,7 @@ def test_tools_name_the_missing_library(
     library: str, tool: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "megatron.data.cleaning.fetching", raising=False)
+    monkeypatch.delitem(sys.modules, "tools.openwebtext.cleaning.fetching", raising=False)
     blacklist_urls._host_parser.cache_clear()
     write(Path("a.jsonl"), [{"text": TEXT, "url": "u"}])
     Path("a.txt").write_text("http://127.0.0.1:9/\n")

@@ -23,7 +23,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import NameResolutionError
 from urllib3.exceptions import TimeoutError as ReadTimeout
 
-from megatron.data.cleaning.pages import UNREACHED, Limits, Page, host_of
+from tools.openwebtext.cleaning.pages import UNREACHED, Limits, Page, host_of
 
 _MAX_UNANSWERED = 6
 """Consecutive pages without an answer after which a host's remaining pages are skipped."""

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import Numeral, parse_json
-from megatron.data.cleaning.command import Report, progress
 from megatron.data.lines import numbered_lines
 from megatron.data.processes import in_processes
+from tools.openwebtext.cleaning.command import Report, progress
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.base.errors import UserError, first_line
-from megatron.data.cleaning.filtering import document
 from megatron.data.lines import numbered_lines
+from tools.openwebtext.cleaning.filtering import document
 
 SOURCES = {
     "squad": ("rajpurkar/squad_v2", None, "validation", "question"),

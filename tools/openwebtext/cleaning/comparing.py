@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.cleaning.fingerprints import Fingerprints, shingle_hashes
+from tools.openwebtext.cleaning.fingerprints import Fingerprints, shingle_hashes
 
 MIN_SIMILARITY = 0.5
 

@@ -1,1 +1,0 @@
-"""Building blocks for cleaning web text; the commands are in tools/openwebtext."""

@@ -1,0 +1,1 @@
+"""Building blocks of the commands that clean web text."""
