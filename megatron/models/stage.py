@@ -119,20 +119,7 @@ class Stage(nn.Module, ABC):
 
     def _run_layers(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Run layers in sequence; with full recomputation, backward recomputes them."""
-        if self.config.position_embedding_type != "rope":
-            positions = {}
-        else:
-            if context.position_ids_bs is not None:
-                positions_sb = context.position_ids_bs.t()
-            else:
-                length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
-                positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
-            has_local = self.config.rope_local_base_freq is not None
-            is_local = {n: has_local and self.config.window_of(n) is not None for n in self.stage_part.layers}
-            tables = {
-                kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())
-            }
-            positions = {n: tables[is_local[n]] for n in self.stage_part.layers}
+        positions = self._rotary_tables(x_sbh, context)
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
             return self._run_group(layers, x_sbh, context, positions)
@@ -155,6 +142,20 @@ class Stage(nn.Module, ABC):
         for layer in layers:
             x_sbh = layer(x_sbh, context, positions.get(layer.layer), layer.dropout_keys(context))
         return x_sbh
+
+    def _rotary_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Rotary tables by layer number; empty without rotary embedding."""
+        if self.config.position_embedding_type != "rope":
+            return {}
+        if context.position_ids_bs is not None:
+            positions_sb = context.position_ids_bs.t()
+        else:
+            length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
+            positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
+        has_local = self.config.rope_local_base_freq is not None
+        is_local = {n: has_local and self.config.window_of(n) is not None for n in self.stage_part.layers}
+        tables = {kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())}
+        return {n: tables[is_local[n]] for n in self.stage_part.layers}
 
     @abstractmethod
     def counts(self, targets: Targets) -> Tensor:

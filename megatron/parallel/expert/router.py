@@ -140,15 +140,7 @@ class Router(ShardedModule):
             )
             ranking_te = ranking_tgm.masked_fill(excluded_tg.unsqueeze(-1), -torch.inf).flatten(-2)
         experts_tk = ranking_te.topk(config.moe_router_topk, dim=-1).indices
-        if config.moe_router_score_function != "softmax":
-            weights_tk = scores_te.gather(1, experts_tk)
-            if config.moe_router_topk > 1:
-                weights_tk = _normalize_scores(weights_tk)
-        elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
-            weights_tk = scores_te.gather(1, experts_tk)
-        else:
-            weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
-        weights_tk = weights_tk * config.moe_router_topk_scaling_factor
+        weights_tk = self._routing_weights(logits_te, scores_te, experts_tk)
 
         factor = config.moe_eval_capacity_factor if step is None else config.moe_expert_capacity_factor
         capacity = kept_tk = None
@@ -171,6 +163,18 @@ class Router(ShardedModule):
         before = None if step is None else step.shares.get(self.layer)
         losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
+
+    def _routing_weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
+        config = self.config
+        if config.moe_router_score_function != "softmax":
+            weights_tk = scores_te.gather(1, experts_tk)
+            if config.moe_router_topk > 1:
+                weights_tk = _normalize_scores(weights_tk)
+        elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
+            weights_tk = scores_te.gather(1, experts_tk)
+        else:
+            weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
+        return weights_tk * config.moe_router_topk_scaling_factor
 
     def _auxiliary_losses(
         self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None

@@ -31,6 +31,12 @@ _GROUP_ELEMENTS = {"cpu": 1 << 26}
 """Number of logits per matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
 
 
+def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
+    """Consecutive ranges of tokens, each with about the number of logits of a matrix product."""
+    size = max(16, _GROUP_ELEMENTS.get(device.type, 1 << 28) // max(vocab, 1))
+    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+
+
 class LogitsSpace:
     """Memory for the logits of a group of tokens, reused from call to call on CPUs.
 
@@ -169,8 +175,7 @@ def _fused_forward(
     """
     accumulate = torch.promote_types(x_th.dtype, torch.float32)
     num_tokens, vocab = x_th.shape[0], weight_vh.shape[0]
-    size = max(16, _GROUP_ELEMENTS.get(x_th.device.type, 1 << 28) // max(vocab, 1))
-    groups = [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+    groups = _groups(num_tokens, vocab, x_th.device)
     lse_t, target_t = (torch.empty(num_tokens, dtype=accumulate, device=x_th.device) for _ in range(2))
     scale_t = weights_t.to(accumulate)
     unit = scale_t.new_ones(())
