@@ -23,7 +23,7 @@ def check_kernels(topology: Topology) -> str | None:
         own_products()
     except RuntimeError as error:
         why = f"!{error}"
-    group = topology.control.pg if topology.layout.world_size > 1 else None
+    group = topology.control.pg
     reasons = gather_texts(group, why)
     refused = next((reason[1:] for reason in reasons if reason.startswith("!")), None)
     if refused is not None:

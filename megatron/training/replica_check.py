@@ -38,7 +38,7 @@ def check_replicas(engines: Engines, iteration: int) -> None:
 def disagreements(engines: Engines) -> list[str]:
     """Differences between ranks that should agree, the same list on every rank."""
     topology = engines.topology
-    group = topology.control.pg if topology.layout.world_size > 1 else None
+    group = topology.control.pg
     rows = [json.loads(text) for text in gather_texts(group, json.dumps(dict(_digests(engines))))]
     holders: dict[str, dict[str, list[int]]] = {}
     for rank, row in enumerate(rows):

@@ -121,7 +121,7 @@ class TrafficMeter:
                 f"--compress {label} sends {wire / raw:.2f} times what {point.value} would send uncompressed; "
                 "compress it further, or not at all"
             )
-        texts = gather_texts(topology.control.pg if topology.layout.world_size > 1 else None, json.dumps(warnings))
+        texts = gather_texts(topology.control.pg, json.dumps(warnings))
         all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
         return traffic, all_warnings, sum(computed) / len(computed) / iterations
 
