@@ -21,6 +21,7 @@ from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.curriculum import lengths_of
 from megatron.config.experts import with_experts_of
 from megatron.config.flags import ParsedRun, parse_program
+from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model_types import ModelType, check_model_type
 from megatron.config.run import RunConfig, run_sections
@@ -32,7 +33,7 @@ from megatron.data.build import Datasets, build_datasets
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.process_group import LaunchEnvironment, pick_device
-from megatron.distributed.topology import build_topology, single_process
+from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -198,15 +199,7 @@ def run(
         skipped = SkippedIterations.parse(config.training.iterations_to_skip)
         training, model = config.training, config.model
         batches = batch_schedule(training, model.seq_length, training.micro_batch_size, config.replicas(env.world_size))
-        # All ranks must agree on the lengths, which decide the shapes of messages.
-        group = topology.control.pg
-        lengths = together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
-        if len(set(gather_texts(group, str(hash(lengths))))) > 1:
-            raise UserError(
-                f"--curriculum-function {config.curriculum.curriculum_function}: ranks got different lengths; return "
-                "the same for the same step, whatever was asked before"
-            )
-        sizes = StepSizes(batches, lengths, skipped)
+        sizes = StepSizes(batches, _lengths(config, topology), skipped)
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
             check_saved_model_type(config.checkpoint, saved, config.model.type_and_task, topology)
@@ -266,6 +259,22 @@ def run(
     finally:
         met.leave()
         reporter.close()
+
+
+def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
+    """Return the schedule of sequence lengths. All ranks must agree on it, since it decides the shapes of messages.
+
+    Raises:
+        UserError: on every rank, when a function of the user's returns different lengths on different ranks.
+    """
+    group = topology.control.pg
+    lengths = together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
+    if len(set(gather_texts(group, str(hash(lengths))))) > 1:
+        raise UserError(
+            f"--curriculum-function {config.curriculum.curriculum_function}: ranks got different lengths; return the "
+            "same for the same step, whatever was asked before"
+        )
+    return lengths
 
 
 def _iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:
