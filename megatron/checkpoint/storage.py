@@ -107,7 +107,6 @@ class ShardWriter(StorageWriter):
         path = self.folder / plan.storage_data
         try:
             if plan.items:
-                results = []
                 offset = 0
                 with path.open("wb", buffering=0) as stream:
                     for item in plan.items:

@@ -140,27 +140,24 @@ class RankByEntropy:
             self.means = [*self.means[:2], *self.means[2:][-1:], self.sum / self.count]
         self.sum, self.count = 0.0, 0
         if moves and measured and len(self.means) >= 3:
-            target = self._linear() if self.config.rule == "linear" else self._formula()
             low, high = self.config.limits
+            target = float(self.config.rank)
+            if self.config.rule == "linear":
+                # min + (max - min) x change of this window / change of the first two.
+                first = abs(self.means[1] - self.means[0])
+                change = abs(self.means[-1] - self.means[-2])
+                target = low + (high - low) * min(change / first, 1.0) if first else float(high)
+            else:
+                # The rank with the error that the highest rank had in the first window: g(r) e^H = g(r0) e^H0.
+                shares = residual_shares(*self.shape)
+                start = shares[min(self.config.rank, len(shares) - 1)]
+                allowed = float(start) * math.exp(self.means[0] - self.means[-1])
+                fitting = (shares <= allowed).nonzero()
+                target = float(fitting[0]) if len(fitting) else target
             step = min(max(target - self.rank, -self.config.max_step), self.config.max_step)
             even = 2 * round((self.rank + step) / 2)
             self.rank = int(min(max(even, low), high))
         return self.rank
-
-    def _linear(self) -> float:
-        """min + (max - min) x change of this window / change of the first two."""
-        low, high = self.config.limits
-        first = abs(self.means[1] - self.means[0])
-        change = abs(self.means[-1] - self.means[-2])
-        return low + (high - low) * min(change / first, 1.0) if first else float(high)
-
-    def _formula(self) -> float:
-        """The rank with the error that the highest rank had in the first window: g(r) e^H = g(r0) e^H0."""
-        shares = residual_shares(*self.shape)
-        start = shares[min(self.config.rank, len(shares) - 1)]
-        allowed = float(start) * math.exp(self.means[0] - self.means[-1])
-        fitting = (shares <= allowed).nonzero()
-        return float(fitting[0]) if len(fitting) else float(self.config.rank)
 
     def state_dict(self) -> dict[str, float | list[float]]:
         """State as plain numbers."""
