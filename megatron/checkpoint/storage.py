@@ -207,26 +207,29 @@ class ShardReader(StorageReader):
                 with open_regular(self.folder / name) as stream:
                     for item, read in sorted(reads, key=lambda pair: pair[0].offset):
                         target = planner.resolve_tensor(read).detach()
-                        entry = self.manifest.tensors[read.storage_index.fqn]
-                        shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
-                        starts = list(read.storage_offsets)
-                        begin, length = item.offset, item.length
-                        if shape:
-                            row_bytes = math.prod(shape[1:]) * entry.properties.dtype.itemsize
-                            begin += starts[0] * row_bytes
-                            length = read.lengths[0] * row_bytes
-                            shape = (read.lengths[0], *shape[1:])
-                            starts[0] = 0
-                        raw = torch.empty(length, dtype=torch.uint8)
-                        stream.seek(begin)
-                        _read_exactly(stream, raw.numpy().data)
-                        box = raw.view(entry.properties.dtype).view(shape)
-                        box = narrow_tensor_by_index(box, starts, read.lengths)
-                        target.copy_(box)
+                        target.copy_(self._read_box(stream, item, read))
                         planner.commit_tensor(read, target)
             except Exception as error:
                 self.problem = self.problem or describe_error(error, self.folder / name)
         return _completed_future(None)
+
+    def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
+        """Reads the rows of a stored box that ``read`` needs, and narrows them to the requested box."""
+        entry = self.manifest.tensors[read.storage_index.fqn]
+        shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
+        starts = list(read.storage_offsets)
+        begin, length = item.offset, item.length
+        if shape:
+            row_bytes = math.prod(shape[1:]) * entry.properties.dtype.itemsize
+            begin += starts[0] * row_bytes
+            length = read.lengths[0] * row_bytes
+            shape = (read.lengths[0], *shape[1:])
+            starts[0] = 0
+        raw = torch.empty(length, dtype=torch.uint8)
+        stream.seek(begin)
+        _read_exactly(stream, raw.numpy().data)
+        box = raw.view(entry.properties.dtype).view(shape)
+        return narrow_tensor_by_index(box, starts, read.lengths)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

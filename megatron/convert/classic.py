@@ -112,6 +112,26 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
+def _logical(name: str, first_layer: int) -> str | None:
+    """Logical name of a tensor in a file; None if it is no parameter (masks, copies)."""
+    name = name.removeprefix("language_model.")
+    name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
+    for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
+        name = name.replace(f".{later}.", f".{earlier}.")
+    name = re.sub(r"^final_norm\.", "final_layernorm.", name)
+    if name.startswith("word_embeddings_for_head."):
+        return None
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if match:
+        layer_name = match[2].removesuffix("_extra_state")
+        return (
+            f"layers.{first_layer + int(match[1])}.{layer_name}"
+            if layer_name == match[2] and "rotary" not in layer_name
+            else None
+        )
+    return name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
+
+
 def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     """Reads a classic checkpoint of any tensor- and pipeline-parallel size.
 
@@ -142,30 +162,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
             raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
         iteration = header.integer("iteration", 0, least=0, most=10**18)
         model, padded = _model_of(args), args.integer("padded_vocab_size")
-        tp = len(tps)
-        if vocab_size is not None:
-            if not 0 < vocab_size <= padded:
-                raise UserError(f"--vocab-size {vocab_size}: the checkpoint's embedding has {padded} rows")
-            entries_size = vocab_size
-        else:
-            count = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
-            multiple = args.integer("make_vocab_size_divisible_by", 128)
-            # Merged files may keep their padding.
-            step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))
-            if count and not 0 <= padded - count < step:
-                raise UserError(
-                    f"the vocabulary has {count} entries and its embedding {padded} rows by the arguments, which is "
-                    f"not their padding to a multiple of {step}; say how many are entries with --vocab-size"
-                )
-            if count:
-                entries_size = count
-            elif (
-                args.text("tokenizer_type", "") == "GPT2BPETokenizer"
-                and -(-GPT2_ENTRIES // (multiple * tp)) * multiple * tp == padded
-            ):
-                entries_size = GPT2_ENTRIES
-            else:
-                entries_size = padded
+        entries_size = _vocab_size(args, vocab_size, padded, len(tps))
         if model.num_query_groups % len(tps):
             raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
     except UserError as error:
@@ -180,32 +177,37 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         stored_shards = [shard[name] for shard in shards if name in shard]
         if len(stored_shards) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(stored_shards)} of {len(shards)} tensor-parallel ranks")
-        shape = list(spec.logical_shape)
-        if name in PADDED:
-            shape[0] = padded
-        if spec.dim is not None:
-            if shape[spec.dim] % len(stored_shards):
-                raise UserError(
-                    f"{stored_shards[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
-                    f"which cannot be in {len(stored_shards)} ranks"
-                )
-            shape[spec.dim] //= len(stored_shards)
-        if stacks_gate_and_up(model, name):
-            shape[:2] = [shape[0] * shape[1]]
-        for shard in stored_shards:
-            stored_shape, dtype = tuple(shard.like.shape), shard.like.dtype
-            if stored_shape != tuple(shape):
-                raise UserError(
-                    f"{shard.file.path}: {name} has shape {stored_shape}, its arguments ask for {tuple(shape)}"
-                )
-            if dtype != stored_shards[0].like.dtype:
-                raise UserError(
-                    f"{shard.file.path}: {name} is {dtype}, another rank's part of it {stored_shards[0].like.dtype}"
-                )
+        _check_parts(name, stored_shards, spec, model, padded)
         entries[name] = Entry(
             spec.logical_shape, stored_shards[0].like.dtype, _merged(name, stored_shards, spec, model, version)
         )
     return Weights(model, entries_size, entries, iteration=iteration)
+
+
+def _check_parts(name: str, shards: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+    """Checks the shapes and dtypes of a tensor's shards against the arguments in the file.
+
+    Raises:
+        UserError: when a shard differs; the message names its file.
+    """
+    shape = list(spec.logical_shape)
+    if name in PADDED:
+        shape[0] = padded
+    if spec.dim is not None:
+        if shape[spec.dim] % len(shards):
+            raise UserError(
+                f"{shards[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                f"which cannot be in {len(shards)} ranks"
+            )
+        shape[spec.dim] //= len(shards)
+    if stacks_gate_and_up(model, name):
+        shape[:2] = [shape[0] * shape[1]]
+    for shard in shards:
+        stored_shape, dtype = tuple(shard.like.shape), shard.like.dtype
+        if stored_shape != tuple(shape):
+            raise UserError(f"{shard.file.path}: {name} has shape {stored_shape}, its arguments ask for {tuple(shape)}")
+        if dtype != shards[0].like.dtype:
+            raise UserError(f"{shard.file.path}: {name} is {dtype}, another rank's part of it {shards[0].like.dtype}")
 
 
 def _pipeline_of(
@@ -228,28 +230,7 @@ def _pipeline_of(
             flat = _flat(content)
             layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
             for key, tensor in flat.items():
-                name = key
-                name = name.removeprefix("language_model.")
-                name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
-                for later, earlier in (
-                    ("input_norm", "input_layernorm"),
-                    ("post_attention_norm", "post_attention_layernorm"),
-                ):
-                    name = name.replace(f".{later}.", f".{earlier}.")
-                name = re.sub(r"^final_norm\.", "final_layernorm.", name)
-                if name.startswith("word_embeddings_for_head."):
-                    logical = None
-                else:
-                    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-                    if match:
-                        layer_name = match[2].removesuffix("_extra_state")
-                        logical = (
-                            f"layers.{num_layers + int(match[1])}.{layer_name}"
-                            if layer_name == match[2] and "rotary" not in layer_name
-                            else None
-                        )
-                    else:
-                        logical = name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
+                logical = _logical(key, num_layers)
                 if logical is not None:
                     tensors.setdefault(logical, file.stored(key, tensor))
             num_layers += len(layers)
@@ -277,6 +258,34 @@ def _merged(
         return merged[: spec.logical_shape[0]] if name in PADDED else merged
 
     return read
+
+
+def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> int:
+    """Number of vocabulary entries without padding.
+
+    Raises:
+        UserError: when the embedding has more extra rows than padding can explain.
+    """
+    if requested is not None:
+        if not 0 < requested <= padded:
+            raise UserError(f"--vocab-size {requested}: the checkpoint's embedding has {padded} rows")
+        return requested
+    count = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
+    multiple = args.integer("make_vocab_size_divisible_by", 128)
+    step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
+    if count and not 0 <= padded - count < step:
+        raise UserError(
+            f"the vocabulary has {count} entries and its embedding {padded} rows by the arguments, which is not their "
+            f"padding to a multiple of {step}; say how many are entries with --vocab-size"
+        )
+    if count:
+        return count
+    if (
+        args.text("tokenizer_type", "") == "GPT2BPETokenizer"
+        and -(-GPT2_ENTRIES // (multiple * tp)) * multiple * tp == padded
+    ):
+        return GPT2_ENTRIES
+    return padded
 
 
 _SIZES = (

@@ -128,22 +128,7 @@ class LazyOrder:
         position, remaining_tokens = sample_id * self._seq_length, self._seq_length + 1
         while remaining_tokens:
             epoch, offset = divmod(position, self._epoch_tokens)
-            with self._lock:
-                cached_epoch = self._epochs.get(epoch)
-                if cached_epoch is not None:
-                    self._epochs.move_to_end(epoch)
-                    order, ends = cached_epoch
-                else:
-                    lengths = self._documents.lengths
-                    order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
-                    # NumPy guarantees that the legacy generator's stream never changes, so old runs can be resumed.
-                    key = mix(self._seed, epoch, 0)
-                    np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
-                    cached_epoch = order, np.cumsum(lengths[order], dtype=np.int64)
-                    self._epochs[epoch] = cached_epoch
-                    if len(self._epochs) > self._epochs_kept:
-                        self._epochs.popitem(last=False)
-                    order, ends = cached_epoch
+            order, ends = self._epoch(epoch)
             order_index = int(np.searchsorted(ends, offset, side="right"))
             while remaining_tokens and order_index < len(order):
                 end = int(ends[order_index])
@@ -160,6 +145,24 @@ class LazyOrder:
     def _epoch_start(self, epoch: int) -> int:
         """Number of samples that end before epoch ``epoch``, extra token included."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Documents in the order of an epoch, and their cumulative lengths in tokens."""
+        with self._lock:
+            cached_epoch = self._epochs.get(epoch)
+            if cached_epoch is not None:
+                self._epochs.move_to_end(epoch)
+                return cached_epoch
+            lengths = self._documents.lengths
+            order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
+            # NumPy guarantees that the stream of the legacy generator never changes, so old runs can be resumed.
+            key = mix(self._seed, epoch, 0)
+            np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
+            cached_epoch = order, np.cumsum(lengths[order], dtype=np.int64)
+            self._epochs[epoch] = cached_epoch
+            if len(self._epochs) > self._epochs_kept:
+                self._epochs.popitem(last=False)
+            return cached_epoch
 
 
 class MegatronOrder:
@@ -252,6 +255,16 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
     random.shuffle(document_index[:split])
     if split != epochs * count:
         random.shuffle(document_index[split:])
+    sample_index = _sample_index(documents, document_index, seq_length, total)
+    shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    random.shuffle(shuffle_index[:shuffle_split])
+    if shuffle_split != total:
+        random.shuffle(shuffle_index[shuffle_split:])
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+
+
+def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
+    """Starts of samples 0..total, by binary search of their positions in the cumulative lengths."""
     ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
     largest = max(len(document_index), int(documents.lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
@@ -262,8 +275,4 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
     # The position of an entry's first token is the sum of all earlier lengths.
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[places]
     sample_index[1:, 1] = positions - starts
-    shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
-    random.shuffle(shuffle_index[:shuffle_split])
-    if shuffle_split != total:
-        random.shuffle(shuffle_index[shuffle_split:])
-    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+    return sample_index

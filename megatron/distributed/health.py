@@ -185,21 +185,25 @@ class Watch:
                 self._stop.wait(BEAT_SECONDS)
             else:
                 self._mesh.wait_for_data(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
-                verdicts = []
-                with self._lock:
-                    for peer in self._mesh.peers.values():
-                        if peer.lines or peer.rank not in self._heard:
-                            self._heard[peer.rank] = self._beat
-                        self._done |= {peer.rank} if _DONE in peer.lines else set()
-                        verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
-                        peer.lines.clear()
-                        if peer.closed and peer.rank not in self._done:
-                            verdicts.append(
-                                f"rank {peer.rank} on {peer.host} stopped answering: killed, or crashed (its "
-                                "connection ended)"
-                            )
-                for verdict in verdicts:
+                for verdict in self._take_in():
                     self._conclude(verdict, self._grace_seconds)
+
+    def _take_in(self) -> list[str]:
+        """Reads the neighbors' messages; returns the resulting verdicts."""
+        assert self._mesh is not None
+        verdicts = []
+        with self._lock:
+            for peer in self._mesh.peers.values():
+                if peer.lines or peer.rank not in self._heard:
+                    self._heard[peer.rank] = self._beat
+                self._done |= {peer.rank} if _DONE in peer.lines else set()
+                verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
+                peer.lines.clear()
+                if peer.closed and peer.rank not in self._done:
+                    verdicts.append(
+                        f"rank {peer.rank} on {peer.host} stopped answering: killed, or crashed (its connection ended)"
+                    )
+        return verdicts
 
     def _silent(self, beats: int) -> list[Peer]:
         """Neighbors without a heartbeat for the given number of this rank's beats."""

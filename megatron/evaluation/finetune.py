@@ -110,6 +110,45 @@ def read_data(task_config: TaskConfig, task: Task) -> TaskData:
     return TaskData(task_config, task, training, read(task_config.valid_data, "--valid-data"))
 
 
+def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
+    """Set the model's shape from the initial checkpoint: --load, else --pretrained-checkpoint.
+
+    Returns:
+        Folder and iteration of the pretrained model, if the run starts from it.
+
+    Raises:
+        UserError: when the checkpoint holds another kind of model, or a flag contradicts its shape.
+    """
+    checkpoint, model_config = parsed.config.checkpoint, parsed.config.model
+    load = checkpoint.load
+    if load is not None and _holds_checkpoint(checkpoint):
+        saved, iteration = saved_config(load, checkpoint.ckpt_step)
+        check_model_type(
+            f"--load {load}",
+            saved.model.type_and_task,
+            model_config.type_and_task,
+            _other_type(saved.model, model_config),
+        )
+        _take_shape(parsed, saved, load, iteration, task)
+        return None
+    folder = checkpoint.pretrained_checkpoint
+    if folder is None:
+        return None
+    if read_tracker(folder) is None:
+        reason = "is a Hugging Face folder" if is_hf(Path(folder)) else "holds no checkpoint"
+        raise UserError(
+            f"--pretrained-checkpoint {folder} {reason}; name the folder that --save, or tools/ckpt_convert.py --to "
+            "megatron-cc, wrote to"
+        )
+    saved, iteration = saved_config(folder)
+    flag = f"--pretrained-checkpoint {folder}"
+    check_model_type(flag, saved.model.type_and_task, model_config.model_type, _other_type(saved.model, model_config))
+    if saved.model.has_experts:
+        raise UserError(f"{flag} holds a model with experts, which models of tasks have not; name a dense one's")
+    _take_shape(parsed, saved, folder, iteration, task)
+    return folder, iteration
+
+
 def _other_type(saved: ModelConfig, model: ModelConfig) -> str:
     """Hint for a checkpoint of another kind that can be fine-tuned, too; empty for other kinds."""
     differs = saved.model_type != model.model_type and saved.model_type in POOLING
@@ -170,35 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_packages()
         parsed, task_flags, task = parse_task(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        checkpoint, model_config = parsed.config.checkpoint, parsed.config.model
-        load, pretrained = checkpoint.load, None
-        if load is not None and _holds_checkpoint(checkpoint):
-            saved, iteration = saved_config(load, checkpoint.ckpt_step)
-            check_model_type(
-                f"--load {load}",
-                saved.model.type_and_task,
-                model_config.type_and_task,
-                _other_type(saved.model, model_config),
-            )
-            _take_shape(parsed, saved, load, iteration, task)
-        elif (folder := checkpoint.pretrained_checkpoint) is not None:
-            if read_tracker(folder) is None:
-                reason = "is a Hugging Face folder" if is_hf(Path(folder)) else "holds no checkpoint"
-                raise UserError(
-                    f"--pretrained-checkpoint {folder} {reason}; name the folder that --save, or "
-                    "tools/ckpt_convert.py --to megatron-cc, wrote to"
-                )
-            saved, iteration = saved_config(folder)
-            flag = f"--pretrained-checkpoint {folder}"
-            check_model_type(
-                flag, saved.model.type_and_task, model_config.model_type, _other_type(saved.model, model_config)
-            )
-            if saved.model.has_experts:
-                raise UserError(
-                    f"{flag} holds a model with experts, which models of tasks have not; name a dense one's"
-                )
-            _take_shape(parsed, saved, folder, iteration, task)
-            pretrained = folder, iteration
+        pretrained = begin_with(parsed, task)
         data = read_data(task_flags, task)
         parsed.config = sized(parsed, task_flags, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, task_flags)

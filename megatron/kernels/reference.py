@@ -161,6 +161,24 @@ def _bases(scale_g: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor]:
     return low_g, high_g - low_g
 
 
+def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor:
+    if grid.is_sign:
+        return (x_n >= 0).to(torch.uint8)
+    base_g, length_g = _bases(scale_g, grid)
+    if base_g is not None:
+        x_n = x_n - _spread(base_g, x_n.numel(), grid)
+    # torch computes scalar / tensor as the reciprocal times the scalar, which rounds twice.
+    steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
+    steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
+    low, high = grid.limits
+    if seed is not None:
+        steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
+    else:
+        steps_n = steps_n.round()
+    finite_n = torch.where(steps_n.isnan(), float(low), steps_n).clamp(low, high)
+    return (finite_n + grid.offset).to(torch.uint8)
+
+
 def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
     levels_n = codes_n.to(torch.float32)
     if grid.is_sign:
@@ -207,23 +225,7 @@ def quantize_pack(
     else:
         upper_g = torch.arange(scale_g.numel(), device=scale_g.device) % 2 == 1
         scales.copy_(bf16_towards(scale_g, (scale_g < 0) != upper_g))
-    x_n, scale_g = coded_n, scales.float()
-    if grid.is_sign:
-        codes_n = (x_n >= 0).to(torch.uint8)
-    else:
-        base_g, length_g = _bases(scale_g, grid)
-        if base_g is not None:
-            x_n = x_n - _spread(base_g, x_n.numel(), grid)
-        # torch computes scalar / tensor as the reciprocal times the scalar, which rounds twice.
-        steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
-        steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
-        low, high = grid.limits
-        if seed is not None:
-            steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
-        else:
-            steps_n = steps_n.round()
-        finite_n = torch.where(steps_n.isnan(), float(low), steps_n).clamp(low, high)
-        codes_n = (finite_n + grid.offset).to(torch.uint8)
+    codes_n = _codes(coded_n, scales.float(), grid, seed)
     codes.copy_(pack_bits(codes_n, grid.bits))
     if role is Role.PLAIN or other is None:
         return

@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import run
@@ -77,42 +77,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
             use_rendezvous(arguments, signals.install)
             run.run(arguments)
     except ChildFailedError as error:
-        # The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
-        by_time = sorted(
-            error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
-        )
-        rank, first = by_time[0]
-        if first.exitcode == EXIT_PEER_LOST:
-            messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
-            blamed_ranks = (each for message in messages for each in ranks_blamed(message))
-            rank = next((each for each in blamed_ranks if each in error.failures), rank)
-        failure = error.failures[rank]
-        if signals.received is not None and failure.exitcode == -signal.SIGTERM:
-            _print_error(f"ended by {signals.received.name}")
-            return 128 + signals.received
-        message = str(_error_file_content(failure).get("message", ""))
-        reason = message.removeprefix("error: ")
-        # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that
-        # it is about. Other lines are printed among those of other ranks.
-        error_files = [_error_file_content(each) for each in error.failures.values()]
-        printed = any(
-            content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
-            for content in error_files
-        )
-        if message.startswith("error: ") and printed:
-            line = None
-        elif message:
-            line = reason
-        else:
-            rank_name = f"rank {rank} (process {failure.pid})"
-            if failure.exitcode < 0:
-                hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
-                line = f"{rank_name} was ended by {failure.signal_name()}{hint}"
-            else:
-                line = f"{rank_name} ended with status {failure.exitcode}"
-        if line is not None:
-            _print_error(line)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _report(error, signals.received)
     except SignalException as error:
         _print_error(f"ended by {error.sigval.name}")
         return 128 + error.sigval
@@ -149,6 +114,60 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
     if has_number and not 0 <= arguments.node_rank < address.nodes:
         return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
     return None
+
+
+def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
+    """Prints the reason why the ranks failed, and returns the exit status.
+
+    Args:
+        error: torch's report.
+        received: the signal that asked the ranks to end, if any.
+    """
+    rank, failure = first_failure(error.failures)
+    if received is not None and failure.exitcode == -signal.SIGTERM:
+        _print_error(f"ended by {received.name}")
+        return 128 + received
+    line = _explain(error, rank, failure)
+    if line is not None:
+        _print_error(line)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
+
+    torch's times are in whole seconds, for a killed rank the time at which torch noticed. The others may have ended
+    before that, and torch itself ends the remaining ranks by SIGTERM.
+    """
+    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    rank, first = by_time[0]
+    if first.exitcode == EXIT_PEER_LOST:
+        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
+        blamed_ranks = (each for message in messages for each in ranks_blamed(message))
+        rank = next((each for each in blamed_ranks if each in failures), rank)
+    return rank, failures[rank]
+
+
+def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
+    """The reason why a rank failed; None if the last line on the screen already says it."""
+    message = str(_error_file_content(failure).get("message", ""))
+    reason = message.removeprefix("error: ")
+    # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
+    # is about. Other lines are printed among those of other ranks.
+    error_files = [_error_file_content(each) for each in error.failures.values()]
+    printed = any(
+        content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
+        for content in error_files
+    )
+    if message.startswith("error: ") and printed:
+        return None
+    if message:
+        return reason
+    rank_name = f"rank {rank} (process {failure.pid})"
+    if failure.exitcode < 0:
+        hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
+        return f"{rank_name} was ended by {failure.signal_name()}{hint}"
+    return f"{rank_name} ended with status {failure.exitcode}"
 
 
 def _error_file_content(failure: ProcessFailure) -> dict[str, Any]:

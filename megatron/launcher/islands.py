@@ -99,16 +99,7 @@ def prepare_island(arguments: argparse.Namespace) -> object:
         UserError: when other machines cannot reach the meeting place at its address.
         CommunicationError: when the address cannot be used.
     """
-    parent = os.environ.pop(ISLANDS_LAUNCHER, None)
-    if parent is not None and parent.isdecimal() and sys.platform != "linux":
-
-        def watch() -> None:
-            while os.getppid() == int(parent):
-                time.sleep(0.5)
-            with suppress(ProcessLookupError):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=watch, name="parent", daemon=True).start()
+    end_with_parent()
     if arguments.island is not None:
         os.environ[ISLAND] = str(arguments.island)
     address = arguments.islands_address or arguments.serve_islands
@@ -217,3 +208,18 @@ def _without_own(words: Sequence[str]) -> list[str]:
         else:
             remaining_words.append(word)
     return remaining_words
+
+
+def end_with_parent() -> None:
+    """Ends this launcher soon after the launcher of all islands, if it has one."""
+    parent = os.environ.pop(ISLANDS_LAUNCHER, None)
+    if parent is None or not parent.isdecimal() or sys.platform == "linux":  # where the system sends a signal
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        with suppress(ProcessLookupError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

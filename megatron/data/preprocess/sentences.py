@@ -49,32 +49,29 @@ def rule_spans(text: str) -> Spans:
     spans: Spans = []
     begin = 0
     for match in _END.finditer(text):
-        sign = match[0]
-        if sign.isspace() or sign[0] in _WIDE:
-            ends = True
-        else:
-            opening = _BEFORE_WORD.match(text, match.end())
-            word_start = match.end() if opening is None else opening.end()
-            if text[word_start : word_start + 1].islower():
-                ends = False
-            elif not sign.startswith(".") or sign.startswith(".."):
-                ends = True
-            else:
-                word = _LAST_WORD.search(text, max(begin, match.start() - _LONGEST_NAME), match.start())
-                if word is None:
-                    ends = True
-                else:
-                    name = word[0]
-                    ends = not (
-                        _DOTTED.fullmatch(name)
-                        or name.lower() in _ABBREVIATION_SET
-                        or (len(name) == 1 and name.isupper())
-                    )
-        if ends:
+        if _ends(text, begin, match):
             _append(spans, text, begin, match.end())
             begin = match.end()
     _append(spans, text, begin, len(text))
     return spans
+
+
+def _ends(text: str, begin: int, match: re.Match[str]) -> bool:
+    """Whether a sentence that starts at ``begin`` ends with the matched punctuation."""
+    sign = match[0]
+    if sign.isspace() or sign[0] in _WIDE:
+        return True
+    opening = _BEFORE_WORD.match(text, match.end())
+    word_start = match.end() if opening is None else opening.end()
+    if text[word_start : word_start + 1].islower():
+        return False
+    if not sign.startswith(".") or sign.startswith(".."):
+        return True
+    word = _LAST_WORD.search(text, max(begin, match.start() - _LONGEST_NAME), match.start())
+    if word is None:
+        return True
+    name = word[0]
+    return not (_DOTTED.fullmatch(name) or name.lower() in _ABBREVIATION_SET or (len(name) == 1 and name.isupper()))
 
 
 def _append(spans: Spans, text: str, begin: int, end: int) -> None:
