@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
+from functools import partial
 
 import torch
 
@@ -54,7 +55,7 @@ def time_steps(
     assert plan.train_set is not None
     iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
     with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
-        batches = together(group, lambda: take_full_batch(engines, loader))
+        batches = together(group, partial(take_full_batch, engines, loader))
     seconds: list[float] = []
     while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
         topology.control.barrier()
