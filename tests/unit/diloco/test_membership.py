@@ -103,7 +103,7 @@ def test_islands_do_not_wait_for_silent_or_joining_islands(
     make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the time limit. Islands with other flags are refused, and only the first member admits islands."""
-    monkeypatch.setattr(HeartbeatMonitor.silent, "__defaults__", (2.0,))
+    monkeypatch.setattr(HeartbeatMonitor.silent, "__defaults__", (1.0,))
     assert SILENT_SECONDS == 10
     first, second, third = make_islands(3, 1, seconds=25.0)
     assert each((first, second, third), lambda i: i.begin_generation(5, False, {"--lr": "1"})) == [True] * 3
@@ -137,10 +137,10 @@ def test_islands_do_not_wait_for_silent_or_joining_islands(
 
 def test_a_line_names_missing_islands_and_the_time_limit(make_islands: MakeIslands) -> None:
     lines: list[str] = []
-    pair = make_islands(2, 1, seconds=4.0, tell=lines.append)
+    pair = make_islands(2, 1, seconds=1.5, tell=lines.append)
     each(pair, lambda i: i.begin_generation(0, False, {}))
     assert lines == []
     pair[1].leave()
     pair[0].report_to_round("1/0", RoundReport(1.0, 1.0))
-    assert lines == ["waiting for island 1 to come to a round, 4 s at most"]
+    assert lines == ["waiting for island 1 to come to a round, 1.5 s at most"]
     pair[0].leave()

@@ -172,7 +172,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
 @pytest.mark.slow
 def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like islands restarted by a launcher, at the same meeting place."""
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 0.5)
     alone = _start(port, 0, 0.3)
     with pytest.raises(UserError, match="island 1 did not come"):
         alone.choose_iteration([100], 0)
@@ -189,7 +189,7 @@ def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_generation_ends_with_its_last_island(make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 1.0)
     first = make_islands(2, 2)
     assert each(first, lambda i: i.begin_generation(0, True, {})) == [True, True]
     first[0].store.put("local", True)  # after the synchronous phase another island may join
@@ -210,7 +210,7 @@ def test_a_late_island_learns_where_the_final_checkpoint_is(
     make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of waiting for islands that have finished. With that checkpoint it may start a longer run."""
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 0.5)
     pair = make_islands(2, 1)
     assert each(pair, lambda i: i.begin_generation(700, False, {})) == [True, True]
     pair[1].leave()
@@ -221,16 +221,16 @@ def test_a_late_island_learns_where_the_final_checkpoint_is(
     pair[0].leave()
     late = [750, 500]
     lines: list[str] = []
-    (again,) = make_islands(2, 1, numbers=[1], tell=lines.append)
+    (again,) = make_islands(2, 1, numbers=[1], start_seconds=2.0, tell=lines.append)
     with pytest.raises(
         UserError, match=r"^island 0 has come to the end, iteration 1200, and island 1 is late, at 750; "
     ):
         again.start.choose_iteration(late, 0)
-    assert lines[0].startswith("waiting for island 0 of the run before to end, 5 s at most")
+    assert lines[0].startswith("waiting for island 0 of the run before to end, 2 s at most")
     with pytest.raises(
         UserError, match=r"its last checkpoint is in /runs/saved/island_0: copy it to this island's fol"
     ):
-        make_islands(2, 1, numbers=[1])[0].start.choose_iteration(late, 0)
-    (longer,) = make_islands(2, 1, numbers=[1], tell=lines.append)
+        make_islands(2, 1, numbers=[1], start_seconds=2.0)[0].start.choose_iteration(late, 0)
+    (longer,) = make_islands(2, 1, numbers=[1], start_seconds=2.0, tell=lines.append)
     assert longer.start.choose_iteration([1200, *late], 0) == 1200
-    assert lines[-1] == "waiting for island 0 to come to the start, 5 s at most"
+    assert lines[-1] == "waiting for island 0 to come to the start, 2 s at most"

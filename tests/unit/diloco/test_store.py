@@ -80,15 +80,17 @@ def test_islands_connect_by_the_address_that_reaches_the_meeting_place(monkeypat
     assert IslandStore("0.0.0.0", everywhere.port, 10.0).own_address() is None
 
 
-def test_an_unresponsive_listener_is_an_error_after_the_time_limit() -> None:
+def test_an_unresponsive_listener_is_an_error_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would wait forever. A line names the address."""
+    monkeypatch.setattr("megatron.distributed.store._SPARE_SECONDS", 0.2)
+    monkeypatch.setattr("megatron.distributed.store.QUIET_SECONDS", 0.2)
     lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, began = listener.getsockname()[1], time.monotonic()
-        with pytest.raises(CommunicationError, match=rf"127\.0\.0\.1:{port} .* not answered .* within 1 s: another"):
-            IslandStore("127.0.0.1", port, 1.0, lines.append)
+        with pytest.raises(CommunicationError, match=rf"127\.0\.0\.1:{port} .* not answered .* within 0.8 s: another"):
+            IslandStore("127.0.0.1", port, 0.8, lines.append)
         assert time.monotonic() - began < 15
-    assert lines == [f"waiting for the islands' meeting place at 127.0.0.1:{port}, 1 s at most"]
+    assert lines == [f"waiting for the islands' meeting place at 127.0.0.1:{port}, 0.8 s at most"]
 
 
 def test_a_silent_meeting_place_is_an_error_after_the_time_limit() -> None:
