@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from benchmarks.lab import command as netlab
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
-from tests.support.warm import INTERPRETER
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
@@ -28,7 +28,7 @@ def _train(prefix: Path, log: Path, compress: list[str], world_size: int = 4, **
 
 
 @pytest.fixture(scope="module")
-def chosen(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run on four hosts with slow links, stopped after 3 of 6 iterations, and what it printed."""
     try:
         netlab.check_permission()
@@ -44,9 +44,9 @@ def chosen(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         save=folder / "saved",
         log_json_file=folder / "log.jsonl",
     )
-    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", "4", "--rate", "2mbit", "--timeout", "100", "--"]
+    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", "4", "--rate", "3mbit", "--timeout", "100", "--"]
     result = subprocess.run(
-        [INTERPRETER, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
+        [sys.executable, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stderr
     return folder, result.stdout

@@ -121,7 +121,7 @@ def test_the_others_end_and_name_the_lost_rank(
 ) -> None:
     log = tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=100_000, pipeline_model_parallel_size=2, log_json_file=log)
-    flags += ["--peer-timeout-seconds", "5"]
+    flags += ["--peer-timeout-seconds", "3"]
     with launch_ranks_cli(2, [SCRIPT, *flags], _without_a_launcher()) as ranks:
         _wait_for(lambda: len(_losses(log)) > 3, ranks)
         ranks.kill(victim, number)
@@ -134,7 +134,7 @@ def test_the_others_end_and_name_the_lost_rank(
         if number == signal.SIGSTOP:
             silence = re.search(r"no sign of life for (\d+) s", result.stderr)
             assert silence, result.stderr
-            assert 5 <= int(silence[1]) < 20
+            assert 3 <= int(silence[1]) < 20
         ranks.kill(victim)
 
 
@@ -209,6 +209,7 @@ def test_workers_end_with_their_launcher_from_the_first_moment(
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_launcher_restarts_from_the_last_checkpoint(prefix: Path, tmp_path: Path) -> None:
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=30, save=saved, load=saved, save_interval=5, log_json_file=log)
@@ -247,6 +248,7 @@ def test_signals_save_and_end_well(prefix: Path, tmp_path: Path, number: signal.
     assert read_tracker(saved) == max(_losses(log))
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_lets_the_ranks_save(prefix: Path, tmp_path: Path, number: signal.Signals) -> None:
     """However long that takes; the last line says so. Ranks that have ended are not started again."""
@@ -263,6 +265,7 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(prefix: Path, tmp_path: Pa
     assert f"exiting after iteration {iteration}: a termination signal; saved to {saved}" in before + last
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_signal_to_the_launcher_ends_ranks_that_do_not_save(prefix: Path, tmp_path: Path) -> None:
     log, out = tmp_path / "log.jsonl", tmp_path / "out"
     flags = tiny_flags(prefix, train_iters=100_000, log_json_file=log)

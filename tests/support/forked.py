@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.cleanup import die_with_parent
-from tests.support.spawn import context_of_tests
+from tests.support.spawn import context_of_tests, end_at_once_without_a_launcher
 
 
 class Forked:
@@ -81,6 +81,7 @@ def interpret(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    end_at_once_without_a_launcher()
     sys.executable = env.get("PYTHON_EXEC", sys.executable)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
