@@ -71,9 +71,9 @@ def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:
     flags = tiny_flags(
         write_documents(tmp_path / "tiny"),
         pipeline_model_parallel_size=2,
-        train_iters=500,
-        log_interval=20,
-        save_interval=300,
+        train_iters=200,
+        log_interval=5,
+        save_interval=150,
     )
     env = {
         "RUN_DIR": str(tmp_path / "run"),
@@ -94,7 +94,7 @@ def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:
     assert values == [99, 0], text
     assert "time is nearly up: saving" in text
     assert "saved: back into the queue" in text
-    assert int(tracker.read_text()) == 500
+    assert int(tracker.read_text()) == 200
     assert len(list(logs.rglob("stdout.log"))) == 4
 
 

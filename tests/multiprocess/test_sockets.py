@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.lab.removal import kill
 from tests.support.cli import REPO
 from tests.support.corpus import tiny_flags
 from tests.support.machines import Machine, two_machines
@@ -28,8 +29,8 @@ SCRIPT = "pretrain_gpt.py"
 LOOPBACK = {"127.0.0.1", "::1"}
 PORT = 29517
 START_SECONDS = 120.0
-SETTLE_SECONDS = 3.0
-"""Several times the interval at which torch's launcher looks at its store."""
+SETTLE_SECONDS = 1.0
+"""Ten times the interval at which the launcher looks at its store."""
 
 
 class Bomb:
@@ -153,6 +154,7 @@ def test_one_machine_listens_at_loopback_addresses_only(
         process.wait()
 
 
+@pytest.mark.usefixtures("warm")
 def test_several_machines_listen_at_their_own_addresses_only(
     prefix: Path, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
@@ -173,11 +175,10 @@ def test_several_machines_listen_at_their_own_addresses_only(
         assert {address for address, _ in second_sockets} == {second.address}
         assert len(first_sockets) == len(second_sockets) + 1, "the store"
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill([machine.name for machine in machines])
 
 
+@pytest.mark.usefixtures("warm")
 def test_rank_0_without_a_launcher_serves_the_store_at_its_address(
     prefix: Path, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
@@ -195,9 +196,7 @@ def test_rank_0_without_a_launcher_serves_the_store_at_its_address(
         assert ("127.0.0.1", PORT) in listening
         assert {address for address, _ in listening} <= LOOPBACK
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill([machine.name for machine in machines])
 
 
 def test_the_server_listens_at_its_given_address() -> None:

@@ -90,7 +90,7 @@ def test_an_exception_shows_every_rank() -> None:
 def test_a_hanging_rank_is_stopped_and_its_stack_shown() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, hang_on_rank, 1, timeout=4.0)
+        run_ranks(2, hang_on_rank, 1, timeout=2.0)
     message = str(caught.value)
     assert "--- rank 1: still running" in message
     assert "in hang_on_rank" in message.split("--- rank 1")[1]
@@ -142,6 +142,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("torchrun_args", [None, []])
 def test_run_cli_of_ranks(script: str, torchrun_args: list[str] | None) -> None:
     good = run_cli(2, [script, "end"], torchrun_args=torchrun_args).check()
@@ -232,20 +233,21 @@ def _wait_for_pid(folder: Path) -> int:
 
 
 def test_a_warm_interpreter_runs_programs_as_another_does(tmp_path: Path) -> None:
-    """From a file and from its input, with arguments and environment; other calls go to the real interpreter."""
+    """From a file, a text and its input, with arguments and environment; other calls go to the real interpreter."""
     (tmp_path / "program.py").write_text(PROGRAM)
     outputs = {}
     with warm_python() as python:
         for name in (python, INTERPRETER):
             env = {**os.environ, "WORD": "\u00e4 b"}
+            calls = (["program.py", "a b"], ["-", "c"], ["-u", "-m", "program", "d"], ["-c", PROGRAM, "e"])
             runs = [
                 subprocess.run([name, *words], input=PROGRAM, cwd=tmp_path, env=env, capture_output=True, text=True)
-                for words in (["program.py", "a b"], ["-", "c"], ["-u", "-m", "program", "d"], ["-c", "print(5)"])
+                for words in (*calls, ["-E", "-c", "print(5)"])
             ]
             outputs[name] = [(run.returncode, run.stdout.replace("True", "False"), run.stderr) for run in runs]
-            assert ["True" in run.stdout for run in runs] == [name == python] * 3 + [False]
+            assert ["True" in run.stdout for run in runs] == [name == python] * 4 + [False]
     assert outputs[python] == outputs[INTERPRETER]
-    assert [code for code, _, _ in outputs[python]] == [7, 7, 7, 0]
+    assert [code for code, _, _ in outputs[python]] == [7, 7, 7, 7, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -19,7 +19,7 @@ from tests.support.spawn import context_of_tests, end_at_once_without_a_launcher
 
 
 class Forked:
-    """A program (``SCRIPT ...`` or ``-m MODULE ...``) in its own session, with the part of ``Popen`` that tests use.
+    """A program (``SCRIPT ...``, ``-m MODULE ...`` or ``-c TEXT ...``) in its own session, with the part of ``Popen`` that tests use.
 
     A fork does not test the interpreter itself: its flags, effects of importing, its end.
 
@@ -108,6 +108,9 @@ def _exit_code(argv: list[str]) -> int:
         if argv[0] == "-":
             sys.argv, sys.path[:0] = argv, [os.getcwd()]
             exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
+        elif argv[0] == "-c":
+            sys.argv, sys.path[:0] = ["-c", *argv[2:]], [os.getcwd()]
+            exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
         elif argv[0] == "-m":
             sys.argv, sys.path[:0] = argv[1:], [os.getcwd()]
             runpy.run_module(argv[1], alter_sys=True, **options)

@@ -2,7 +2,7 @@
 
 The command is a client of a server, which is a fork of the process that has torch imported. It hands over its standard
 files, arguments, folder and environment, passes signals on, and ends as the program does; when it is killed, so is the
-program, which is in its network namespace, but not in its session and control groups.
+program, which is in its network and mount namespaces, but not in its session and control groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import json, os, signal, socket, sys
 words = sys.argv[1:]
 while words and words[0] == "-u":
     words.pop(0)
-if not words or words[0].startswith("-") and words[0] not in ("-", "-m"):
+if not words or words[0].startswith("-") and words[0] not in ("-", "-c", "-m"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 link = socket.socket(socket.AF_UNIX)
 link.connect({path!r})
@@ -98,7 +98,7 @@ def _serve(link: socket.socket) -> int:
     words, folder, env = json.loads(link.makefile().readline())
     program = os.fork()
     if program == 0:
-        _join_network(link)
+        _join_namespaces(link)
         link.close()
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -116,15 +116,16 @@ def _serve(link: socket.socket) -> int:
     return 0
 
 
-def _join_network(link: socket.socket) -> None:
-    """Enters the network namespace of a client."""
+def _join_namespaces(link: socket.socket) -> None:
+    """Enters the network and mount namespaces of a client."""
     client, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    theirs = f"/proc/{client}/ns/net"
-    if os.readlink(theirs) == os.readlink("/proc/self/ns/net"):
-        return
-    with open(theirs) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
+    for kind in ("net", "mnt"):
+        theirs = f"/proc/{client}/ns/{kind}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):
+            continue
+        with open(theirs) as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def test_a_killed_conversion_can_be_repeated(to: str, saved: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_kill_leaves_the_folder_free(saved: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a conversion to our own format, then the same command."""
     program = (

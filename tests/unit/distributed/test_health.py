@@ -263,6 +263,7 @@ def test_only_workers_of_torchrun_end_with_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_full_pipe_does_not_keep_a_rank_alive() -> None:
     script = (
         "import os, sys\n"

@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import BuildExtension
 
 import setup
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[3]
 

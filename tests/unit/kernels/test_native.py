@@ -251,11 +251,13 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_every_instruction_set_gives_the_same_bits() -> None:
     """Each in a separate process; a processor falls back to an older instruction set."""
     script = (
         "import torch, hashlib\n"
-        "from megatron.kernels import ops\n"
+        "from megatron.kernels import native, ops\n"
+        "assert not native.problem.cache_info().currsize, 'the instruction set is chosen already'\n"
         "from megatron.kernels.float8 import Float8\n"
         "from megatron.kernels.grid import Grid, GridKind, ScaleLayout, Role\n"
         "from tests.support import tiles as tile_checks\n"
@@ -319,6 +321,7 @@ def test_orthonormalizing_a_single_matrix_creates_no_threads() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_the_reference_implementations_can_be_chosen() -> None:
     script = (
         "import torch\n"

@@ -319,6 +319,7 @@ def test_only_amx_splits_numbers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("instructions", ["avx512", "avx2"])
 def test_products_of_older_processors(instructions: str) -> None:
     """The tests of products in a process without AMX."""

@@ -369,6 +369,7 @@ def test_a_measurement_is_a_median() -> None:
     assert CostTally.median(tallies).seconds == 1.1
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} tools/plan.py {' '.join(_files(tmp_path))} --specs '' --top 200 | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
