@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
-        *("asplos23", "bench_gpu", "bench_memory", "bench_network", "evaluate_lm", "faults"),
+        *("asplos23", "auto_compression", "bench_gpu", "bench_memory", "bench_network", "evaluate_lm", "faults"),
         *(
             "damaged_files",
             "finetune_example",
@@ -68,6 +69,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="of the ranks of tests/gpu; cpu tries the tests themselves, over gloo",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules and collected tests are no garbage: collections in tests, of seconds each, pass them over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -31,9 +31,9 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
-    compression.test_replicas_agree_and_the_loss_falls(name)
+    compression.test_replicas_agree_and_the_loss_falls(None, name)
 
 
 @pytest.mark.parametrize("name", ["powersgd, full rank, sharded", "fused embedding, virtual"])
 def test_lossless_settings_give_the_dense_run(name: str) -> None:
-    compression.test_lossless_settings_give_the_dense_run(name)
+    compression.test_lossless_settings_give_the_dense_run(None, name)

@@ -10,6 +10,7 @@ import torch
 
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
+from tests.support.cases import SharedRanks
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
 
@@ -31,7 +32,7 @@ VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 FIXED: dict[str, Any] = {"order": "fixed"}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 FULL_RANK = "rank=32,min-ratio=0"
-EXACT_STEPS, STEPS, LONG_STEPS = 3, 10, 40
+EXACT_STEPS, STEPS, LONG_STEPS = 3, 10, 20
 
 LOSSLESS: dict[str, tuple[int, Changes]] = {
     "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),
@@ -90,11 +91,19 @@ def _dense(layers: int = 4) -> Trace:
     return tiny_run({"model": {"num_layers": layers}, "precision": {"fp64": True}}, EXACT_STEPS)
 
 
+LOSSLESS_RUNS = SharedRanks(
+    tiny_run,
+    {
+        name: (ranks, ({**_shallow(changes), "precision": {"fp64": True}}, EXACT_STEPS))
+        for name, (ranks, changes) in LOSSLESS.items()
+    },
+)
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_settings_give_the_dense_run(name: str) -> None:
-    ranks, changes = LOSSLESS[name][0], _shallow(LOSSLESS[name][1])
-    dense = _dense(changes.get("model", {}).get("num_layers", 4))
-    for trace in run_ranks(ranks, tiny_run, {**changes, "precision": {"fp64": True}}, EXACT_STEPS):
+def test_lossless_settings_give_the_dense_run(request: pytest.FixtureRequest | None, name: str) -> None:
+    dense = _dense(_shallow(LOSSLESS[name][1]).get("model", {}).get("num_layers", 4))
+    for trace in LOSSLESS_RUNS.results(request, name):
         assert trace.losses == pytest.approx(dense.losses, rel=1e-10)
         assert trace.grad_norms == pytest.approx(dense.grad_norms, rel=1e-10)
 
@@ -333,11 +342,19 @@ def check_fall(losses: list[float]) -> None:
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.2, losses
 
 
+LOSSY_RUNS = SharedRanks(
+    train_and_compare,
+    {
+        name: (ranks, (_shallow(changes), LONG_STEPS if name in LONG else STEPS))
+        for name, (ranks, changes) in LOSSY.items()
+    },
+)
+
+
 @pytest.mark.parametrize("name", LOSSY)
-def test_replicas_agree_and_the_loss_falls(name: str) -> None:
-    ranks, changes = LOSSY[name][0], _shallow(LOSSY[name][1])
-    results = run_ranks(ranks, train_and_compare, changes, LONG_STEPS if name in LONG else STEPS)
-    assert [differences for _, differences in results] == [[]] * ranks
+def test_replicas_agree_and_the_loss_falls(request: pytest.FixtureRequest | None, name: str) -> None:
+    results = LOSSY_RUNS.results(request, name)
+    assert [differences for _, differences in results] == [[]] * LOSSY[name][0]
     losses = results[-1][0].losses
     check_fall(losses)
     assert all(trace.losses == losses for trace, _ in results)

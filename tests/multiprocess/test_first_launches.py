@@ -15,6 +15,7 @@ from megatron.inference.generate import generate, score
 from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
 from megatron.training.step import evaluation_step, take_batches, train_step
+from tests.support.cases import SharedRanks
 from tests.support.launches import PretendedDevice, pretended_device
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
@@ -164,11 +165,14 @@ def _rank(run: Run) -> tuple[list[float], list[float], list[str], list[int]]:
     return expected, losses, device.violations, ahead
 
 
+ON_RANKS = SharedRanks(_rank, {name: (run.ranks, (run,)) for name, run in RUNS.items()})
+
+
 @pytest.mark.parametrize("name", list(RUNS))
-def test_nothing_is_loaded_beside_a_pending_receive(name: str) -> None:
+def test_nothing_is_loaded_beside_a_pending_receive(request: pytest.FixtureRequest, name: str) -> None:
     """And the steady state still has receives pending beside its launches."""
     run = RUNS[name]
-    for rank, (expected, losses, violations, ahead) in enumerate(run_ranks(run.ranks, _rank, run, timeout=240.0)):
+    for rank, (expected, losses, violations, ahead) in enumerate(ON_RANKS.results(request, name)):
         assert violations == [], f"rank {rank}: {len(violations)}, first {violations[0]}"
         assert losses == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
         assert ahead[-1] > 0 or not run.steady, f"rank {rank}: pending in each step {ahead}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -94,7 +96,7 @@ def _chosen(world_size: int, names: Mapping[int, Sequence[str]]) -> dict[str, Ch
     return {name: LAYOUTS[world_size][name] for name in names[world_size]}
 
 
-STEPS = {True: 4, False: 2}
+STEPS = {True: 3, False: 2}
 """Steps of the layouts in ``LONG``, and of the others."""
 
 DOUBLE = {"precision": {"fp64": True}}
@@ -146,6 +148,16 @@ def _assert_close(trace: Trace, reference: Trace, tolerance: float, name: str) -
         assert losses == pytest.approx(expected, rel=tolerance, abs=0), name
 
 
+def _reference(base: Changes, steps: int, masked: bool = False) -> Trace:
+    """The trace of a single process, which several tests compare with."""
+    return _run_once(json.dumps(base, sort_keys=True), steps, masked)
+
+
+@cache
+def _run_once(base: str, steps: int, masked: bool) -> Trace:
+    return tiny_run(json.loads(base), steps, masked)
+
+
 def _agree(
     world_size: int,
     base: Changes,
@@ -155,7 +167,7 @@ def _agree(
 ) -> Trace:
     """Compares layouts (all of a size by default) with a single process; returns its trace."""
     layouts = LAYOUTS[world_size] if layouts is None else layouts
-    reference = tiny_run(base, steps, masked)
+    reference = _reference(base, steps, masked)
     for name, trace in _traces(world_size, _runs(world_size, base, layouts, steps), masked).items():
         _assert_close(trace, reference, 1e-10, name)
     return reference
@@ -177,10 +189,10 @@ DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}}
 def test_double_precision_agrees_with_masks_and_dropout(world_size: int) -> None:
     """Masks differ in their number of tokens, so averaging per micro-batch first would depend on the layout."""
     base = merge(DOUBLE, ODD, DROPOUT)
-    reference = tiny_run(base, STEPS[True], masked=True)
+    reference = _reference(base, 4, masked=True)
     assert reference.losses[-1] < reference.losses[0] - 0.1
-    assert reference.losses[0] != tiny_run(base, 1).losses[0], "nothing is masked"
-    assert reference.losses[0] != tiny_run(merge(DOUBLE, ODD), 1, masked=True).losses[0], "nothing is dropped"
+    assert reference.losses[0] != _reference(base, 1).losses[0], "nothing is masked"
+    assert reference.losses[0] != _reference(merge(DOUBLE, ODD), 1, masked=True).losses[0], "nothing is dropped"
     for name, trace in _traces(world_size, _long_and_short(world_size, base), masked=True).items():
         _assert_close(trace, reference, 1e-10, name)
 
@@ -192,7 +204,7 @@ def check_long_layouts(world_size: int, iterations: int) -> None:
 
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:
-    reference = tiny_run(SINGLE, STEPS[True])
+    reference = _reference(SINGLE, STEPS[True])
     for name, trace in _traces(world_size, _long_and_short(world_size, SINGLE)).items():
         _assert_close(trace, reference, 1e-5, name)
 
@@ -319,7 +331,7 @@ DISTANT: dict[int, dict[str, Changes]] = {
 @pytest.mark.parametrize("world_size", DISTANT)
 def test_deberta_agrees(world_size: int) -> None:
     base, layouts = merge(OF_DEBERTA, ODD), DISTANT[world_size]
-    references = {True: tiny_run(merge(base, CONVOLVED), 2), False: tiny_run(base, 2)}
+    references = {True: _reference(merge(base, CONVOLVED), 2), False: _reference(base, 2)}
     assert references[True].losses != references[False].losses
     for name, trace in _traces(world_size, _runs(world_size, base, layouts, 2)).items():
         _assert_close(trace, references["model" in layouts[name]], 1e-10, name)
@@ -395,7 +407,7 @@ def _run_stepwise(runs: Runs) -> dict[str, Trace]:
 @pytest.mark.parametrize("world_size", STEPWISE)
 def test_stepwise_gathers_and_exchanges_compute_the_same(world_size: int) -> None:
     """On gloo large models exchange with a partner at a time; here all sizes do."""
-    reference = tiny_run(DOUBLE, 2)
+    reference = _reference(DOUBLE, 2)
     runs = _runs(world_size, DOUBLE, _chosen(world_size, STEPWISE), 2)
     for traces in run_ranks(world_size, _run_stepwise, runs):
         for name, trace in traces.items():

@@ -32,10 +32,9 @@ def _stop_and_go_on(
     """Losses of an uninterrupted run, and of a run that is stopped after 4 iterations and goes on in another way."""
     whole_log, resumed_log, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
     common: dict[str, Any] = {"train_iters": iterations}
-    unsaved = {**common, **first, "async_save": None}
-    train(world[0], tiny_flags(prefix, **unsaved, log_json_file=whole_log))
-    stopped = {**common, **first, "save": saved, "exit_interval": 4}
-    train(world[0], tiny_flags(prefix, **stopped, log_json_file=resumed_log))
+    unsaved = {**common, **first, "async_save": None, "log_json_file": whole_log}
+    stopped = {**common, **first, "save": saved, "exit_interval": 4, "log_json_file": resumed_log}
+    train(world[0], tiny_flags(prefix, **unsaved), tiny_flags(prefix, **stopped))
     train(world[1], tiny_flags(prefix, **{**common, **resumed, "load": saved, "log_json_file": resumed_log}))
     return _losses(whole_log), _losses(resumed_log)
 

@@ -40,7 +40,9 @@ def make_islands(port: int) -> Iterator[MakeIslands]:
         tell: Callable[[str], None] = lambda line: None,
     ) -> list[Islands]:
         islands = [
-            Islands(IslandStore("127.0.0.1", port, 10.0), number, count, quorum, seconds, start_seconds, None, tell=tell)
+            Islands(
+                IslandStore("127.0.0.1", port, 10.0), number, count, quorum, seconds, start_seconds, None, tell=tell
+            )
             for number in (range(count) if numbers is None else numbers)
         ]
         islands_of_test.extend(islands)

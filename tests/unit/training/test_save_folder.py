@@ -129,7 +129,10 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "saved").is_dir()
 
 
-def test_a_folder_in_use_is_refused(prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_use_is_refused(
+    prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.checkpoint.folder_lock.PATIENCE_SECONDS", 0.2)
     lock = FolderLock(saved)
     for flags in (tiny_flags(prefix, save=saved), tiny_flags(prefix, save=saved, load=saved)):
         message = _refused(capsys, saved, flags)
