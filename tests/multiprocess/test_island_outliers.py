@@ -287,14 +287,14 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
     started = threading.Event()
 
     def first() -> None:
-        islands = meet(store.port, 0, 2, quorum=1, seconds=2.0)
+        islands = meet(store.port, 0, 2, quorum=1, seconds=0.7)
         assert islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 0, 2)
-        started.set()
         train_island(island, 4)
+        started.set()
         assert island.rounds is not None
         island.rounds.sync.outer.momentum[0].view(-1)[0] = float("nan")
-        island.rounds.end = RunEnd("", 10.0)  # the other island builds its model meanwhile
+        island.rounds.end = RunEnd("", 5.0)  # the other island builds its model meanwhile
         island.rounds.finish(4)
         islands.leave()
 
@@ -303,7 +303,6 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
         assert early.begin_generation(0, False, {})
         early.leave()
         assert started.wait(60)
-        time.sleep(3.0)
         islands = meet(store.port, 1, 2, quorum=1)
         assert not islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 1, 2)

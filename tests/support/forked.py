@@ -19,8 +19,9 @@ from tests.support.spawn import context_of_tests, end_at_once_without_a_launcher
 
 
 class Forked:
-    """A program (``SCRIPT ...``, ``-m MODULE ...`` or ``-c TEXT ...``) in its own session, with the part of ``Popen`` that tests use.
+    """A program (``SCRIPT ...``, ``-m MODULE ...`` or ``-c TEXT ...``) in its own session.
 
+    It has the part of ``Popen`` that tests use.
     A fork does not test the interpreter itself: its flags, effects of importing, its end.
 
     Args:

@@ -12,7 +12,10 @@ from megatron.diloco.round_decision import Vote
 GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
 T = TypeVar("T")
 MakeIslands = Callable[..., list[Islands]]
-"""(count, quorum, numbers, seconds, start_seconds, tell) -> islands of all or the given numbers, which leave after the test."""
+"""(count, quorum, numbers, seconds, start_seconds, tell) -> islands of all or the given numbers.
+
+They leave after the test.
+"""
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
