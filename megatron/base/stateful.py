@@ -113,6 +113,7 @@ def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
         "outer": {},
         "tracked_runs": {},
         "compression_choice": {},
+        "certificate": {},
         **common,
     }
     if "rank_controller" in values:

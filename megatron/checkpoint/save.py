@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import UserError
 from megatron.checkpoint import files
+from megatron.checkpoint.certificate import Statements
 from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
@@ -82,6 +83,7 @@ class _SaveRequest:
     keep_last: int | None
     last_update: int | None
     log: Log
+    statements: Statements | None
 
     @property
     def folder(self) -> Path:
@@ -130,6 +132,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     last_update: int | None = None,
     log: Log = silent,
+    statements: Statements | None = None,
 ) -> SaveHandle | None:
     """Save ``root/iter_<iteration>`` and update the tracker. A collective call on the group.
 
@@ -146,6 +149,7 @@ def save_checkpoint(
         keep_last: number of checkpoints to keep; older checkpoints are removed afterwards. None to keep all.
         last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
         log: prints progress lines, on rank 0.
+        statements: the run's statements, the same on every rank, for a certificate; None for none.
 
     Returns:
         The pending save with ``async_``, else None.
@@ -165,7 +169,9 @@ def save_checkpoint(
         for name, shard in tensors.items():
             boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
             tensors_to_save[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
-    job = _SaveRequest(Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log)
+    job = _SaveRequest(
+        Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log, statements
+    )
     if async_:
         return SaveHandle(job.run)
     job.run()
@@ -186,7 +192,7 @@ def _make_temporary_folder(job: _SaveRequest) -> str | None:
 def _write(job: _SaveRequest) -> str | None:
     """Write all files to the temporary folder; return this rank's error message, if any."""
     planner = ShardSavePlanner()
-    writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents)
+    writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents, job.statements)
     single_process = job.group is None
     if single_process:
         ignore_single_process_warning()

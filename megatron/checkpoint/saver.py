@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.certificate import Statements
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
 from megatron.distributed.agreement import any_rank
@@ -59,6 +60,7 @@ class CheckpointSaver:
         common: Mapping[str, Any],
         config_yaml: str,
         last_update: int | None = None,
+        statements: Statements | None = None,
     ) -> None:
         """Waits for the previous save, then saves or starts a background save. See ``save_checkpoint``."""
         self.finish_save()
@@ -73,6 +75,7 @@ class CheckpointSaver:
             keep_last=self.keep_last,
             last_update=last_update,
             log=self.log,
+            statements=statements,
         )
 
     def poll(self) -> None:

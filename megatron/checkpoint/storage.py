@@ -14,6 +14,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.futures import Future
 from megatron.base.atomic import fsync_directory
 from megatron.base.errors import first_line
 from megatron.base.regular import open_regular
+from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Statements
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 
@@ -78,13 +80,22 @@ class ShardWriter(StorageWriter):
         iteration: iteration in the manifest.
         world_size: number of writing ranks.
         documents: small files, by name.
+        statements: the run's statements, for a certificate; None on all ranks for none.
     """
 
-    def __init__(self, folder: Path, iteration: int | str, world_size: int, documents: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        iteration: int | str,
+        world_size: int,
+        documents: Mapping[str, bytes],
+        statements: Statements | None = None,
+    ) -> None:
         self.folder = folder
         self.iteration = iteration
         self.world_size = world_size
         self.documents = documents
+        self.statements = statements
         self.problem: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -108,16 +119,21 @@ class ShardWriter(StorageWriter):
         try:
             if plan.items:
                 offset = 0
+                digest = None if self.statements is None else sha256()
                 with path.open("wb", buffering=0) as stream:
                     for item in plan.items:
                         value = planner.resolve_data(item)
                         assert isinstance(value, Tensor)
                         data = tensor_bytes(value)
                         write_all(stream, data)
+                        if digest is not None:
+                            digest.update(data)
                         stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
                         results.append(WriteResult(item.index, len(data), stored))
                         offset += len(data)
                     os.fsync(stream.fileno())
+                if digest is not None:
+                    results.append(WriteResult(MetadataIndex(path.name), 0, digest.hexdigest()))
         except Exception as error:
             self.problem = describe_error(error, path)
             results = [WriteResult(MetadataIndex("failed"), 0, None)]
@@ -129,6 +145,8 @@ class ShardWriter(StorageWriter):
         if None in stored.values():
             return
         try:
+            items = {index: item for index, item in stored.items() if isinstance(item, StoredItem)}
+            digests = {index.fqn: digest for index, digest in stored.items() if isinstance(digest, str)}
             entries = metadata.state_dict_metadata
             manifest = Manifest(
                 self.iteration,
@@ -136,17 +154,22 @@ class ShardWriter(StorageWriter):
                 files={},
                 documents={},
                 tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
-                items={(i.fqn, tuple(i.offset or ())): s for i, s in stored.items()},
+                items={(i.fqn, tuple(i.offset or ())): s for i, s in items.items()},
             )
             for name, data in self.documents.items():
                 write_synced(self.folder / name, data)
                 manifest.documents[name] = StoredItem(name, 0, len(data), zlib.crc32(data))
-            for item in [*manifest.documents.values(), *stored.values()]:
+            for item in [*manifest.documents.values(), *items.values()]:
                 manifest.files[item.file] = max(manifest.files.get(item.file, 0), item.offset + item.length)
             problem = check_file_sizes(self.folder, manifest.files)
             if problem is not None:
                 raise RuntimeError(f"{problem} (do all ranks share this file system?)")
-            write_synced(self.folder / MANIFEST, manifest.render())
+            documents = {**self.documents, MANIFEST: manifest.render()}
+            write_synced(self.folder / MANIFEST, documents[MANIFEST])
+            if self.statements is not None and isinstance(self.iteration, int):
+                digests |= {name: sha256(data).hexdigest() for name, data in documents.items()}
+                certificate = Certificate(self.iteration, self.world_size, digests, self.statements)
+                write_synced(self.folder / CERTIFICATE, certificate.render())
             fsync_directory(self.folder)
         except Exception as error:
             path = Path(error.filename) if isinstance(error, OSError) and error.filename else self.folder

@@ -152,16 +152,7 @@ class ErrorFeedbackCodec(Codec):
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         gradient_1 = given_1 = squared_norms(x, False)
-        # The newest residual, resized to the message's sequence length; None if its other dimensions differ.
-        residual = state.get(RESIDUAL)
-        if residual is not None and residual.shape != (x.shape[-1:] if self.mean else x.shape):
-            if self.mean or residual.dim() != len(x.shape) or residual.shape[1:] != x.shape[1:]:
-                residual = None
-            else:
-                segments = residual.split(x.shape[0])
-                residual = residual.new_zeros(x.shape)
-                for segment in segments:
-                    residual[: segment.shape[0]].add_(segment)
+        residual = self.fitting_residual(x.shape, state)
         if residual is None:
             corrected = x.clone(memory_format=torch.contiguous_format)
         else:
@@ -175,6 +166,18 @@ class ErrorFeedbackCodec(Codec):
         state.stage(RESIDUAL, new_residual)
         state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(new_residual, False)))
         return payload
+
+    def fitting_residual(self, shape: torch.Size, state: CompressorState) -> Tensor | None:
+        """The newest residual, resized to the shape's sequence length; None if its other dimensions differ."""
+        residual = state.get(RESIDUAL)
+        if residual is None or residual.shape == (shape[-1:] if self.mean else shape):
+            return residual
+        if self.mean or residual.dim() != len(shape) or residual.shape[1:] != shape[1:]:
+            return None
+        resized = residual.new_zeros(shape)
+        for segment in residual.split(shape[0]):
+            resized[: segment.shape[0]].add_(segment)
+        return resized
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable

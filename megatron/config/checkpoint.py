@@ -75,6 +75,12 @@ class CheckpointConfig:
         unit="checkpoints",
         minimum=1,
     )
+    certificate: bool | None = derived(
+        "on with --compress auto and --save",
+        "Write into each checkpoint a certificate, which megatron-cc-verify checks: digests of files, configuration, "
+        "code, kernels and data, the bytes sent beside the interfaces' counters, samples of what compressors sent, and "
+        "whether replicas are equal.",
+    )
 
     @property
     def resumes(self) -> bool:
@@ -100,8 +106,10 @@ class CheckpointConfig:
         return self.finetune or self.no_load_optim
 
 
-def resolve_checkpoint(checkpoint: CheckpointConfig, note: Note) -> CheckpointConfig:
-    """Fill the settings that follow from others."""
+def resolve_checkpoint(checkpoint: CheckpointConfig, chooses_compressors: bool, note: Note) -> CheckpointConfig:
+    """Fill the settings that follow from others, such as from ``--compress auto``."""
+    if checkpoint.certificate is None:
+        checkpoint = replace(checkpoint, certificate=chooses_compressors and checkpoint.save is not None)
     if not checkpoint.moe_use_upcycling or checkpoint.finetune:
         return checkpoint
     note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start anew")
@@ -120,6 +128,7 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
         (checkpoint.keep_last is not None, f"--{keep_last}", checkpoint.save, "--save"),
         (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
+        (bool(checkpoint.certificate), "--certificate", checkpoint.save, "--save"),
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
         (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
         (checkpoint.moe_use_upcycling, "--moe-use-upcycling", checkpoint.load, "--load"),

@@ -38,7 +38,7 @@ class PendingGather:
         self.shape, self.dtype = x.shape, x.dtype
         self.state, self.key, self.group, self.ledger, self.point = state, key, group, ledger, point
         with ledger.encoding(point):
-            wire = codec.encode(x, state, key).wire
+            wire = ledger.audited(point, codec).encode(x, state, key).wire
         self.out = out
         exact = out is not None and wire.dtype == x.dtype and wire.shape == x.shape
         self.wires = (

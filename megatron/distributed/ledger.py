@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.points import Point
 from megatron.distributed.clock import Clock, HostClock, Mark, Tell
 from megatron.distributed.group import NOTHING, Group, Pending
 from megatron.distributed.observer import Observer
+
+C = TypeVar("C", Codec, RoundCompressor)
 
 _FLIGHT_NAMES = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
 
@@ -107,7 +111,8 @@ class Ledger:
         clock: clock of this rank's device; the host's clock by default.
         observers: observers of this rank's communication points; callers may append to the list.
 
-    ``open_blocks`` are the timed blocks that have not ended, innermost last.
+    ``open_blocks`` are the timed blocks that have not ended, innermost last. ``sent_bytes``, by point, and
+    ``sent_messages`` count everything that this rank has sent, including the traffic that the accounts exclude.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
@@ -115,6 +120,8 @@ class Ledger:
         self.observers = list(observers)
         self._accounts = _Accounts()
         self.open_blocks: list[_Timed] = []
+        self.sent_bytes: Counter[Point] = Counter()
+        self.sent_messages = 0
 
     @property
     def accounts(self) -> dict[Point, Account]:
@@ -126,6 +133,8 @@ class Ledger:
         intra-node bytes."""
         account = self.accounts[point]
         self._accounts.active_points.add(point)
+        self.sent_bytes[point] += wire_bytes
+        self.sent_messages += 1
         account.messages += 1
         account.wire_bytes += wire_bytes
         account.inside_bytes += inside_bytes
@@ -158,6 +167,12 @@ class Ledger:
     def decoding(self, point: Point) -> AbstractContextManager[None]:
         """Time the decoding of a message."""
         return self._timed(partial(self._accounts.code, point), "decode", point)
+
+    def audited(self, point: Point, compressor: C) -> C:
+        """The compressor for a point's next tensor, which observers may wrap."""
+        for observer in self.observers:
+            compressor = observer.audit(point, compressor)
+        return compressor
 
     def _timed(self, tell: Tell, name: str, point: Point) -> _Timed:
         return _Timed(self, tell, self._observed(name, {"point": point.value}) if self.observers else None)

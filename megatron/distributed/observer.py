@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Payload
+from megatron.compression.api import Codec, Payload, RoundCompressor
 from megatron.compression.approximation import subtract
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.distributed.group import Pending
 from megatron.distributed.policy import Position
+
+C = TypeVar("C", Codec, RoundCompressor)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ class Finding:
 
 
 class Observer:
-    """Base class of observers: callbacks for the events of a run, all no-ops by default."""
+    """Base class of observers: callbacks for the events of a run, all no-ops by default.
+
+    ``launches_kernels`` says whether steps with this observer launch other kernels than steps without it.
+    """
+
+    launches_kernels = False
 
     def begin_step(self, iteration: int) -> None:
         """Called when a step begins (0-based; -1: an evaluation)."""
@@ -75,6 +82,10 @@ class Observer:
 
     def on_complete(self, name: str, point: Point, pending: Pending) -> None:
         """Called when a communication has completed."""
+
+    def audit(self, point: Point, compressor: C) -> C:
+        """Called when a tensor is about to be compressed; returns its compressor, or one that wraps it."""
+        return compressor
 
     def on_send(self, sent: SentMessage) -> None:
         """Called when a message between stages has been encoded."""

@@ -70,6 +70,8 @@ class PackedReduction:
             steps = 1 if sharded else 2
             raw_bytes = sum(steps * (group.size - 1) * num_bytes(reduction.x) // group.size for reduction in reductions)
         self._raw_left = raw_bytes
+        for reduction in reductions if ledger.observers else ():
+            reduction.compressor = ledger.audited(point, reduction.compressor)
         self.reductions = reductions
         self._peers = Peers(group.rank, group.size, sharded=sharded)
         self._generators: list[Generator[Request, Tensor, Aggregate]] = [

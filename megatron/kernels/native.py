@@ -78,6 +78,12 @@ def sources_digest() -> int:
     return int.from_bytes(digest.digest()[:8], "little") >> 4
 
 
+def kernels_digest() -> str:
+    """SHA-256 of the compiled kernels; "python" where they are not in use."""
+    path = library_path()
+    return "python" if problem() is not None or path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def operators() -> Any:
     """Namespace of the compiled operators."""
     return torch.ops.megatron_cc

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import megatron
-from megatron.base.option import field_options
+from megatron.base.code_digest import code_digest
+from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import contents
 from megatron.compression.plugins import installed
 from megatron.config.data import DatasetBlend, parse_blend
@@ -30,54 +28,64 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
     """
     plugins = [f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip() for plugin in installed()]
     return {
-        "the code of the package megatron (a digest of its files)": _digest(tuple(megatron.__path__)),
+        "the code of the package megatron (a digest of its files)": code_digest(),
         "the version of torch": torch.__version__,
         "the list of installed compressors": ", ".join(sorted(plugins)) or "empty",
         **dict(_flags(sections)),
     }
 
 
-@cache
-def _digest(folders: Sequence[str]) -> str:
-    """Digest of the modules below some folders, as they are at the first call."""
-    digest = blake2b(digest_size=8)
-    for folder in folders:
-        for path in sorted(Path(folder).rglob("*.py")):
-            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Values of all flags, and contents of the files that they name."""
-    files = []
     for section, values in sections.items():
         for field in field_options(section, type(values)):
-            value, option = getattr(values, field.name), field.option
-            if option.contents:
-                files.append((option.contents, field.flag, value if isinstance(value, list) else [value]))
-            elif not option.may_differ:
-                if value is None:
-                    text = "not given"
-                else:
-                    if field.path == "compression.compress":
-                        # Each machine may keep a codec's scratch file elsewhere.
-                        specs = [
-                            [word for word in spec.split(",") if not word.strip().lower().startswith("folder=")]
-                            for spec in value
-                        ]
-                        value = [",".join(words) for words in specs]
-                    text = (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
-                yield f"--{field.flag}", text
-    for kind, flag, words in files:
-        present_words = [word for word in words if word is not None]
-        yield f"the number of words of --{flag}", str(len(present_words))
-        if kind == "blend":
-            blend = parse_blend(present_words, f"--{flag}") or DatasetBlend(())
+            if not field.option.contents and not field.option.may_differ:
+                yield f"--{field.flag}", _format_value(field, getattr(values, field.name))
+    for flag, words, blend in _flags_of_files(sections):
+        yield f"the number of words of --{flag}", str(len(words))
+        blend = blend or DatasetBlend(())
+        for number in range(len(blend.paths)):
+            weight_text = f"{blend.weights[number]:g}" if blend.weights else "not given"
+            yield f"the weight of dataset {number + 1} of --{flag}", weight_text
+    for name, path in input_files(sections):
+        yield name, contents(path)
+
+
+def _flags_of_files(sections: Mapping[str, Any]) -> Iterable[tuple[str, list[str], DatasetBlend | None]]:
+    """Flags that name files, with their words, and the blend of datasets that these stand for, if any."""
+    for section, values in sections.items():
+        for field in field_options(section, type(values)):
+            if not field.option.contents:
+                continue
+            value = getattr(values, field.name)
+            words = [word for word in (value if isinstance(value, list) else [value]) if word is not None]
+            yield field.flag, words, parse_blend(words, f"--{field.flag}") if field.option.contents == "blend" else None
+
+
+def input_files(sections: Mapping[str, Any]) -> Iterable[tuple[str, Path]]:
+    """Names, for the user, and paths of all files that flags name and that are equal on all ranks.
+
+    Args:
+        sections: sections of the command's flags, by name.
+
+    Raises:
+        UserError: when a blend of datasets cannot be read.
+    """
+    for flag, words, blend in _flags_of_files(sections):
+        if blend is not None:
             for number, prefix in enumerate(blend.paths):
-                dataset_name = f"dataset {number + 1} of --{flag}"
-                yield f"the weight of {dataset_name}", f"{blend.weights[number]:g}" if blend.weights else "not given"
                 for path in dataset_files(prefix):
-                    yield f"the {path.suffix} file of {dataset_name}", contents(path)
+                    yield f"the {path.suffix} file of dataset {number + 1} of --{flag}", Path(path)
         else:
-            for number, path in enumerate(present_words):
-                yield f"file {number + 1} of --{flag}", contents(path)
+            for number, word in enumerate(words):
+                yield f"file {number + 1} of --{flag}", Path(word)
+
+
+def _format_value(field: FieldOption, value: Any) -> str:
+    if value is None:
+        return "not given"
+    if field.path == "compression.compress":
+        # Each machine may keep a codec's scratch file elsewhere.
+        specs = [[word for word in spec.split(",") if not word.strip().lower().startswith("folder=")] for spec in value]
+        value = [",".join(words) for words in specs]
+    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"

@@ -40,6 +40,7 @@ from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import CHOICE, describe_choice, restore_choice
+from megatron.training.certificate import CertificateRecord, RunCertificate
 from megatron.training.changed_samples import SECTIONS, sample_warnings
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
@@ -52,6 +53,7 @@ class RunCheckpoints:
         engines, schedule, progress: objects that are saved, and restored in place.
         log: prints lines for the user, on rank 0.
         lock: lock of the folder of ``--save``, on rank 0.
+        certificate: collects the statements of ``--certificate``; None without.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RunCheckpoints:
         progress: Progress,
         log: Callable[[str], None],
         lock: FolderLock | None = None,
+        certificate: RunCertificate | None = None,
     ) -> None:
         self.run_config = config = engines.config
         self.config = config.checkpoint
@@ -70,6 +73,8 @@ class RunCheckpoints:
         engines.plan.steps = progress
         self.log = log
         self.lock = lock
+        self.certificate = certificate
+        self.certificate_record = CertificateRecord()
         self.group = engines.topology.control.pg
         layout = engines.topology.layout
         self.compressors = CompressorCheckpoint(
@@ -82,6 +87,7 @@ class RunCheckpoints:
             engines.outer,
         )
         self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
+        self.stateful_parts.register("certificate", self.certificate_record, Scope.LOGS)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
@@ -118,9 +124,19 @@ class RunCheckpoints:
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
+        statements = None
+        if self.certificate is not None:
+            self.certificate_record.statements = statements = self.certificate.collect(iteration)
         common, last_update = self.stateful_parts.state_dict(), self.progress.last_update
-        self.saver.save(iteration, tensors, common, self.config_yaml, last_update)
+        self.saver.save(iteration, tensors, common, self.config_yaml, last_update, statements)
         self.saved_iteration = iteration
+        if self.certificate is not None:
+            self.certificate.resume()
+
+    def begin_certificate(self) -> None:
+        """Begin to count for the certificate, if there is one; called when training begins."""
+        if self.certificate is not None:
+            self.certificate.begin(self.progress.iteration, self.certificate_record.statements)
 
     @property
     def saved_to(self) -> str | None:

@@ -41,6 +41,7 @@ from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, log_engines, rank_0_log
 from megatron.training.assembly import build_engines, groups_by_node, make_layout
 from megatron.training.auto_compression import check_auto, with_chosen_compressors
+from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
@@ -238,7 +239,10 @@ def run(
         reporter = Reporter(engines, plan, progress, timers)
         if config.compression.chosen_specs or choice is not None:
             reporter.step_time_check = StepTimeCheck(None if choice is None else choice.chosen, engines.plan)
-        checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock)
+        certificate = None
+        if config.checkpoint.certificate:
+            certificate = RunCertificate(engines, job.sections, choice, reporter.step_time_check)
+        checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock, certificate)
         island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
         if saved is not None:
             checkpoints.load(saved, island_folders)

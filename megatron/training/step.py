@@ -296,6 +296,8 @@ def _forward_backward(
         *engines.sync.launch_signature(),
     ]
     signatures += _expert_signatures(engines)
+    if any(observer.launches_kernels for observer in engines.ledger.observers):
+        signatures.append(None)
     # The objective of a micro-batch is its share of the batch mean, times the number of micro-batches. Auxiliary losses
     # of expert layers are means over the tokens of a micro-batch, and have the same gradient.
     loss_grad = torch.tensor(

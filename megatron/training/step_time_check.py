@@ -25,10 +25,13 @@ class StepTimeCheck:
     Args:
         chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
         plan: the compressors of the run; steps of their warm-ups are not measured.
+
+    ``measured_s`` are the seconds of the first steps with the chosen set, None before.
     """
 
     def __init__(self, chosen: CompressorSet | None, plan: CompressionPlan) -> None:
         self._chosen = chosen
+        self.measured_s: float | None = None
         self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
         self._first_steps: list[StepMetrics] = []
         self._expected_s_per_token: float | None = None
@@ -69,7 +72,7 @@ class StepTimeCheck:
         self._expected_s_per_token = statistics.median(map(_s_per_token, steps))
         if self._chosen is None:
             return None
-        measured_s = statistics.median(step.seconds_per_iteration for step in steps)
+        self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)
         predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
         values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
         expected_text = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"

@@ -129,6 +129,7 @@ class Trainer:
         reason = ExitReason.NONE
         with listening as signals:
             self.reporter.start_training()
+            self.checkpoints.begin_certificate()
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             # Join other islands, or run the round that is due after the checkpoint's iteration.
@@ -249,6 +250,8 @@ class Trainer:
             step_batches = take_batches(batches, count, self.topology.device, length)
         if self.rounds is not None:
             self.rounds.before_step(progress.iteration)
+        if self.checkpoints.certificate is not None:
+            self.checkpoints.certificate.begin_step(progress.iteration)
         rates = self.schedule.rates
         metrics = train_step(
             self.engines, step_batches, progress.iteration, *rates, votes=votes, timers=timers, seq_length=length
@@ -268,6 +271,8 @@ class Trainer:
             self._run_round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._left_behind:
                 return ExitReason.NONE
+        if self.checkpoints.certificate is not None:
+            self.checkpoints.certificate.end_step()
         self.checkpoints.poll()
         every = config.training.check_replicas
         if every and progress.iteration % every == 0:

@@ -126,7 +126,8 @@ class RowExchange:
             for r, block in enumerate(row_blocks):
                 if r != rank and block.numel():
                     codec, dtype = self._codec(block, point)
-                    wires[r] = codec.encode(block.to(dtype), send_states[r], None).wire
+                    audited = self.ledger.audited(point, codec)
+                    wires[r] = audited.encode(block.to(dtype), send_states[r], None).wire
             out_blocks[rank].copy_(row_blocks[rank])
             buffers = [rows.new_empty(0, dtype=torch.uint8) for _ in ranks]
             for r, block in enumerate(out_blocks):

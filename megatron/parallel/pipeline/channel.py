@@ -165,7 +165,7 @@ class PipelineChannel:
             wide = x.detach().to(dtype)
             state = way.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
-            payload = codec.encode(wide, state, key)
+            payload = self.ledger.audited(way.point, codec).encode(wide, state, key)
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)

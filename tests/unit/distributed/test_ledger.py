@@ -149,3 +149,14 @@ def test_a_group_of_a_single_rank_does_not_wait() -> None:
     ledger = Ledger()
     ledger.wait_for(Point.DP_GRAD, Pending(None, 0, NOTHING))
     assert ledger.take_totals() == {}
+
+
+def test_everything_sent_is_counted_whatever_the_accounts_exclude() -> None:
+    ledger = Ledger()
+    ledger.count_message(Point.DP_GRAD, 100)
+    ledger.take_totals()
+    with ledger.uncounted():
+        ledger.count_message(Point.PP_FWD, 10)
+    ledger.clear()
+    assert ledger.sent_bytes == {Point.DP_GRAD: 100, Point.PP_FWD: 10}
+    assert ledger.sent_messages == 2

@@ -1,0 +1,24 @@
+"""Digest of the package's code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import megatron
+
+
+def code_digest() -> str:
+    """SHA-256 of the package's modules, as they are at the first call."""
+    return _digest_of(tuple(megatron.__path__))
+
+
+@cache
+def _digest_of(folders: Sequence[str]) -> str:
+    digest = sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

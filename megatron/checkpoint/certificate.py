@@ -1,0 +1,272 @@
+"""``certificate.json``: statements of a run about itself, and digests of the files of its checkpoint.
+
+The checkpoint's common values hold the same statements, from which a resumed run goes on. The file's own digest
+notices damage; it is no signature, and proves nothing about who wrote the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.regular import read_regular
+from megatron.base.values import Values
+
+CERTIFICATE = "certificate.json"
+FORMAT = 1
+_LONGEST, _MOST = 1 << 24, 1 << 62
+
+
+@dataclass(frozen=True)
+class Span:
+    """Traffic of the iterations that a process group has run.
+
+    Args:
+        after, until: the iterations after ``after``, up to ``until``.
+        ranks: number of ranks.
+        messages: number of messages and collectives that the ledger counted, over all ranks.
+        ledger: bytes that all ranks sent, by communication point, as the ledger counted them.
+        interfaces: bytes that the interfaces of all nodes sent, without headers; None if not compared.
+        names: names of these interfaces.
+        connections: bytes that the ranks' own connections sent, by the kernel's counters; None if these are unknown.
+        reason: why nothing is compared; empty if it is.
+    """
+
+    after: int
+    until: int
+    ranks: int
+    messages: int
+    ledger: Mapping[str, int]
+    interfaces: int | None = None
+    names: Sequence[str] = ()
+    connections: int | None = None
+    reason: str = ""
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> Span:
+        """Read a span; raise UserError for bad values."""
+        values = Values(content, location)
+        ledger = Values(values.table("ledger"), location)
+        after = _count(values, "after")
+        return Span(
+            after,
+            _count(values, "until", least=after),
+            _count(values, "ranks", least=1),
+            _count(values, "messages"),
+            {point: _count(ledger, point) for point in ledger},
+            _count(values, "interfaces") if values.has("interfaces") else None,
+            values.texts("names"),
+            _count(values, "connections") if values.has("connections") else None,
+            values.text("reason"),
+        )
+
+
+@dataclass(frozen=True)
+class SampledPoint:
+    """Samples of what a point sends, over all ranks.
+
+    Args:
+        point: the communication point.
+        residual: whether its compressor keeps a residual.
+        samples: number of samples.
+        worst_error: largest relative error of a sample: of the message plus the residual if there is one.
+        sha256: digest of the sampled tensors.
+    """
+
+    point: str
+    residual: bool
+    samples: int
+    worst_error: float
+    sha256: str
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> SampledPoint:
+        """Read an entry; raise UserError for bad values."""
+        values = Values(content, location)
+        return SampledPoint(
+            values.text("point"),
+            values.flag("residual"),
+            _count(values, "samples", least=1),
+            values.number("worst_error", least=0.0),
+            values.text("sha256"),
+        )
+
+
+@dataclass(frozen=True)
+class AutoDecision:
+    """A choice of ``--compress auto``.
+
+    Args:
+        specs: the specs in use: the chosen ones, or what has replaced them.
+        predicted_s, uncompressed_s: predicted seconds of an iteration with the chosen specs, and without.
+        trial_s: measured seconds of trial steps with the chosen specs; None if none were run.
+        measured_s: measured seconds of an iteration; None before that.
+        report: the choice as it was logged, with its reasons.
+    """
+
+    specs: Sequence[str]
+    predicted_s: float
+    uncompressed_s: float
+    trial_s: float | None
+    measured_s: float | None
+    report: Sequence[str]
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> AutoDecision:
+        """Read a decision; raise UserError for bad values."""
+        values = Values(content, location)
+        return AutoDecision(
+            values.texts("specs"),
+            values.number("predicted_s", least=0.0),
+            values.number("uncompressed_s", least=0.0),
+            values.number("trial_s", least=0.0) if values.has("trial_s") else None,
+            values.number("measured_s", least=0.0) if values.has("measured_s") else None,
+            values.texts("report"),
+        )
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that a flag names, with the short fingerprint by which ranks compare it."""
+
+    name: str
+    path: str
+    contents: str
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> InputFile:
+        """Read an entry; raise UserError for bad values."""
+        values = Values(content, location)
+        return InputFile(values.text("name"), values.text("path"), values.text("contents"))
+
+
+@dataclass(frozen=True)
+class Statements:
+    """A run's statements about itself.
+
+    Args:
+        code, kernels, torch: digests of the package and of its compiled kernels ("python" without), version of torch.
+        inputs: the files that flags name.
+        traffic: spans of iterations, in order.
+        samples: sampled points.
+        not_sampled: reasons why compressed points have no samples, by point.
+        differences: first differences between ranks that must hold the same numbers.
+        auto: choice of ``--compress auto``, if there was one.
+    """
+
+    code: str
+    kernels: str
+    torch: str
+    inputs: Sequence[InputFile]
+    traffic: Sequence[Span]
+    samples: Sequence[SampledPoint]
+    not_sampled: Mapping[str, str] = field(default_factory=dict)
+    differences: Sequence[str] = ()
+    auto: AutoDecision | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The statements as plain values that JSON does not change."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> Statements:
+        """Read statements.
+
+        Raises:
+            UserError: for values that a run does not write; the message names them.
+        """
+        values = Values(content, location)
+        reasons = Values(values.table("not_sampled"), location)
+        return Statements(
+            code=values.text("code"),
+            kernels=values.text("kernels"),
+            torch=values.text("torch"),
+            inputs=[InputFile.read(entry, f"{location}, inputs") for entry in _tables(values, "inputs")],
+            traffic=[Span.read(entry, f"{location}, traffic") for entry in _tables(values, "traffic")],
+            samples=[SampledPoint.read(entry, f"{location}, samples") for entry in _tables(values, "samples")],
+            not_sampled={point: reasons.text(point) for point in reasons},
+            differences=values.texts("differences"),
+            auto=AutoDecision.read(values.table("auto"), f"{location}, auto") if values.has("auto") else None,
+        )
+
+
+def _count(values: Values, name: str, least: int = 0) -> int:
+    return values.integer(name, least=least, most=_MOST)
+
+
+def _tables(values: Values, name: str) -> list[Mapping[str, Any]]:
+    entries = values.listed(name)
+    return [Values({name: entry}, values.location).table(name) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate.
+
+    Args:
+        iteration, ranks: iteration of the checkpoint, and number of ranks that wrote it.
+        files: SHA-256 of each other file of the checkpoint.
+        statements: the run's statements.
+    """
+
+    iteration: int
+    ranks: int
+    files: Mapping[str, str]
+    statements: Statements
+
+    def render(self) -> bytes:
+        """The content of the file."""
+        content = {
+            "format": FORMAT,
+            "iteration": self.iteration,
+            "ranks": self.ranks,
+            "files": dict(self.files),
+            "statements": self.statements.to_dict(),
+        }
+        return (json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n").encode()
+
+
+def _digest(content: Any) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_certificate(folder: Path) -> Certificate:
+    """Read and check ``certificate.json``.
+
+    Raises:
+        UserError: when it is missing, damaged, or of another format; the message has the file's name.
+    """
+    path = folder / CERTIFICATE
+    try:
+        data = read_regular(path, _LONGEST)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: it was saved without --certificate, or removed") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    try:
+        sealed = json.loads(data)
+        content = sealed["content"]
+        intact = sealed["sha256"] == _digest(content) and isinstance(content, dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path} is damaged: its digest does not match")
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    values = Values(content, str(path))
+    files = Values(values.table("files"), str(path))
+    for name in files:
+        if Path(name).name != name or "\0" in name:
+            raise values.wrong(f"files: {name!r} is not the name of a file in this folder")
+    return Certificate(
+        _count(values, "iteration"),
+        _count(values, "ranks", least=1),
+        {name: files.text(name) for name in files},
+        Statements.read(values.table("statements"), str(path)),
+    )

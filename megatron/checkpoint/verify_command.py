@@ -1,0 +1,214 @@
+"""Checks the certificate of a checkpoint that a run with --certificate saved.
+
+    megatron-cc-verify checkpoints                        the newest checkpoint
+    megatron-cc-verify checkpoints/iter_0000300 --strict
+    python -m megatron.checkpoint.verify_command checkpoints
+
+A line for each check; the first thing that differs is the only line, and the exit status is 2:
+
+  files      every file of the checkpoint has the SHA-256 of the certificate, the configuration's included
+  statements the certificate says what the checkpoint's own values say
+  bytes      the ledger's bytes are those of the ranks' connections and network interfaces, within 1% and the headers
+             of messages, where their counters could be read; interfaces also carry what other programs send
+  residuals  what was sent plus the residual is what was meant to be sent, in every sampled tensor
+  replicas   ranks that must hold the same numbers did, bit by bit
+  auto       the choice of --compress auto, with the predicted and the measured time of an iteration
+  machine    this machine's code, kernels, torch and input files are the run's; a warning, unless --strict
+
+Nothing is unpickled, and nothing but the folder and the run's input files is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from megatron.base.code_digest import code_digest
+from megatron.base.errors import UserError
+from megatron.base.regular import contents, open_regular
+from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Span, Statements, read_certificate
+from megatron.checkpoint.files import checkpoint_folder
+from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.checkpoint.plain import decode_plain
+from megatron.checkpoint.save import COMMON
+from megatron.checkpoint.storage import READ_BYTES
+from megatron.config.memory import in_words
+from megatron.kernels.native import kernels_digest
+
+BYTES_TOLERANCE = 0.01
+HEADER_BYTES = 320
+"""Most bytes that gloo adds to a message each time that a rank passes it on, in a ring of n ranks 2 (n - 1) times."""
+RESIDUAL_TOLERANCE = 1e-6
+"""Largest relative error of a message plus its residual, which are added in fp32."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg_parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it"
+    )
+    arg_parser.add_argument(
+        "--strict", action="store_true", help="fail where code, kernels, torch or input files differ on this machine"
+    )
+    return arg_parser
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The folder of the checkpoint: the newest, if ``folder`` is that of all checkpoints.
+
+    Raises:
+        UserError: when there is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; name the one that --save wrote to")
+    if (folder / CERTIFICATE).exists() or (folder / MANIFEST).exists():
+        return folder
+    iteration = read_tracker(folder)
+    if iteration is None:
+        raise UserError(f"{folder} holds no checkpoint; name the folder that --save wrote to")
+    return checkpoint_folder(folder, iteration)
+
+
+def verify(folder: Path, strict: bool = False) -> Iterator[str]:
+    """Check a checkpoint against its certificate; yield a line for each check.
+
+    Raises:
+        UserError: for the first thing that differs.
+    """
+    certificate = read_certificate(folder)
+    statements = certificate.statements
+    yield f"files: {_check_files(folder, certificate)}"
+    yield f"statements: {_check_statements(folder, certificate)}"
+    yield from (f"bytes: {_check_bytes(folder, span)}" for span in statements.traffic)
+    yield from _check_samples(folder, statements)
+    if statements.differences:
+        raise UserError(f"{folder}: replicas differ: {statements.differences[0]}")
+    yield f"replicas: all {certificate.ranks} ranks agree bit by bit on what they must hold alike"
+    if statements.auto is not None:
+        auto = statements.auto
+        specs_text, measured_text = " ".join(auto.specs) or "nothing", "not measured yet"
+        if auto.measured_s is not None:
+            measured_text = f"measured {auto.measured_s:.3g} s"
+        yield (
+            f"auto: {specs_text}: predicted {auto.predicted_s:.3g} s an iteration, {auto.uncompressed_s:.3g} s "
+            f"without{'' if auto.trial_s is None else f'; trial steps {auto.trial_s:.3g} s'}; {measured_text}"
+        )
+    for problem in _machine_differences(statements):
+        if strict:
+            raise UserError(f"{folder}: {problem}")
+        yield f"warning: {problem}"
+
+
+def _check_files(folder: Path, certificate: Certificate) -> str:
+    manifest = read_manifest(folder)
+    names = {*manifest.files, MANIFEST}
+    for name in sorted(names ^ set(certificate.files)):
+        holder, other = ("checkpoint", "certificate") if name in names else ("certificate", "checkpoint")
+        raise UserError(f"{folder}: {name} is a file of the {holder}, but not of the {other}")
+    if (manifest.iteration, manifest.world_size) != (certificate.iteration, certificate.ranks):
+        raise UserError(
+            f"{folder}: the checkpoint is of iteration {manifest.iteration} and {manifest.world_size} ranks, the "
+            f"certificate of iteration {certificate.iteration} and {certificate.ranks}"
+        )
+    for name, digest in certificate.files.items():
+        if _file_digest(folder / name) != digest:
+            raise UserError(f"{folder / name} differs: its SHA-256 is not the certificate's")
+    return f"all {len(names)} ({in_words(sum(manifest.files.values()))}) have their SHA-256"
+
+
+def _file_digest(path: Path) -> str:
+    digest = sha256()
+    try:
+        with open_regular(path) as stream:
+            while block := stream.read(READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _check_statements(folder: Path, certificate: Certificate) -> str:
+    """Compare the statements with the checkpoint's common values, whose digest is known to be right."""
+    try:
+        common = decode_plain((folder / COMMON).read_bytes())
+        saved, choice = common["certificate"], common["compression_choice"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{folder / COMMON} is not what a run with --certificate writes: {error!r}") from error
+    stated = certificate.statements.to_dict()
+    for name, value in stated.items():
+        if not isinstance(saved, dict) or saved.get(name) != value:
+            raise UserError(f"{folder / CERTIFICATE}: {name} differs from the one in {COMMON}")
+    auto = certificate.statements.auto
+    if auto is not None and isinstance(choice, dict) and choice and choice.get("specs") != list(auto.specs):
+        raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
+    return f"as in {COMMON}, of iteration {certificate.iteration}"
+
+
+def _check_bytes(folder: Path, span: Span) -> str:
+    counted = sum(span.ledger.values())
+    label = f"iterations {span.after + 1} to {span.until} of {span.ranks} ranks, {in_words(counted)} by the ledger"
+    if span.interfaces is None:
+        return f"{label}, not compared with the interfaces: {span.reason}"
+    least = counted * (1 - BYTES_TOLERANCE)
+    most = counted * (1 + BYTES_TOLERANCE) + HEADER_BYTES * 2 * (span.ranks - 1) * span.messages
+    interfaces = f"{span.interfaces / max(counted, 1):.4f} times as many by {', '.join(span.names)}"
+    if span.connections is not None:
+        label = f"{label}, {span.connections / max(counted, 1):.4f} times as many by the ranks' connections"
+        if not least <= span.connections <= most:
+            raise UserError(f"{folder}: bytes differ: {label}")
+    elif span.interfaces > most:
+        raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
+    if span.interfaces < least:
+        raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
+    return f"{label}, {interfaces}{', with other programs' if span.interfaces > most else ''}"
+
+
+def _check_samples(folder: Path, statements: Statements) -> Iterator[str]:
+    for entry in statements.samples:
+        label = f"{entry.point}: relative error at most {entry.worst_error:.2g} in {entry.samples} samples"
+        if not entry.residual:
+            yield f"residuals: {label} of messages without a residual, {entry.sha256[:16]}"
+        elif entry.worst_error > RESIDUAL_TOLERANCE:
+            raise UserError(f"{folder}: residuals do not add up at {label}, above {RESIDUAL_TOLERANCE:g}")
+        else:
+            yield f"residuals: {label} of message plus residual, {entry.sha256[:16]}"
+    yield from (f"residuals: {point}: not sampled: {why}" for point, why in statements.not_sampled.items())
+
+
+def _machine_differences(statements: Statements) -> Iterator[str]:
+    if statements.code != code_digest():
+        yield "the code of the package megatron is not the run's"
+    if statements.kernels != kernels_digest():
+        yield "the compiled kernels are not the run's"
+    if statements.torch != torch.__version__:
+        yield f"torch is {torch.__version__} here, and was {statements.torch}"
+    for file in statements.inputs:
+        if contents(file.path) != file.contents:
+            yield f"{file.name}, {file.path}, is {contents(file.path)} here, and was {file.contents}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 2 when something differs or there is no certificate."""
+    options = parser().parse_args(arguments)
+    try:
+        folder = find_checkpoint(options.folder)
+        lines = list(verify(folder, options.strict))
+    except UserError as error:
+        print(f"verify: error: {error}".splitlines()[0], file=sys.stderr)
+        return 2
+    try:
+        print("\n".join([f"{folder}: certified", *(f"  {line}" for line in lines)]))
+    except BrokenPipeError:  # as with `| head`
+        sys.stdout = None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Samples of compressed tensors: is what was sent, plus the residual, what was meant to be sent?
+
+The wrappers leave everything as it is: they copy a part of the compressor's input and of its residual before a message,
+and the same part of both results after it. The exact arithmetic between these copies is in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Approximation, dense
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.state import CompressorState
+
+SLICE = 1 << 16
+"""Elements of a tensor that a sample copies."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A part of a tensor that was compressed, flat, in fp64.
+
+    Args:
+        intended: the compressor's input plus the residual of earlier messages.
+        sent: the part as the receiver gets it, or this rank's contribution to a sum.
+        residual: the residual afterwards; None without error feedback.
+    """
+
+    intended: Tensor
+    sent: Tensor
+    residual: Tensor | None
+
+    def relative_error(self) -> float:
+        """Norm of the difference between ``intended`` and ``sent`` plus ``residual``, over the norm of ``intended``."""
+        total = self.sent if self.residual is None else self.sent + self.residual
+        norm = float(torch.linalg.vector_norm(self.intended))
+        return float(torch.linalg.vector_norm(total - self.intended)) / (norm or 1.0)
+
+
+Record = Callable[[Sample], None]
+
+
+class _Slice:
+    """A part of tensors of equal shape; another one for each ``number``."""
+
+    def __init__(self, x: Tensor, number: int) -> None:
+        self.start = number * SLICE % max(x.numel() - SLICE + 1, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.detach().reshape(-1)[self.start : self.start + SLICE].to(torch.float64, copy=True)
+
+
+class _MeanOverTokens:
+    """The mean of a tensor over its tokens; of a mean, itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.detach().reshape(-1, x.shape[-1]).mean(dim=0, dtype=torch.float64)
+
+
+class AuditedRounds(RoundCompressor):
+    """A ``RoundCompressor`` that records a sample of its next reduction.
+
+    Args:
+        inner: the compressor.
+        number: number of the sample, which determines the part.
+        record: receives the sample; not called for exact reductions.
+    """
+
+    def __init__(self, inner: RoundCompressor, number: int, record: Record) -> None:
+        super().__init__(inner.config)
+        self.inner, self.traits, self.number, self.record = inner, inner.traits, number, record
+        self._intended: Tensor | None = None
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        copy_slice, residual = _Slice(x, self.number), state.get(RESIDUAL)
+        self._intended = copy_slice(x)
+        if isinstance(self.inner, ErrorFeedback) and residual is not None:
+            self._intended.add_(copy_slice(residual), alpha=self.inner.decay)
+        aggregate = yield from self.inner.rounds(x, state, peers)
+        return aggregate
+
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        copy_slice, inner, intended = _Slice(x, self.number), self.inner, self._intended
+        sent = None
+        if aggregate.local is not None:
+            aggregated = isinstance(inner, ErrorFeedback) and inner.kind == "aggregate"
+            contribution: Tensor | Approximation = aggregate.total if aggregated else aggregate.local
+            sent = copy_slice(dense(contribution, x)) / (peers.size if aggregated else 1)
+        inner.finalize(x, aggregate, state, peers)
+        if sent is not None and intended is not None:
+            residual = state.get(RESIDUAL) if isinstance(inner, ErrorFeedback) else None
+            self.record(Sample(intended, sent, None if residual is None else copy_slice(residual)))
+
+
+class AuditedCodec(Codec):
+    """A ``Codec`` that records a sample of each message that it encodes. See ``AuditedRounds``.
+
+    The codec must decode without changing its state.
+    """
+
+    def __init__(self, inner: Codec, number: int, record: Record) -> None:
+        super().__init__(inner.config)
+        self.inner, self.traits, self.number, self.record = inner, inner.traits, number, record
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        inner = self.inner
+        copy_slice: _Slice | _MeanOverTokens = _Slice(x, self.number)
+        residual = None
+        if isinstance(inner, ErrorFeedbackCodec):
+            copy_slice = _MeanOverTokens() if inner.mean else copy_slice
+            residual = inner.fitting_residual(x.shape, state)
+        intended = copy_slice(x) if residual is None else copy_slice(x) + copy_slice(residual)
+        payload = inner.encode(x, state, key)
+        sent = copy_slice(dense(inner.reconstruct(payload, x, state, key), x))
+        residual = state.get(RESIDUAL) if isinstance(inner, ErrorFeedbackCodec) else None
+        self.record(Sample(intended, sent, None if residual is None else copy_slice(residual)))
+        return payload
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return self.inner.empty_payload(shape, dtype, device, state, key)
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return self.inner.decode(payload, shape, dtype, state, key)

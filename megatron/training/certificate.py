@@ -1,0 +1,324 @@
+"""``--certificate``: a run's statements about what it sent, for the certificates of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.base.code_digest import code_digest
+from megatron.base.regular import contents
+from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Span, Statements
+from megatron.compression.api import Codec, CodecTraits, RoundCompressor
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
+from megatron.compression.identity import IdentityRounds
+from megatron.compression.points import Point
+from megatron.config.run import run_sections
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.interfaces import SentCounts, read_sent
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.observer import Observer
+from megatron.distributed.topology import Topology
+from megatron.kernels.native import kernels_digest
+from megatron.planner.auto import AutoChoice, report
+from megatron.training.assembly import Engines
+from megatron.training.auto_compression import describe_choice
+from megatron.training.identity import input_files
+from megatron.training.replica_check import disagreements
+from megatron.training.step_time_check import StepTimeCheck
+
+C = TypeVar("C", Codec, RoundCompressor)
+
+SAMPLING_INTERVAL = 64
+"""Iterations between samples, after iterations 1, 2, 4, ... of the run."""
+
+
+class CertificateRecord:
+    """The statements in a run's newest checkpoint; a run without ``--certificate`` passes them on."""
+
+    def __init__(self) -> None:
+        self.statements: Statements | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statements as plain values; empty before the first."""
+        return {} if self.statements is None else self.statements.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the statements.
+
+        Raises:
+            UserError: for values that a run does not write.
+        """
+        self.statements = Statements.read(state, "the certificate's statements in the checkpoint") if state else None
+
+
+def is_sampled(iteration: int) -> bool:
+    """Whether messages of an iteration, counted from 1, are sampled."""
+    return iteration & (iteration - 1) == 0 or iteration % SAMPLING_INTERVAL == 0
+
+
+class MessageSampler(Observer):
+    """Samples a message of each compressed point in some steps: it joins the observers for these steps only.
+
+    Args:
+        observers: the observers of the run.
+
+    ``entries`` are the samples so far, by point and whether its compressor keeps a residual.
+    """
+
+    launches_kernels = True
+
+    def __init__(self, observers: list[Observer]) -> None:
+        self._observers = observers
+        self._steps = 0
+        self._messages: Counter[Point] = Counter()
+        self._messages_before: Counter[Point] = Counter()
+        self._samples: list[tuple[Point, Sample]] = []
+        self.entries: dict[tuple[str, bool], SampledPoint] = {}
+
+    def join(self) -> None:
+        """Join the observers, for the next step."""
+        self.leave()
+        self._steps += 1
+        self._messages_before, self._messages = self._messages, Counter()
+        self._observers.append(self)
+
+    def leave(self) -> None:
+        """Leave the observers, and evaluate the samples."""
+        if self in self._observers:
+            self._observers.remove(self)  # observers slow every operation down
+        for point, sample in self._samples:
+            if bool(torch.isfinite(sample.intended).all()):  # otherwise the step is skipped
+                self._add(point.value, sample)
+        self._samples = []
+
+    def _add(self, point: str, sample: Sample) -> None:
+        key = point, sample.residual is not None
+        before = self.entries.get(key, SampledPoint(*key, 0, 0.0, ""))
+        digest = sha256(before.sha256.encode() + sample.intended.cpu().numpy().tobytes()).hexdigest()
+        worst_error = max(before.worst_error, sample.relative_error())
+        self.entries[key] = SampledPoint(*key, before.samples + 1, worst_error, digest)
+
+    def audit(self, point: Point, compressor: C) -> C:
+        if isinstance(compressor, IdentityRounds) or why_not_sampled(compressor) is not None:
+            return compressor
+        number = self._messages[point]
+        self._messages[point] += 1
+        if number != self._steps % max(self._messages_before[point], 1):
+            return compressor
+        record = partial(self._record, point)
+        if isinstance(compressor, Codec):
+            return AuditedCodec(compressor, self._steps, record)
+        return AuditedRounds(compressor, self._steps, record)
+
+    def _record(self, point: Point, sample: Sample) -> None:
+        self._samples.append((point, sample))
+
+
+def why_not_sampled(compressor: Codec | RoundCompressor) -> str | None:
+    """Why messages of a compressor are not sampled; None if they are."""
+    traits = compressor.traits
+    if not isinstance(traits, CodecTraits):
+        return None
+    if traits.exact:
+        return "it sends everything"
+    if traits.shared or traits.samples:
+        return "decoding changes its memory; both ends' memories are compared instead, as replicas are"
+    return None
+
+
+class TrafficCounter:
+    """Bytes that this rank sent by its ledger, its connections and its interfaces, while the counter runs.
+
+    Args:
+        topology: the ranks, which call ``start`` and ``stop`` together.
+        ledger: ledger of this rank.
+    """
+
+    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+        self._meet, self._ledger = topology.control.barrier, ledger
+        self._before: tuple[Counter[Point], int, SentCounts] | None = None
+        self.sent: Counter[str] = Counter()
+        self.messages = 0
+        self.interfaces: Counter[str] = Counter()
+        self.connections: int | None = 0
+        self.namespace = ""
+        self.reason = ""
+
+    def _read(self) -> tuple[Counter[Point], int, SentCounts]:
+        self._meet()  # what was sent before has arrived
+        try:
+            counts = read_sent()
+        except (OSError, ValueError, IndexError) as error:
+            counts, self.reason = SentCounts("", {}, {}), f"the counters of interfaces cannot be read here ({error})"
+        sent, messages = self._ledger.sent_bytes.copy(), self._ledger.sent_messages
+        self._meet()  # nothing is sent before all have read
+        return sent, messages, counts
+
+    def start(self) -> None:
+        """Begin, or go on, to count."""
+        self._before = self._read()
+
+    def stop(self) -> None:
+        """Pause counting."""
+        if self._before is None:
+            return
+        (sent_before, messages_before, before), (sent, messages, counts) = self._before, self._read()
+        self._before, self.namespace = None, counts.namespace
+        self.messages += messages - messages_before
+        self.sent.update({point.value: sent[point] - sent_before[point] for point in sent})
+        self.interfaces.update({name: n - before.interfaces.get(name, 0) for name, n in counts.interfaces.items()})
+        added = sum(n - before.connections.get(name, 0) for name, n in counts.connections.items())
+        readable = self.connections is not None and bool(counts.connections)
+        self.connections = (self.connections or 0) + added if readable else None
+
+
+class RunCertificate:
+    """Collects the statements of a run. Every rank has one, and calls its methods.
+
+    Args:
+        engines: engines of this rank.
+        sections: sections of the command's flags beside the configuration's, by name.
+        choice: the choice of ``--compress auto``, if this run has made one.
+        time_check: check of the times of steps with it.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        sections: Mapping[str, Any] = MappingProxyType({}),
+        choice: AutoChoice | None = None,
+        time_check: StepTimeCheck | None = None,
+    ) -> None:
+        self.engines, self.topology = engines, engines.topology
+        self.sampler = MessageSampler(engines.ledger.observers)
+        self.traffic = TrafficCounter(engines.topology, engines.ledger)
+        self._choice, self._time_check = choice, time_check
+        all_sections = {**{name: getattr(engines.config, name) for name in run_sections()}, **sections}
+        first = self.topology.rank == 0
+        self._inputs = [InputFile(name, str(path), contents(path)) for name, path in input_files(all_sections) if first]
+        self._start = 0
+        self._saved: Statements | None = None
+        outer = engines.outer
+        self._round_steps = 0 if outer is None else outer.options.every
+
+    def begin(self, iteration: int, saved: Statements | None) -> None:
+        """Begin at an iteration, with the statements of the checkpoint that the run goes on from, if any."""
+        self._start, self._saved = iteration, saved
+        self.traffic.start()
+
+    def begin_step(self, iteration: int) -> None:
+        """Begin a step, counted from 0: sample its messages if it is due, and the round of islands after it."""
+        every, number = self._round_steps, iteration + 1
+        if is_sampled(number) or (every and number % every == 0 and is_sampled(number // every)):
+            self.sampler.join()
+
+    def end_step(self) -> None:
+        """End a step and the round after it: evaluations are not sampled."""
+        self.sampler.leave()
+
+    def collect(self, iteration: int) -> Statements:
+        """Stop counting, and return the statements after some iterations, the same on every rank."""
+        self.sampler.leave()
+        self.traffic.stop()
+        row = {
+            "namespace": self.traffic.namespace,
+            "reason": self.traffic.reason,
+            "interfaces": self.traffic.interfaces,
+            "connections": self.traffic.connections,
+            "sent": self.traffic.sent,
+            "messages": self.traffic.messages,
+            "samples": [[*key, e.samples, e.worst_error, e.sha256] for key, e in self.sampler.entries.items()],
+            "inputs": [[file.name, file.path, file.contents] for file in self._inputs],
+            "measured_s": self._time_check and self._time_check.measured_s,
+        }
+        group = self.topology.control.pg if self.topology.layout.world_size > 1 else None
+        rows = [json.loads(text) for text in gather_texts(group, json.dumps(row))]
+        saved = self._saved
+        samples = self._merged_samples([SampledPoint(*entry) for row in rows for entry in row["samples"]])
+        return Statements(
+            code=code_digest(),
+            kernels=kernels_digest(),
+            torch=torch.__version__,
+            inputs=[InputFile(*file) for file in rows[0]["inputs"]],
+            traffic=[*(saved.traffic if saved else ()), self._span(rows, iteration)],
+            samples=samples,
+            not_sampled=dict(self._not_sampled({entry.point for entry in samples})),
+            differences=disagreements(self.engines)[:3],
+            auto=self._decision(rows[0]["measured_s"]),
+        )
+
+    def resume(self) -> None:
+        """Go on counting after a save."""
+        self.traffic.start()
+
+    def _span(self, rows: list[dict[str, Any]], iteration: int) -> Span:
+        sent: Counter[str] = Counter()
+        for row in rows:
+            sent.update(row["sent"])
+        sent_by_point = {point: count for point, count in sent.items() if count}
+        interfaces: Counter[str] = Counter()
+        for row in {row["namespace"]: row for row in reversed(rows)}.values():  # the first rank of each node
+            interfaces.update(row["interfaces"])
+        names = sorted(name for name, count in interfaces.items() if count)
+        connections = [row["connections"] for row in rows]
+        connections_sum = None if None in connections else sum(connections)
+        reason = self._why_not_compared() or next((row["reason"] for row in rows if row["reason"]), "")
+        messages = sum(row["messages"] for row in rows)
+        span = partial(Span, self._start, iteration, len(rows), messages, sent_by_point)
+        return span(reason=reason) if reason else span(max(sum(interfaces.values()), 0), names, connections_sum)
+
+    def _why_not_compared(self) -> str:
+        config = self.engines.config
+        if self.topology.layout.world_size == 1:
+            return "a single rank sends nothing"
+        if config.parallel.distributed_backend != "gloo":
+            return "NCCL also sends by other ways than network interfaces"
+        if config.islands.several:
+            return "other islands may use the same interfaces"
+        return ""
+
+    def _merged_samples(self, entries: Iterable[SampledPoint]) -> list[SampledPoint]:
+        """Entries of all ranks, and before them those of the checkpoint, by point."""
+        merged: dict[tuple[str, bool], SampledPoint] = {}
+        for entry in [*(self._saved.samples if self._saved else ()), *entries]:
+            key = entry.point, entry.residual
+            before = merged.get(key, SampledPoint(*key, 0, 0.0, ""))
+            digest = sha256((before.sha256 + entry.sha256).encode()).hexdigest()
+            worst_error = max(before.worst_error, entry.worst_error)
+            merged[key] = SampledPoint(*key, before.samples + entry.samples, worst_error, digest)
+        return [merged[key] for key in sorted(merged)]
+
+    def _not_sampled(self, sampled_points: set[str]) -> Iterable[tuple[str, str]]:
+        plan = self.engines.plan
+        for point, spec in plan.specs.items():
+            if point.value not in sampled_points:
+                why = None if spec.registration.codec is None or point.is_reduction else plan.codec(point)
+                yield (
+                    point.value,
+                    (why and why_not_sampled(why)) or "no message of a sampled step left anything out so far",
+                )
+
+    def _decision(self, measured_s: float | None) -> AutoDecision | None:
+        """The newest choice of the run, with the specs that are in use."""
+        config, choice, saved = self.engines.config, self._choice, self._saved.auto if self._saved else None
+        described = describe_choice(config, self.topology.layout, self.engines.plan)
+        if not described:
+            return None
+        if choice is None:
+            return None if saved is None else replace(saved, specs=described["specs"])
+        return AutoDecision(
+            described["specs"],
+            choice.chosen.prediction.seconds,
+            choice.uncompressed.prediction.seconds,
+            choice.chosen.trial_s,
+            measured_s,
+            report(choice, config.compression.max_loss_increase).splitlines(),
+        )
