@@ -1,4 +1,4 @@
-"""Windows that end at skipped iterations, and pauses before the report of a step."""
+"""Windows that end at skipped iterations, pauses before the report of a step, and checks of its time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
+from megatron.distributed.policy import CompressionPlan
 from megatron.optimizer.step_summary import StopVotes
 from megatron.training.run_plan import RunPlan
+from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.trainer import Trainer
 from tests.support.tiny import tiny_checkpoints
 from tests.unit.training.support import Clock
@@ -51,3 +53,26 @@ def test_a_pause_before_the_report_of_a_step_is_no_part_of_it(tmp_path: Path, mo
         clock.now += 3.0
     assert clock.now - run.reporter._step_started == 0.5
     run.reporter.close()
+
+
+def test_the_time_of_each_step_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pauses; a finding is written."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    run = Run(tmp_path, clock, {"progress_bar": "off"})
+    run.begin()
+    check = StepTimeCheck(None, CompressionPlan({}))
+    run.reporter.step_time_check = check
+    for iteration in range(1, 31):
+        run.step(4.0, 1.0, 1e-3)
+        if iteration == 20:
+            with run.reporter.paused("check"):
+                clock.now += 100.0
+    for _ in range(11):
+        clock.now += 1.0
+        run.step(4.0, 1.0, 1e-3)
+    run.reporter.close()
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (slowdown,) = (event for event in events if event["kind"] == "slowdown")
+    assert (slowdown["iteration"], slowdown["expected_s"], slowdown["measured_s"]) == (41, 0.5, 1.5)
+    assert "--compress-adapt" in (tmp_path / "log.txt").read_text()
