@@ -28,6 +28,9 @@ Neither predictions nor trial steps are more accurate than this.
 TRIAL_MARGIN = 0.15
 """Sets predicted to take longer than the fastest by more than this share are not timed."""
 
+UNPREDICTED_GAIN = 0.1
+"""Share of an iteration that a set must save in trial steps if it was not predicted to: few steps scatter."""
+
 MAX_TRIALS = 3
 """Maximum number of sets that are timed, in addition to no compressors."""
 
@@ -211,12 +214,23 @@ class CompressorSearch:
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
         """Choose a set: none if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the
-        lowest increase among those that are.
+        lowest increase among those that are. By trial steps, sets that were not predicted to gain must gain
+        ``UNPREDICTED_GAIN``.
 
         Args:
             trials: sets whose iterations were timed, the first without compressors; empty to choose by prediction.
         """
         sets = trials or self.sets
+        if trials:
+            predicted_limit_s = trials[0].prediction.seconds * (1 - WORTHWHILE)
+            trial_limit_s = trials[0].seconds * (1 - UNPREDICTED_GAIN)
+            sets = [
+                trial
+                for trial in trials
+                if not trial.candidates
+                or trial.prediction.seconds <= predicted_limit_s
+                or trial.seconds <= trial_limit_s
+            ]
         chosen = _mildest_of_fastest(sets)
         points = [self._explain(point, chosen, trials) for point in self._ladders]
         return AutoChoice(sets[0], chosen, points, len(self.sets), trials)

@@ -136,6 +136,16 @@ def test_trial_steps_outweigh_predictions(trial_s: tuple[float, ...], expected: 
         assert "nothing: bold was to save 0.31 s, but trial steps were no faster" in text
 
 
+@pytest.mark.parametrize(("trial_s", "is_chosen"), [(0.95, False), (0.91, False), (0.89, True)])
+def test_a_gain_that_was_not_predicted_must_be_large(trial_s: float, is_chosen: bool) -> None:
+    search = _search_of({"dp-grad=mild": 0.02}, {"dp-grad=mild": 0.1})
+    trials = [
+        dataclasses.replace(each, trial_s=seconds)
+        for each, seconds in zip(search.contenders(), (1.0, trial_s), strict=True)
+    ]
+    assert bool(search.choose(trials).chosen.candidates) is is_chosen
+
+
 def test_nothing_is_tried_where_compressors_cannot_gain() -> None:
     search = _search_of({"dp-grad=slow": -TRIAL_MARGIN - 0.01}, {"dp-grad=slow": 0.1})
     assert search.contenders() == []
