@@ -38,6 +38,7 @@ from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.plain import decode_plain
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.storage import READ_BYTES
+from megatron.compression.spec import point_name
 from megatron.config.memory import in_words
 from megatron.kernels.native import kernels_digest
 
@@ -146,8 +147,10 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
         if not isinstance(saved, dict) or saved.get(name) != value:
             raise UserError(f"{folder / CERTIFICATE}: {name} differs from the one in {COMMON}")
     auto = certificate.statements.auto
-    if auto is not None and isinstance(choice, dict) and choice and choice.get("specs") != list(auto.specs):
-        raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
+    if auto is not None and isinstance(choice, dict) and choice:
+        turned_off = choice.get("turned_off", ())
+        if [spec for spec in choice.get("specs", ()) if point_name(spec) not in turned_off] != list(auto.specs):
+            raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
     return f"as in {COMMON}, of iteration {certificate.iteration}"
 
 

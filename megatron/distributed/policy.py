@@ -78,6 +78,11 @@ class CompressionPlan:
         in_evaluation = self.evaluation_overrides.get(point)
         return activation if in_evaluation is None else replace(activation, evaluation=in_evaluation)
 
+    @property
+    def warmup_iters(self) -> int:
+        """Iterations until all compressors are active."""
+        return max((spec.activation.warmup_iters for spec in self.specs.values()), default=0)
+
     def is_active(self, point: Point, iteration: int) -> bool:
         """Whether reductions at a point are compressed in an iteration (-1 in evaluation).
 

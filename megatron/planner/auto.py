@@ -204,13 +204,14 @@ class CompressorSearch:
     def contenders(self) -> list[CompressorSet]:
         """Sets worth timing: no compressors and, if any are nearly as fast as the fastest prediction, up to
         ``MAX_TRIALS`` of them; empty if compressors cannot gain."""
-        limit_s = min(each.seconds for each in self.sets) * (1 + TRIAL_MARGIN)
-        fast_sets = sorted((each for each in self.sets[1:] if each.seconds <= limit_s), key=lambda each: each.seconds)
+        limit_s = min(candidate_set.seconds for candidate_set in self.sets) * (1 + TRIAL_MARGIN)
+        fast_sets = [candidate_set for candidate_set in self.sets[1:] if candidate_set.seconds <= limit_s]
         if not fast_sets:
             return []
-        mildest = _mildest_of_fastest(fast_sets)
-        others = [each for each in fast_sets if each is not mildest]
-        return [self.sets[0], mildest, *others[: MAX_TRIALS - 1]]
+        mildest_set = _mildest_of_fastest(fast_sets)
+        fast_sets.remove(mildest_set)
+        fast_sets.sort(key=lambda candidate_set: candidate_set.seconds)
+        return [self.sets[0], mildest_set, *fast_sets[: MAX_TRIALS - 1]]
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
         """Choose a set: none if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the
@@ -243,8 +244,8 @@ class CompressorSearch:
         """The choice at a point with what it saves, or the reason why nothing is chosen there."""
         seconds = chosen.prediction.seconds
         if point in chosen.candidates:
-            others = {other: candidate for other, candidate in chosen.candidates.items() if other is not point}
-            return PointChoice(point, chosen.candidates[point], self._predict(others).seconds - seconds)
+            without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
+            return PointChoice(point, chosen.candidates[point], self._predict(without_point).seconds - seconds)
         predictions = {
             candidate: self._predict({**chosen.candidates, point: candidate}) for candidate in self._ladders[point]
         }
@@ -268,11 +269,9 @@ class CompressorSearch:
 
 def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
     """The set with the lowest increase of the loss among those as fast as the fastest, within ``WORTHWHILE``."""
-    fastest_s = min(each.seconds for each in sets)
-    fast_sets = [each for each in sets if each.seconds * (1 - WORTHWHILE) <= fastest_s]
-    return next(
-        (each for each in fast_sets if not each.candidates), min(fast_sets, key=lambda s: (s.increase, s.seconds))
-    )
+    fastest_s = min(candidate_set.seconds for candidate_set in sets)
+    fast_sets = [candidate_set for candidate_set in sets if candidate_set.seconds * (1 - WORTHWHILE) <= fastest_s]
+    return min(fast_sets, key=lambda s: (bool(s.candidates), s.increase, s.seconds))
 
 
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:

@@ -124,8 +124,8 @@ def with_chosen_compressors(
     measured_cluster = described(values, cluster)
     search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
     trials = [
-        dataclasses.replace(each, trial_s=time_steps(_with_choice(config, each.specs, topology)))
-        for each in _agree_on_sets(group, search.contenders(), search.sets)
+        dataclasses.replace(contender, trial_s=time_steps(_with_choice(config, contender.specs, topology)))
+        for contender in _agree_on_sets(group, search.contenders(), search.sets)
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
@@ -155,12 +155,27 @@ def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) ->
     }
 
 
-def restore_choice(choice: Mapping[str, Any], config: RunConfig, plan: CompressionPlan) -> None:
-    """Turn the compressors off that were turned off in the checkpoint's run, if this run has the same."""
-    for spec in choice.get("specs", ()):
-        point = point_name(spec)
-        if spec in config.compression.chosen_specs and point in choice.get("turned_off", ()):
-            plan.substitute(Point(point), None)
+def specs_in_use(choice: Mapping[str, Any]) -> list[str]:
+    """Specs of a description from ``describe_choice`` whose compressors are not turned off."""
+    return [spec for spec in choice["specs"] if point_name(spec) not in choice["turned_off"]]
+
+
+def turn_off_as_saved(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> None:
+    """Turn the compressors off that were turned off in the checkpoint's run, in a run that keeps its choice."""
+    chosen_points = {point_name(spec) for spec in config.compression.chosen_specs}
+    if chosen_points:
+        for point in _turned_off(Values(saved.common[CHOICE], config.checkpoint.source, _REMEDY)):
+            if point.value in chosen_points:
+                plan.substitute(point, None)
+
+
+def _turned_off(choice: Values) -> list[Point]:
+    """Points whose compressors were turned off; none in choices of earlier versions."""
+    names = choice.texts("turned_off") if choice.has("turned_off") else []
+    try:
+        return [Point(name) for name in names]
+    except ValueError as error:
+        raise choice.wrong(f"turned_off: {error}") from error
 
 
 def _sizes(layout: Layout) -> list[int]:
@@ -187,6 +202,7 @@ def _kept_config(
     except UserError as error:
         raise values.wrong(str(error)) from error
     user_points = {point_name(spec) for spec in config.compression.spec_texts}
+    turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
     reason, kept_config = "", None
     if config.compression.compress_adapt:
@@ -205,6 +221,7 @@ def _kept_config(
         f"--compress auto: chooses again, since {reason}; the checkpoint's run had {specs_text}"
         if kept_config is None
         else f"--compress auto: keeps the choice of the checkpoint's run: {specs_text}"
+        + (f"; turned off since: {', '.join(turned_off)}" if turned_off else "")
     )
     return kept_config
 
@@ -235,8 +252,8 @@ def _agree_on_sets(
 ) -> list[CompressorSet]:
     """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
     differently."""
-    by_specs = {tuple(each.specs): each for each in sets}
-    texts = gather_texts(group, json.dumps([each.specs for each in selected]))
+    by_specs = {tuple(candidate_set.specs): candidate_set for candidate_set in sets}
+    texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
     return [by_specs[tuple(specs)] for specs in json.loads(texts[0])]
 
 

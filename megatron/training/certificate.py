@@ -29,7 +29,7 @@ from megatron.distributed.topology import Topology
 from megatron.kernels.native import kernels_digest
 from megatron.planner.auto import AutoChoice, report
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import describe_choice
+from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.identity import input_files
 from megatron.training.replica_check import disagreements
 from megatron.training.step_time_check import StepTimeCheck
@@ -300,11 +300,9 @@ class RunCertificate:
         plan = self.engines.plan
         for point, spec in plan.specs.items():
             if point.value not in sampled_points:
-                why = None if spec.registration.codec is None or point.is_reduction else plan.codec(point)
-                yield (
-                    point.value,
-                    (why and why_not_sampled(why)) or "no message of a sampled step left anything out so far",
-                )
+                sends_messages = spec.registration.codec is not None and not point.is_reduction
+                reason = why_not_sampled(plan.codec(point)) if sends_messages else None
+                yield point.value, reason or "no message of a sampled step left anything out so far"
 
     def _decision(self, measured_s: float | None) -> AutoDecision | None:
         """The newest choice of the run, with the specs that are in use."""
@@ -313,9 +311,9 @@ class RunCertificate:
         if not described:
             return None
         if choice is None:
-            return None if saved is None else replace(saved, specs=described["specs"])
+            return None if saved is None else replace(saved, specs=specs_in_use(described))
         return AutoDecision(
-            described["specs"],
+            specs_in_use(described),
             choice.chosen.prediction.seconds,
             choice.uncompressed.prediction.seconds,
             choice.chosen.trial_s,

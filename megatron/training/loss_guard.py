@@ -26,12 +26,10 @@ class _GuardedPoint:
     """A point with a chosen compressor.
 
     Args:
-        spec: the compressor.
         candidate: its setting, as declared.
         gentler: declared settings with a lower cost, with their specs, from the boldest to the gentlest.
     """
 
-    spec: Spec
     candidate: CandidateSpec
     gentler: list[tuple[CandidateSpec, Spec]]
 
@@ -60,6 +58,9 @@ class LossGuard:
         self._engines = engines
         registry = build_registry(compression.compress_module)
         self._points: dict[Point, _GuardedPoint] = {}
+        self._forward_points: list[Point] = []
+        self._batches = batches
+        measures_loss = bool(batches) and engines.config.model.predicts_words
 
         def read(text: str) -> Spec:
             (spec,) = read_specs([text], registry, length).values()
@@ -67,23 +68,17 @@ class LossGuard:
 
         for text in compression.chosen_specs:
             spec, point = read(text), Point(point_name(text))
-            declared = candidates_of(registry, spec.name, point, engines.config.model.hidden_size)
-            candidate = next((each for each in declared if each.spec == text), None)
-            if candidate is None:
-                continue  # an earlier version's setting
-            gentler = [each for each in declared if each.increase < candidate.increase]
-            gentler.sort(key=lambda each: each.increase, reverse=True)
-            pairs = [(each, read(each.spec)) for each in gentler]
+            ladder = candidates_of(registry, spec.name, point, engines.config.model.hidden_size)
+            candidate = next((candidate for candidate in ladder if candidate.spec == text), None)
+            if candidate is None or engines.plan.is_turned_off(point):
+                continue  # an earlier version's setting, or one without further cost
+            lower = [(rung, read(rung.spec)) for rung in ladder if rung.increase < candidate.increase]
             # Groups are split by node, or not, for the whole run.
-            pairs = [pair for pair in pairs if _is_in_levels(pair[1]) == _is_in_levels(spec)]
-            self._points[point] = _GuardedPoint(spec, candidate, pairs)
-        measures_loss = bool(batches) and engines.config.model.predicts_words
-        self._forward_points = [
-            point
-            for point, guarded in self._points.items()
-            if measures_loss and point.forward and not guarded.spec.identity and not guarded.spec.remembered_samples
-        ]
-        self._batches = batches
+            lower = [pair for pair in lower if _is_in_levels(pair[1]) == _is_in_levels(spec)]
+            lower.sort(key=lambda pair: pair[0].increase, reverse=True)
+            self._points[point] = _GuardedPoint(candidate, lower)
+            if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
+                self._forward_points.append(point)
 
     @staticmethod
     def is_needed(engines: Engines) -> bool:
@@ -119,11 +114,12 @@ class LossGuard:
         guarded, plan = self._points[point], self._engines.plan
         if not guarded.gentler:
             del self._points[point]
-            self._forward_points = [other for other in self._forward_points if other is not point]
+            if point in self._forward_points:
+                self._forward_points.remove(point)
             plan.substitute(point, None)
             return f"{point.value} goes on uncompressed"
-        guarded.candidate, guarded.spec = guarded.gentler.pop(0)
-        plan.substitute(point, guarded.spec, guarded.candidate.spec)
+        guarded.candidate, spec = guarded.gentler.pop(0)
+        plan.substitute(point, spec, guarded.candidate.spec)
         return f"{point.value} goes on with {guarded.candidate.spec.partition('=')[2]}"
 
     def _forward_costs(self) -> dict[Point, float]:

@@ -39,7 +39,7 @@ from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_
 from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import CHOICE, describe_choice, restore_choice
+from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
 from megatron.training.changed_samples import SECTIONS, sample_warnings
 from megatron.training.progress_state import Progress
@@ -348,8 +348,8 @@ def _stateful_parts(
     stateful.register_value(
         CHOICE,
         lambda: describe_choice(engines.config, engines.topology.layout, engines.plan),
-        lambda saved: restore_choice(saved, engines.config, engines.plan),
-        Scope.OPTIMIZER,
+        None,
+        Scope.DESCRIPTION,
     )
     stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     stateful.register_value(

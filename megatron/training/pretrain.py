@@ -40,7 +40,7 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, log_engines, rank_0_log
 from megatron.training.assembly import build_engines, groups_by_node, make_layout
-from megatron.training.auto_compression import check_auto, with_chosen_compressors
+from megatron.training.auto_compression import check_auto, turn_off_as_saved, with_chosen_compressors
 from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
@@ -224,6 +224,8 @@ def run(
         timer = partial(time_steps, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
         config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
+        if saved is not None and choice is None:
+            turn_off_as_saved(saved, config, engines.plan)
         about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
         log_engines(engines, datasets, about_compression, log)
         schedule = LRSchedule.from_options(

@@ -32,7 +32,7 @@ class StepTimeCheck:
     def __init__(self, chosen: CompressorSet | None, plan: CompressionPlan) -> None:
         self._chosen = chosen
         self.measured_s: float | None = None
-        self._warmup_iters = max((spec.activation.warmup_iters for spec in plan.specs.values()), default=0)
+        self._warmup_iters = plan.warmup_iters
         self._first_steps: list[StepMetrics] = []
         self._expected_s_per_token: float | None = None
         self._latest_s_per_token: deque[float] = deque(maxlen=_LATEST_STEPS)

@@ -53,14 +53,13 @@ def time_steps(
     trial_config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
     engines = together(group, lambda: build_engines(trial_config, topology, vocab_size, length))
     assert plan.train_set is not None
-    iteration = max((spec.activation.warmup_iters for spec in engines.plan.specs.values()), default=0)
     with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
         batches = together(group, partial(take_full_batch, engines, loader))
     seconds: list[float] = []
     while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
         topology.control.barrier()
         start = time.perf_counter()
-        step_iteration = iteration + len(seconds)
+        step_iteration = engines.plan.warmup_iters + len(seconds)
         train_step(engines, batches, step_iteration, lr=0.0, weight_decay=0.0)
         engines.ledger.clock.synchronize()
         rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])

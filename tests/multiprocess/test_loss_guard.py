@@ -13,7 +13,7 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import describe_choice
+from megatron.training.auto_compression import describe_choice, specs_in_use, turn_off_as_saved
 from megatron.training.evaluation import evaluate
 from megatron.training.loss_guard import LossGuard
 from megatron.training.saved_run import find_saved
@@ -131,8 +131,8 @@ def _check_residuals(
         tiny_train(engines, 2, first=3 + 2 * check)
         states = [state for reducer in engines.sync.reducers for _, state in reducer.residuals()]
         residuals.append(sum(float(state.tensors[RESIDUAL].norm()) for state in states if RESIDUAL in state.tensors))
-    specs = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
-    return values, lines, ratio, [residuals, specs]
+    choice = describe_choice(engines.config, engines.topology.layout, engines.plan)
+    return values, lines, ratio, [residuals, choice["specs"], specs_in_use(choice)]
 
 
 def test_residuals_beyond_those_of_the_evidence_raise_the_cost() -> None:
@@ -148,7 +148,7 @@ def test_residuals_beyond_those_of_the_evidence_raise_the_cost() -> None:
 
 def test_the_settings_of_a_compressor_are_followed_to_exact_traffic() -> None:
     """The first exact reduction adds the residual."""
-    (values, lines, _, (residuals, specs)), _ = run_ranks(2, _check_residuals, 1e-9)
+    (values, lines, _, (residuals, specs, used_specs)), _ = run_ranks(2, _check_residuals, 1e-9)
     assert [entry["eased"] for entry in values] == ["dp-grad", "dp-grad", None]
     assert lines[0] is not None
     assert lines[1] is not None
@@ -157,6 +157,7 @@ def test_the_settings_of_a_compressor_are_followed_to_exact_traffic() -> None:
     assert residuals[0] > 0.0
     assert residuals[1] == residuals[2] == 0.0
     assert specs == ["dp-grad=fixpoint,bits=8,error-feedback=on"]  # whose states the checkpoint keeps
+    assert used_specs == []
 
 
 RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {
@@ -191,7 +192,10 @@ def _resume_after_easing(folder: str) -> dict[str, tuple[list[float], list[float
         assert saved is not None
         loaded = tiny_checkpoints(resumed)
         loaded.log = lines.append
+        turn_off_as_saved(saved, resumed.config, resumed.plan)
         loaded.load(saved)
+        assert _guard(engines)._points.keys() == _guard(resumed)._points.keys()
+        assert bool(_guard(resumed)._points) is ("exact" not in name)  # what is off costs nothing more
         losses[name] = whole, tiny_train(resumed, 4, first=3).losses, [line for line in lines if "warning" in line]
     return losses
 

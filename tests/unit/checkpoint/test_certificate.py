@@ -58,8 +58,9 @@ def _statements(**changes: Any) -> Statements:
     return Statements(**values)
 
 
-def _save(root: Path, statements: Statements, **options: Any) -> Path:
-    common = {"iteration": 3, "certificate": statements.to_dict(), "compression_choice": {"specs": SPECS}}
+def _save(root: Path, statements: Statements, choice: Any = None, **options: Any) -> Path:
+    choice = choice or {"specs": SPECS}
+    common = {"iteration": 3, "certificate": statements.to_dict(), "compression_choice": choice}
     handle = save_checkpoint(root, 3, shards(model(3.0)), common, "seed: 1\n", statements=statements, **options)
     if handle is not None:
         handle.wait()
@@ -254,6 +255,14 @@ def test_residuals_and_replicas_must_agree(tmp_path: Path, capsys: pytest.Captur
 def test_the_choice_must_be_that_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = _statements(auto=AutoDecision(["dp-grad=topk"], 0.1, 0.4, None, None, []))
     assert "auto differs from the choice" in _refusal(_save(tmp_path, other), capsys)
+
+
+@pytest.mark.parametrize(("specs", "is_right"), [([], True), (SPECS, False)])
+def test_a_compressor_that_was_turned_off_is_not_in_use(specs: list[str], is_right: bool, tmp_path: Path) -> None:
+    turned_off = [SPECS[0].partition("=")[0]]
+    statements = _statements(auto=AutoDecision(specs, 0.1, 0.4, None, None, []))
+    folder = _save(tmp_path, statements, choice={"specs": SPECS, "turned_off": turned_off})
+    assert (main([str(folder)]) == 0) is is_right
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
@@ -18,6 +20,8 @@ from megatron.training.auto_compression import (
     CHOICE,
     check_auto,
     describe_choice,
+    specs_in_use,
+    turn_off_as_saved,
     with_chosen_compressors,
 )
 from megatron.training.saved_run import SavedRun
@@ -57,6 +61,19 @@ def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
     assert config.compression.without_choice().compress == ["pp-forward=cast", "auto"]
     assert choice is None
     assert lines == ["--compress auto: keeps the choice of the checkpoint's run: dp-grad=fixpoint,bits=4"]
+
+
+def test_compressors_that_were_turned_off_stay_off_where_the_choice_is_kept() -> None:
+    """Not those of the user."""
+    choice = {**KEPT, "turned_off": ["dp-grad", "pp-forward"]}
+    config, _, lines = _choose(tiny_config(AUTO, 1), choice)
+    assert lines[0].endswith("checkpoint's run: dp-grad=fixpoint,bits=4; turned off since: dp-grad")
+    plan = CompressionPlan(config.compression.specs(RunLength(10)))
+    turn_off_as_saved(cast(SavedRun, SimpleNamespace(common={CHOICE: choice})), config, plan)
+    assert [point for point in plan.specs if plan.is_turned_off(point)] == [Point.DP_GRAD]
+    by_hand = tiny_config({"compression": {"compress": ["dp-grad=cast"]}}, 1)
+    turn_off_as_saved(cast(SavedRun, SimpleNamespace(common={CHOICE: "damaged"})), by_hand, plan)
+    assert specs_in_use(choice) == []
 
 
 def test_a_checkpoint_of_another_layout_or_without_a_choice_is_not_kept() -> None:
@@ -117,6 +134,7 @@ def test_without_auto_nothing_is_chosen_or_read() -> None:
         ("text", "expected names and values"),
         ({"specs": ["dp-grad=cast"]}, "layout is missing"),
         ({**KEPT, "specs": "dp-grad=cast"}, "specs: expected a list"),
+        ({**KEPT, "turned_off": ["nowhere"]}, "turned_off: 'nowhere' is not a valid Point"),
         ({**KEPT, "specs": [7]}, "specs: 7 is not a text"),
         ({**KEPT, "specs": ["dp-grad=nothing-known"]}, "no compressor is named 'nothing-known'"),
     ],
