@@ -222,12 +222,43 @@ def draw_islands() -> Any:
     return figure
 
 
+def draw_delay() -> Any:
+    """Steps whose gradients are applied at once, and a step late: what computes and what is on its way when."""
+    figure = new_figure(9.5, 3.2)
+    axes = figure.subplots()
+    compute_s, reduce_s, steps = 2.0, 1.6, 4
+    axes.set_xlim(-0.05, steps * (compute_s + reduce_s))
+    axes.set_ylim(-0.2, 5.2)
+    for position, spine in axes.spines.items():
+        spine.set_visible(position == "bottom")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_xlabel("time")
+    rows = {(0, "computing"): 4.0, (0, "gradients"): 3.0, (1, "computing"): 1.2, (1, "gradients"): 0.2}
+    for (_, name), y in rows.items():
+        axes.text(-0.15, y + 0.4, name, ha="right", va="center", fontsize=10)
+    for delay, title in enumerate(("applied at once", "--delay 1")):
+        axes.text(-0.15, rows[delay, "computing"] + 1.0, title, ha="right", va="center", fontsize=10.5, weight="bold")
+        period = compute_s if delay else compute_s + reduce_s
+        for step in range(steps):
+            start = step * period
+            for name, at, width, color in (
+                ("computing", start, compute_s, "#D9E2EC"),
+                ("gradients", start + compute_s, reduce_s, COLOR[Point.DP_GRAD]),
+            ):
+                y = rows[delay, name]
+                axes.broken_barh([(at, width)], (y, 0.8), facecolor=color, edgecolor="white", linewidth=1.5)
+                axes.text(at + width / 2, y + 0.4, f"step {step + 1}", ha="center", va="center", fontsize=9.5)
+    return figure
+
+
 DIAGRAMS = {
     "communication-points": draw_points,
     "1f1b-epilogue": draw_epilogue,
     "1f1b-zb-h1": draw_bubbles,
     "expert-legs": draw_experts,
     "islands": draw_islands,
+    "delay": draw_delay,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models import VOCAB as GPT2_VOCAB
@@ -28,6 +28,7 @@ class NetworkCase:
         peer, rank: a peer of ``peers.py`` instead of the trainer, and the rank of its hook.
         overlap: whether gradients are reduced during the backward pass.
         two_stage: whether rows of experts cross a link once for each host.
+        delay: steps by which gradients are applied late.
     """
 
     name: str
@@ -37,6 +38,7 @@ class NetworkCase:
     rank: int = 0
     overlap: bool = True
     two_stage: bool = True
+    delay: int = 0
 
 
 FP32 = NetworkCase("fp32 traffic")
@@ -109,6 +111,11 @@ FACTORS = (
     NetworkCase("powersgd, rank 32, 4-bit factors", ("dp-grad=powersgd,rank=32,factors=fixpoint4",)),
 )
 MIXED = (FP32, CAST, OPTIMUS, ALL_POINTS)
+DELAYED = tuple(
+    case
+    for prompt in (FP32, BF16_SUMS, FIXPOINT_SUMS, POWERSGD_32)
+    for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late", delay=1))
+)
 
 
 def _legs(name: str, legs: dict[str, str], default: str = "cast", two_stage: bool = True) -> NetworkCase:
@@ -200,6 +207,7 @@ BENCHES = {
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
+    "dp4-delay": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(aqsgd_data(4)), DELAYED, "gradients"),
     # Links of the given rates. Sums are compared, so sequences are short; several buckets hide coding, as sums in two
     # levels code their numbers twice.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),

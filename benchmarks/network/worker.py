@@ -44,12 +44,14 @@ def config_of(
     schedule: str = "1f1b",
     overlap: bool = True,
     two_stage: bool = True,
+    delay: int = 0,
 ) -> RunConfig:
     """The resolved configuration of a case in the layout of a plan."""
     parallel = {
         **plan["config"]["parallel"],
         "pipeline_schedule": schedule,
-        "overlap_grad_reduce": overlap,
+        "overlap_grad_reduce": overlap and not delay,
+        "delay": delay,
         "moe_two_stage": "auto" if two_stage else "off",
     }
     sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
@@ -135,7 +137,7 @@ def main() -> None:
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                options = (case["schedule"], case["overlap"], case["two_stage"])
+                options = (case["schedule"], case["overlap"], case["two_stage"], case["delay"])
                 step = our_step(plan, config_of(plan, case["specs"], env.world_size, *options), topology, batches)
         for _ in range(command.get("steps", 0)):
             assert step is not None

@@ -114,6 +114,7 @@ def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
         "tracked_runs": {},
         "compression_choice": {},
         "certificate": {},
+        "delayed_gradients": {},
         **common,
     }
     if "rank_controller" in values:

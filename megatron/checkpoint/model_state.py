@@ -72,6 +72,28 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
     return tensors | (main_tensors(optimizer) if optimizer.separate_main else {})
 
 
+DELAYED = OPTIMIZER + "delayed_"
+"""Reduced gradients that the next step applies, and those that the last update has applied."""
+
+
+def delayed_tensors(
+    optimizer: Optimizer, previous: Sequence[Tensor] | None, in_flight: bool
+) -> dict[str, LogicalShard]:
+    """This rank's slices of the gradients.
+
+    Args:
+        optimizer: optimizer whose reduced gradients wait for the next step, if ``in_flight``.
+        previous: gradients of the last update, by shard.
+        in_flight: whether gradients wait.
+    """
+    columns = {"grad": [shard.grad for shard in optimizer.shards] if in_flight else [], "previous": previous or []}
+    return {
+        f"{DELAYED}{kind}.{shard.slot.logical_name}": _shard(shard, x)
+        for kind, column in columns.items()
+        for shard, x in zip(optimizer.shards, column, strict=bool(column))
+    }
+
+
 OUTER = OPTIMIZER + "outer_"
 """State of the outer optimizer: the outer parameters, their momentum, and a mean that waits to be applied."""
 

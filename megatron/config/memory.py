@@ -141,7 +141,9 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = 
     moments = int(optimizer.sgd_momentum > 0) if optimizer.optimizer == "sgd" else 2
     if optimizer.optimizer == "muon" and matrix:
         moments = 1
-    copies = int(width == 2 or gathers_compressed)
+    parallel = config.parallel
+    copies = int(width == 2 or gathers_compressed or parallel.looks_ahead)
+    copies += parallel.delay > 0 and parallel.delay_correction != "none"
     return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
 
 
@@ -157,7 +159,7 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
     if config.validation.skip_train:
         return size.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1
-    nbytes = size.weight + size.gradient + size.optimizer // replicas
+    nbytes = size.weight + size.gradient * (1 + config.parallel.delay) + size.optimizer // replicas
     if outer is None or iterations is None or outer.activation.warmup_iters >= iterations:
         return nbytes
     # Anchor, momentum and pseudo-gradient of islands, without residuals.

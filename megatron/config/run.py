@@ -14,8 +14,10 @@ from megatron.base.fields import check_fields, missing_flags, section_from_plain
 from megatron.base.option import field_options
 from megatron.base.parse_numbers import MOST
 from megatron.base.user_text import nearest
+from megatron.compression.points import Point
 from megatron.config.check_experts import check_upcycling
 from megatron.config.check_model import check_model
+from megatron.config.check_parallel import check_delay, check_layout, check_parallel, check_torch_ddp
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resolve_checkpoint
 from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
@@ -24,7 +26,7 @@ from megatron.config.islands import IslandsConfig, check_islands
 from megatron.config.logs import LoggingConfig, check_logs
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, check_lengths, check_schedules, resolve_optimizer
-from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
+from megatron.config.parallel import ParallelConfig, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
 from megatron.config.resolve_model import resolve_model
@@ -135,6 +137,7 @@ class RunConfig:
         settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
         specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
         check_islands(run.islands, run.parallel, run.training, run.model, specs)
+        check_delay(run.parallel, run.islands.several or Point.OUTER in specs, Point.PARAM_GATHER in specs)
         return run
 
     def data_parallel_size(self, world_size: int) -> int:

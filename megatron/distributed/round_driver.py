@@ -174,6 +174,11 @@ class PackedReduction:
             total += sum_of_squares([reduced.reshape(-1)])
         return total
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a round is in flight whose messages have not all arrived."""
+        return not all(started.communication.done() for started in self._pending)
+
     def arrived(self) -> bool:
         """Whether a round is in flight and waiting for it would not block."""
         return bool(self._pending) and all(started.communication.done() for started in self._pending)

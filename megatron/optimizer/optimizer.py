@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.ledger import Ledger
@@ -21,6 +22,8 @@ from megatron.optimizer.norm_reducer import ParamNormReducer
 from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.delay_correction import LookAhead
+from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.data.param_gather import ParamAllGather, has_separate_main
 from megatron.parallel.data.param_shards import make_local_shards
 from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
@@ -38,9 +41,10 @@ class StepTotals:
         num_zeros: number of zero elements in the gradients; None unless requested.
         votes: requests of all ranks to stop.
         loss_scale: loss scale of the step.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None if the update was skipped, because
-            gradients are not finite or the losses have no items.
-        finite: whether all gradients are finite.
+        grad_norm: global L2 norm of the applied gradients, unscaled and before clipping; None if no update was taken,
+            because gradients are not finite, the losses have no items, or delayed gradients are not there yet.
+        finite: whether all gradients are finite, those of this step and those to apply.
+        new_finite: whether the gradients of this step are finite.
         scale_can_fall: whether the loss scale can be reduced to make gradients finite.
     """
 
@@ -53,6 +57,7 @@ class StepTotals:
     loss_scale: float
     grad_norm: float | None = None
     finite: bool = True
+    new_finite: bool = True
     scale_can_fall: bool = False
 
     @property
@@ -61,7 +66,13 @@ class StepTotals:
 
     @property
     def skipped(self) -> bool:
-        return self.grad_norm is None
+        """Whether gradients are not finite, or the losses have no items."""
+        return not self.finite or not self.counted
+
+    @property
+    def usable(self) -> bool:
+        """Whether this step's gradients may be applied."""
+        return self.new_finite and bool(self.counted)
 
 
 class Optimizer:
@@ -77,6 +88,7 @@ class Optimizer:
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: whether to compute these totals.
         sync_warmup: synchronous steps of all islands.
+        look_ahead: strength of the look-ahead of delayed gradients; None without.
 
     ``frozen_at`` is the number of updates before Adam's second moments were frozen; 0 if they are not frozen.
     """
@@ -94,6 +106,7 @@ class Optimizer:
         log_params_norm: bool = False,
         log_num_zeros: bool = False,
         sync_warmup: SyncWarmup | None = None,
+        look_ahead: float | None = None,
     ) -> None:
         self.sync_warmup = no_sync_warmup() if sync_warmup is None else sync_warmup
         self.buffers = buffers
@@ -104,8 +117,10 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.shards = make_local_shards(buffers, self.sharded, separate=has_separate_main(plan, self.sharded))
-        self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded)
+        separate = has_separate_main(plan, self.sharded) or look_ahead is not None
+        self.shards = make_local_shards(buffers, self.sharded, separate)
+        ahead = None if look_ahead is None else LookAhead(self.shards, look_ahead)
+        self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded, ahead)
         self.norms = ParamNormReducer(self.shards, buffers, topology.tp, self.sharded, ledger)
         matrices = MatrixGather(self.shards, buffers, topology.tp, self.sharded, ledger)
         self.inner = make_inner(self.shards, config, self.norms, matrices)
@@ -128,33 +143,30 @@ class Optimizer:
     def step(
         self,
         losses: Mapping[str, tuple[float, float]],
-        iteration: int,
+        gradients: ReducedGradients | None,
         lr: float,
         weight_decay: float,
         votes: StopVotes = NO_VOTES,
-        publish_update: bool = False,
-        freeze_variance: bool = False,
-        clipped: bool = False,
-        all_finite: bool = True,
         decoupled_lr: float | None = None,
+        new_finite: Tensor | None = None,
     ) -> StepTotals:
         """Takes a step with the reduced gradients.
+
+        If a compressor needs the update, its direction replaces the gradients: the amount subtracted from the
+        parameters, including weight decay, divided by the learning rate. It is defined for learning rate 0, too.
 
         Args:
             losses: sum in nats and number of items of each loss on this rank, by name; zero if another rank reports
                 them.
-            iteration: 0-based; determines whether the parameter all-gather is compressed.
+            gradients: properties of the gradients; None if delayed gradients are not there yet.
             lr, weight_decay: learning rate and weight decay of this step.
             votes: this rank's request to stop, summed over the ranks together with the other totals.
-            freeze_variance: keep Adam's second moments unchanged, except in the first update.
-            clipped: the gradients were clipped before the all-reduce.
-            all_finite: False if the check before the reduction has failed; see ``GradientSync.finish_reduction``.
-            publish_update: write the direction of the update to the gradients: the amount subtracted from the
-                parameters, including weight decay, divided by the learning rate. Defined for learning rate 0, too.
             decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
+            new_finite: 1 if this step's gradients, which a later step applies, are finite on this rank, else 0; None if
+                they are the gradients to apply.
         """
         counted_shards = [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
-        counted_grads = [shard.grad for shard in counted_shards]
+        counted_grads = [] if gradients is None else [shard.grad for shard in counted_shards]
         num_zeros = 0.0
         if self.log_num_zeros and counted_grads:  # with a single synchronization of the device
             num_zeros = float(torch.stack([(grad == 0).sum() for grad in counted_grads]).sum())
@@ -164,6 +176,7 @@ class Optimizer:
             sum_of_squares(counted_grads),
             sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
             num_zeros,
+            0.0 if new_finite is None else 1.0 - float(new_finite),
         ).all_reduce(self.topology, self.ledger, self.sync_warmup)
         totals = StepTotals(
             {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
@@ -174,27 +187,31 @@ class Optimizer:
             summary.votes,
             self.loss_scale.scale,
         )
-        scale = totals.loss_scale
-        finite = all_finite and math.isfinite(totals.grad_sq)
-        totals = replace(totals, finite=finite, scale_can_fall=self.loss_scale.can_fall)
+        can_apply = gradients is not None and gradients.finite and math.isfinite(totals.grad_sq)
+        new_is_finite = can_apply if new_finite is None else not summary.not_finite
+        finite = new_is_finite and (gradients is None or can_apply)
+        totals = replace(totals, finite=finite, new_finite=new_is_finite, scale_can_fall=self.loss_scale.can_fall)
         self.loss_scale.update(found_inf=not finite)
-        if not finite or not totals.counted:
+        # The items of this step's losses do not matter to the gradients of an earlier step.
+        if gradients is None or not can_apply or (new_finite is None and not totals.counted):
             return totals
-        norm, divisor = math.sqrt(totals.grad_sq) / scale, scale
-        if self.config.clip_grad > 0 and norm > 0 and not clipped:
+        norm, divisor = math.sqrt(totals.grad_sq) / gradients.loss_scale, gradients.loss_scale
+        if self.config.clip_grad > 0 and norm > 0 and not gradients.clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay, decoupled_lr)
-        published = begin_directions(self.inner, self.shards, divisor) if publish_update else []
-        if freeze_variance and not self.frozen_at and self.steps:
+        published = begin_directions(self.inner, self.shards, divisor) if gradients.needs_update else []
+        if self.publisher.look_ahead is not None:
+            self.publisher.look_ahead.remember()
+        if gradients.freezes_variance and not self.frozen_at and self.steps:
             freeze(self.inner, self.shards, self.norms)
             self.frozen_at = self.steps
-        if freeze_variance and self.frozen_at:
+        if gradients.freezes_variance and self.frozen_at:
             step_frozen(self.inner, self.shards, divisor, self.frozen_at)
         else:
             step_inner(self.inner, self.shards, divisor)
-        if publish_update:
-            end_directions(self.inner, self.shards, published, self.frozen_at if freeze_variance else 0)
-        self.publisher.publish(iteration)
+        if gradients.needs_update:
+            end_directions(self.inner, self.shards, published, self.frozen_at if gradients.freezes_variance else 0)
+        self.publisher.publish(gradients.iteration)
         return replace(totals, grad_norm=norm)
 
     def reload_main(self) -> None:

@@ -41,6 +41,7 @@ class StepSummary:
         grad_sq: sum of squares of the scaled gradients.
         params_sq: sum of squares of the parameters.
         num_zeros: number of gradient elements that are exactly zero.
+        not_finite: 1 if gradients that a later step applies are not finite.
     """
 
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -48,15 +49,16 @@ class StepSummary:
     grad_sq: float = 0.0
     params_sq: float = 0.0
     num_zeros: float = 0.0
+    not_finite: float = 0.0
 
     def all_reduce(self, topology: Topology, ledger: Ledger, warmup: SyncWarmup) -> StepSummary:
         """Sum over the world; losses and votes also over the islands that go in step, whose gradients are equal."""
         shared = [*(number for pair in self.losses.values() for number in pair), *astuple(self.votes)]
-        values = [*shared, self.grad_sq, self.params_sq, self.num_zeros]
+        values = [*shared, self.grad_sq, self.params_sq, self.num_zeros, self.not_finite]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
         ledger.complete(Point.CONTROL, topology.world.all_reduce(vector))
         warmup.all_reduce([vector[: len(shared)]])
-        *shared, grad_sq, params_sq, num_zeros = vector.tolist()
+        *shared, grad_sq, params_sq, num_zeros, not_finite = vector.tolist()
         sums = iter(shared)
         losses = {name: (next(sums), next(sums)) for name in self.losses}
         return replace(
@@ -66,4 +68,5 @@ class StepSummary:
             grad_sq=grad_sq,
             params_sq=params_sq,
             num_zeros=num_zeros,
+            not_finite=not_finite,
         )

@@ -34,6 +34,7 @@ class Choice:
         recompute: activation recomputation.
         sharded: the optimizer's state is split over the replicas.
         overlap: gradient reduction overlaps with backward.
+        delay: steps by which gradients are applied late, so that their reduction overlaps with the next step.
         specs: specs of ``--compress``.
         islands: number of islands, each with this layout.
     """
@@ -50,6 +51,7 @@ class Choice:
     recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
     sharded: bool = False
     overlap: bool = False
+    delay: int = 0
     specs: tuple[str, ...] = ()
     islands: int = 1
     folded: bool = False
@@ -69,6 +71,11 @@ class Choice:
     def layout(self) -> tuple[int, int, int]:
         """Tensor-, pipeline- and data-parallel sizes."""
         return self.tp, self.pp, self.dp
+
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether gradients are reduced beside computation, bucket by bucket."""
+        return self.overlap or self.delay > 0
 
     @property
     def expert_ranks(self) -> int:
@@ -107,6 +114,7 @@ class Choice:
                 sequence_parallel=self.sequence_parallel,
                 use_distributed_optimizer=self.sharded,
                 overlap_grad_reduce=self.overlap,
+                delay=self.delay,
             ),
             recompute=self.recompute,
             training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),
@@ -170,6 +178,7 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
         recompute=config.recompute,
         sharded=parallel.use_distributed_optimizer and dp > 1,
         overlap=parallel.overlap_grad_reduce and dp > 1,
+        delay=parallel.delay,
         specs=tuple(config.compression.spec_texts),
         islands=islands,
         folded=parallel.folds_experts and config.model.has_experts,

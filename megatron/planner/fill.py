@@ -92,7 +92,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         ]
         filled = {
             "parameters": float(elements * each.weight),
-            "gradients": float(elements * each.gradient),
+            "gradients": float(elements * each.gradient * (1 + choice.delay)),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
             "activations": max(activations * saved_bytes + records * recorded_bytes for activations, records in counts),
             "work space": working_bytes,

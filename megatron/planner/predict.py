@@ -11,7 +11,6 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.models.flops import model_tflops
 from megatron.models.stages import padded_vocab_size
-from megatron.parallel.data.gradient_sync import bucket_elements
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
@@ -188,9 +187,13 @@ class Predictor(Stages):
             point in specs and specs[point].make_rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD)
         )
         barrier_s = max(time.end for time in times) + self._world_s(wires, choice)
-        limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
+        limit = self.bucket_elements(choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
+            if choice.delay:
+                # Rounds of the step before run beside this step's passes, and coding between them.
+                ready.append(max(time.end + stage.coding_s, stage.first_coding_s + sum(stage.rounds)))
+                continue
             elements = sum(count for count, _ in stage.parts)
             buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
             end = time.end + stage.first_coding_s
@@ -235,7 +238,8 @@ class Predictor(Stages):
         """Seconds of clearing gradients, their norm, and the optimizer update, all bound by memory bandwidth."""
         owned = self.owned(choice, rank)
         grad, param = self.grad_bytes, self.param_bytes
-        moved = self.elements(choice, rank) * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
+        cleared = self.elements(choice, rank) * grad * (1 + 3 * choice.delay)  # checked and copied, if delayed
+        moved = cleared + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
@@ -263,4 +267,4 @@ class Predictor(Stages):
 def _forth_and_back(choice: Choice) -> Choice:
     """The fields of a choice that determine its forward and backward passes; the others are reset."""
     specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-", "ep-")))
-    return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)
+    return dataclasses.replace(choice, sharded=False, overlap=False, delay=0, specs=specs)

@@ -64,6 +64,8 @@ def flags(choice: Choice) -> str:
         words.append("--use-distributed-optimizer")
     if choice.overlap:
         words.append("--overlap-grad-reduce")
+    if choice.delay:
+        words.append(f"--delay {choice.delay}")
     if choice.islands > 1:
         words.append(f"--islands {choice.islands}")
     return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])

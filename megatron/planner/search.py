@@ -94,7 +94,7 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
     """Enumerate all ways to run a model on a cluster that divide evenly.
 
     Args:
-        config: resolved configuration; only its model, global batch size and number of islands matter.
+        config: resolved configuration; only its model, global batch size, delay and number of islands matter.
         cluster: the cluster; all devices are used, in equal parts by the islands.
         spec_sets: sets of compressors that may be used together.
     """
@@ -118,7 +118,8 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                     continue
                 count = batch // dp // micro_batch
                 plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, islands=islands)
-                plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1)
+                plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1 and not config.parallel.delay)
+                plain = replace(plain, delay=config.parallel.delay)
                 for base in _schedules(model.num_layers, plain):
                     yield from _variants(model, base, spec_sets)
 

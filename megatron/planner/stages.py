@@ -207,7 +207,8 @@ class Stages:
         precision = self.config.optimizer.muon_fp32_matmul_prec
         in_bf16 = precision == "medium" or (precision is None and self.param_bytes == 2)
         chunks = [self.order(choice, virtual) for virtual in range(rank, choice.pp * choice.chunks, choice.pp)]
-        key = (tuple(chunks), choice.tp, choice.dp, choice.ep, choice.expert_dp, choice.sharded, choice.overlap)
+        sizes = choice.tp, choice.dp, choice.ep, choice.expert_dp
+        key = (tuple(chunks), *sizes, choice.sharded, choice.overlaps_reduction)
         if key not in self._matrices:
             pieces = [[self.book.piece(choice, name).params for name in names] for names in chunks]
             self._matrices[key] = [
@@ -224,12 +225,16 @@ class Stages:
                     replicas,
                     choice.tp,
                     sharded=choice.sharded,
-                    bucket_elements=bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp),
+                    bucket_elements=self.bucket_elements(choice),
                     itemsize=2 if in_bf16 else max(self.param_bytes, 4),
                 )
                 for of_experts, replicas in ((False, choice.dp), (True, choice.expert_dp))
             ]
         return self._matrices[key]
+
+    def bucket_elements(self, choice: Choice) -> int | None:
+        """Minimum size of a gradient bucket; None for a single bucket."""
+        return bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlaps_reduction, choice.dp)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
         """The all-reduce, once a step, of sequence-parallel partial gradients over the tensor-parallel ranks."""

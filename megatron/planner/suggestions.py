@@ -12,8 +12,8 @@ from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import refusal_reason
 
-_LEAST_GAIN, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.2
-"""Shares of an iteration that a setting must save. Islands change what is trained, so they must save more."""
+_LEAST_GAIN, _LEAST_GAIN_OF_DELAY, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
+"""Shares of an iteration that a setting must save: more if it changes what is trained."""
 
 _ISLANDS_SPEC = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
 
@@ -42,8 +42,11 @@ def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
 
 def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, str, Choice, float]]:
     """Flags, a note on them, the choice with them, and the share of an iteration that they must save."""
-    if choice.dp > 1 and not choice.overlap:
+    if choice.dp > 1 and not choice.overlaps_reduction:
         yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _LEAST_GAIN
+    if choice.dp > 1 and not choice.delay:
+        note = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
+        yield "--delay 1", note, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
         yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
     nodes = predictor.cluster.gpus // predictor.cluster.gpus_per_node

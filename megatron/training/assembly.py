@@ -14,6 +14,7 @@ from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
 from megatron.diloco.outer_sync import OuterSync
@@ -29,6 +30,8 @@ from megatron.models.stages import boundary_lengths, build_stages, padded_vocab_
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer, named_params
+from megatron.parallel.data.delay_correction import DelayCorrection, GradientExtrapolation
+from megatron.parallel.data.delayed import DelayedGradients
 from megatron.parallel.data.gradient_sync import GradientSync, bucket_elements, main_grad_dtype
 from megatron.parallel.data.sync_warmup import SyncWarmup
 from megatron.parallel.data.torch_ddp import TorchReplicas
@@ -64,6 +67,7 @@ class Engines:
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
         sync_warmup: synchronous steps of all islands.
         outer: rounds of islands on this rank; None without the point ``outer``.
+        delayed: gradients that the next step applies; None without ``--delay 1``.
     """
 
     config: RunConfig
@@ -84,9 +88,10 @@ class Engines:
     experts: ExpertTally
     sync_warmup: SyncWarmup
     outer: OuterSync | None
+    delayed: DelayedGradients | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
-        """Begin a step at all communication points.
+        """Begin a step, or an evaluation, at all communication points but those of gradients.
 
         Args:
             iteration: 0-based; -1 for an evaluation.
@@ -100,7 +105,6 @@ class Engines:
         self.sync_warmup.begin_step(iteration)
         self.comm.begin_step(iteration)
         self.expert_comm.begin_step(iteration)
-        self.sync.begin_step(iteration, scale)
         if self.channel is not None:
             self.channel.shapes = _message_shapes(self.config, self.topology.layout, seq_length)
             self.channel.begin_step(scale)
@@ -111,10 +115,10 @@ class Engines:
         if self.channel is not None:
             yield from self.channel.states()
 
-    def end_step(self, step_taken: bool) -> None:
-        """End a step or an evaluation: commit staged compressor states, or roll them back if no update was taken."""
-        for state in self.compressor_states():
-            if step_taken:
+    def end_step(self, keep_states: bool) -> None:
+        """End a step or an evaluation: commit staged states of message codecs, or roll them back."""
+        for state in self.channel.states() if self.channel is not None else ():
+            if keep_states:
                 state.commit()
             else:
                 state.rollback()
@@ -212,18 +216,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         config.optimizer.clip_grad,
         sync_warmup,
     )
-    channel = None
-    if layout.pp > 1:
-        channel = PipelineChannel(
-            topology.forward_link,
-            topology.backward_link,
-            plan,
-            ledger,
-            _message_shapes(config, layout),
-            config.model.residual_dtype(config.precision.params_dtype),
-            topology.device,
-            comm if parallel.splits_messages else None,
-        )
+    channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
     optimizer = Optimizer(
         buffers,
         topology,
@@ -235,13 +228,19 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         log_params_norm=config.logging.log_params_norm,
         log_num_zeros=config.logging.log_num_zeros_in_grad,
         sync_warmup=sync_warmup,
+        look_ahead=parallel.delay_strength if parallel.looks_ahead else None,
     )
+    delayed = _build_delayed(parallel, sync, buffers, plan, optimizer) if parallel.delay else None
     replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
     outer_sync = None
     if outer is not None:  # a single island has rounds, too
         named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
         layers = config.model.num_layers
         outer_sync = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
+    # NCCL's operations of several groups must be launched in the same order on all ranks. Rounds advance when their
+    # messages have arrived, which differs between ranks.
+    alone = layout.tp == layout.pp == layout.ep == 1
+    advances = delayed is not None and (topology.device.type == "cpu" or alone)
     return Engines(
         config=config,
         topology=topology,
@@ -252,7 +251,13 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(
-            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.begin_last_backward, weight_grads
+            layout,
+            topology.coordinates.pp,
+            channel,
+            seeds.begin_micro_batch,
+            sync.begin_last_backward,
+            weight_grads,
+            delayed.advance if delayed is not None and advances else lambda: None,
         ),
         optimizer=optimizer,
         replicas=replicas,
@@ -263,6 +268,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         experts=ExpertTally(config.model, stages, topology, ledger, sync_warmup),
         sync_warmup=sync_warmup,
         outer=outer_sync,
+        delayed=delayed,
     )
 
 
@@ -309,14 +315,45 @@ def _build_buffers(
                         members,
                         main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
                         group,
-                        bucket_elements(parallel.ddp_bucket_size, parallel.overlap_grad_reduce, layout.dp),
+                        bucket_elements(parallel.ddp_bucket_size, parallel.overlaps_reduction, layout.dp),
                         sharded=shares,
                         tensor_parallel=layout.tp > 1,
                         chunk=chunk,
                         weight_grads=weight_grads,
+                        delayed=parallel.delay > 0,
                     )
                 )
     return buffers
+
+
+def _build_channel(
+    config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger, comm: TensorComm
+) -> PipelineChannel:
+    """Build the channel to the neighboring pipeline stages."""
+    return PipelineChannel(
+        topology.forward_link,
+        topology.backward_link,
+        plan,
+        ledger,
+        _message_shapes(config, topology.layout),
+        config.model.residual_dtype(config.precision.params_dtype),
+        topology.device,
+        comm if config.parallel.splits_messages else None,
+    )
+
+
+def _build_delayed(
+    parallel: ParallelConfig,
+    sync: GradientSync,
+    buffers: Sequence[FlatBuffer],
+    plan: CompressionPlan,
+    optimizer: Optimizer,
+) -> DelayedGradients:
+    """Build the delay of gradients, with its correction if configured."""
+    correction: DelayCorrection | None = optimizer.publisher.look_ahead
+    if parallel.delay_correction == "extrapolate":
+        correction = GradientExtrapolation(optimizer.shards, parallel.delay_strength)
+    return DelayedGradients(sync, buffers, plan, correction)
 
 
 def _build_loss_scale(config: RunConfig) -> LossScale:

@@ -102,10 +102,11 @@ def evaluate(engines: Engines, batches: Iterator[Batch], rounds: int, micro_batc
     config, outputs = engines.config, list[tuple[Tensor, Tensor]]()
     names = config.model.loss_names
     totals = torch.zeros((len(names), 2), dtype=torch.float64)
-    for _ in range(rounds):
-        step_batches = take_batches(batches, micro_batches, engines.topology.device)
-        sums = evaluation_step(engines, step_batches, outputs)
-        totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
+    with engines.optimizer.publisher.exact_parameters():
+        for _ in range(rounds):
+            step_batches = take_batches(batches, micro_batches, engines.topology.device)
+            sums = evaluation_step(engines, step_batches, outputs)
+            totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
     _sum(engines, totals)
     losses = {
         name: total / count if count else 0.0 for name, (total, count) in zip(names, totals.tolist(), strict=True)

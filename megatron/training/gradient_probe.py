@@ -57,7 +57,7 @@ class GradientProbe(Observer):
         for buffer in self.buffers:
             for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):
                 if slot.param.dim() > 1:
-                    grad = buffer.grads_flat[slot.start : slot.stop]
+                    grad = buffer.reduced_flat[slot.start : slot.stop]
                     grad = grad.float()
                     places = abs_topk(grad.view(1, -1), max(int(self.density * grad.numel()), 1))[0]
                     before = self._places.get(slot.logical_name)

@@ -12,17 +12,20 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.base.stateful import Scope, StatefulParts
+from megatron.base.values import Values
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, newest_before, saved_iterations
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import load_tensors, saved_section, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
+    DELAYED,
     MAIN,
     MODEL,
     OPTIMIZER,
     OUTER,
     buffer_tensors,
+    delayed_tensors,
     main_tensors,
     model_tensors,
     optimizer_tensors,
@@ -120,15 +123,22 @@ class RunCheckpoints:
         if self.saver is None or self.saved_iteration == iteration:
             return
         raise_together(self.group, self.lock.lost() if self.lock is not None else None)
+        delayed = self.engines.delayed
+        if delayed is not None:
+            delayed.finish()
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
+            if delayed is not None:
+                previous = None if delayed.correction is None else delayed.correction.previous
+                tensors |= delayed_tensors(self.engines.optimizer, previous, delayed.in_flight is not None)
             tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
-        statements = None
-        if self.certificate is not None:
-            self.certificate_record.statements = statements = self.certificate.collect(iteration)
-        common, last_update = self.stateful_parts.state_dict(), self.progress.last_update
-        self.saver.save(iteration, tensors, common, self.config_yaml, last_update, statements)
+        with self.engines.optimizer.publisher.exact_parameters():
+            statements = None
+            if self.certificate is not None:
+                self.certificate_record.statements = statements = self.certificate.collect(iteration)
+            common, last_update = self.stateful_parts.state_dict(), self.progress.last_update
+            self.saver.save(iteration, tensors, common, self.config_yaml, last_update, statements)
         self.saved_iteration = iteration
         if self.certificate is not None:
             self.certificate.resume()
@@ -228,8 +238,15 @@ class RunCheckpoints:
             optimizer_shards = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in optimizer_shards.items() if not name.startswith(MAIN)}
             tensors |= self._outer(root, iteration, common)
+            tensors |= self._delayed(Values(common["delayed_gradients"], self.config.source), iteration)
         weights = MAIN if saved_main else MODEL
-        ignored_prefixes = (PREFIX, OUTER, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+        ignored_prefixes = (
+            PREFIX,
+            OUTER,
+            DELAYED,
+            *([OPTIMIZER] if weights_only else []),
+            *([MODEL] if saved_main else []),
+        )
 
         def unused(name: str) -> bool:
             return name.startswith(ignored_prefixes) and not name.startswith(weights)
@@ -263,6 +280,8 @@ class RunCheckpoints:
             Scope.LOGS: not self.config.finetune,
         }
         self.stateful_parts.load_state_dict(common, [scope for scope, enabled in scope_flags.items() if enabled])
+        if optimizer.publisher.look_ahead is not None:
+            optimizer.publisher.publish_ahead()
         if differing:
             ours, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(
@@ -273,6 +292,18 @@ class RunCheckpoints:
             sections = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
+
+    def _delayed(self, saved: Values, iteration: Iteration) -> dict[str, LogicalShard]:
+        """Shards of delayed gradients, allocated if the checkpoint has them."""
+        delayed, in_flight = self.engines.delayed, saved.has("iteration")
+        if delayed is None:
+            if in_flight:
+                self.log(f"the gradients of iteration {iteration} are never applied, since --delay is 0 now")
+            return {}
+        previous, correction = None, delayed.correction
+        if correction is not None and saved.text("previous", "") == correction.name:
+            previous = correction.allocate_previous()
+        return delayed_tensors(self.engines.optimizer, previous, in_flight)
 
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""
@@ -319,7 +350,7 @@ def _stateful_parts(
     engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]
 ) -> StatefulParts:
     """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
-    optimizer, controllers, outer = engines.optimizer, engines.sync.controllers, engines.outer
+    optimizer, controllers, outer, delayed = engines.optimizer, engines.sync.controllers, engines.outer, engines.delayed
 
     def set_steps(count: int) -> None:
         optimizer.steps = count
@@ -342,6 +373,12 @@ def _stateful_parts(
         "outer",
         lambda: {} if outer is None else outer.state_dict(),
         lambda saved: None if outer is None else outer.load_state_dict(saved),
+        Scope.OPTIMIZER,
+    )
+    stateful.register_value(
+        "delayed_gradients",
+        lambda: {} if delayed is None else delayed.state_dict(),
+        lambda saved: None if delayed is None else delayed.load_state_dict(saved),
         Scope.OPTIMIZER,
     )
     stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)

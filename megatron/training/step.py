@@ -219,33 +219,34 @@ def train_step(
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
     replicas = engines.topology.layout.dp * engines.sync_warmup.count
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
+    delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
         losses = _report_losses(engines, last_chunk)
-        all_finite = engines.sync.finish_reduction(sum(count for _, count in losses.values()))
+        new_finite = delayed.new_are_finite() if delayed is not None else None
+        if delayed is not None:
+            gradients = delayed.take()
+        else:
+            gradients = engines.sync.reduce_gradients(sum(count for _, count in losses.values()))
         sync_warmup = engines.sync_warmup
-        if all_finite and sync_warmup.active and sync_warmup.compressed:
+        if gradients is not None and gradients.finite and sync_warmup.active and sync_warmup.compressed:
             assert engines.outer is not None
             assert sync_warmup.group is not None
             with sync_warmup.explain_errors():
-                engines.outer.sum_gradients(sync_warmup.group, iteration, engines.optimizer.loss_scale.scale)
+                engines.outer.sum_gradients(sync_warmup.group, iteration, loss_scale)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
-            losses,
-            iteration=iteration,
-            lr=lr,
-            weight_decay=weight_decay,
-            decoupled_lr=decoupled_lr,
-            votes=votes,
-            publish_update=engines.sync.needs_update,
-            freeze_variance=engines.sync.freezes_variance,
-            clipped=engines.sync.clips_first,
-            all_finite=all_finite,
+            losses, gradients, lr, weight_decay, votes, decoupled_lr=decoupled_lr, new_finite=new_finite
         )
-    if not totals.skipped and engines.sync.needs_update:
+    updated = totals.grad_norm is not None
+    if gradients is not None and gradients.needs_update and updated:
         engines.sync.observe_update()
-    expert_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
+    engines.sync.end_step(keep_states=updated)
+    if delayed is not None:
+        with ledger.computing(), timers(reduction, level=1):
+            delayed.replace(iteration, loss_scale, usable=totals.usable)
+    expert_losses, loads = engines.experts.finish_step(len(batches), totals.usable)
     engines.plan.steps.skipped += totals.skipped
-    engines.end_step(step_taken=not totals.skipped)
+    engines.end_step(keep_states=totals.usable)
     return StepMetrics(
         iteration=iteration + 1,
         losses={**totals.losses, **expert_losses},
@@ -279,6 +280,8 @@ def _forward_backward(
         for buffer in engines.buffers:
             buffer.begin_grads()
     engines.begin_step(iteration, length)
+    if engines.delayed is None:
+        engines.sync.begin_step(iteration, engines.optimizer.loss_scale.scale)
     engines.experts.begin_step()
     dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands, None
     if config.masks_labels and engines.holds_loss:
@@ -365,7 +368,7 @@ def evaluation_step(
     signatures = [("evaluation", len(batches), length, _batch_shapes(batches)), *engines.comm.launch_signature(length)]
     signatures += _expert_signatures(engines)
     engines.pipeline.run(table, programs, -1, len(batches), None, signatures)
-    engines.end_step(step_taken=False)
+    engines.end_step(keep_states=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
         outputs += [(batches[number].draw_ids_b, output_bc) for number, output_bc in programs[-1].outputs.items()]
     return _report_losses(engines, programs[-1])

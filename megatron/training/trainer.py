@@ -148,6 +148,8 @@ class Trainer:
                     with self._make_loader(self.train_set, progress.consumed_samples) as batches:
                         while self._may_continue(reason, self.train_iters) and not self._skips_next:
                             reason = self._run_iteration(batches, self._make_vote(signals))
+            if self.engines.delayed is not None:
+                self.engines.delayed.finish()
             self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason

@@ -64,6 +64,8 @@ def time_steps(
         engines.ledger.clock.synchronize()
         rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])
         seconds.append(max(row[0] for row in rows))
+    if engines.delayed is not None:
+        engines.delayed.finish()
     for buffer in engines.buffers:
         buffer.release()
     del engines

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import LM_LOSS
 from megatron.parallel.data.buffer import ParamSlot
-from megatron.parallel.data.gradient_sync import local_share
+from megatron.parallel.data.gradient_sync import ReducedGradients, local_share
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step, take_batches
 from tests.multiprocess.test_compression import EXACT_STEPS, OVERLAP, Changes, _dense, _run
@@ -126,12 +126,13 @@ def _clipped_sum(layout: dict[str, int], max_norm: float) -> tuple[list[float], 
     engines.topology.pp.all_reduce(squares).wait()
     norms = squares.sqrt()
     engines.begin_step(1)
+    sync.begin_step(1, 1.0)
     for buffer in engines.buffers:
         for slot in slots:
             tied = slot.spec.tied_copy
             mine = _local(gradient(dp.rank, slot), slot) / dp.size
             buffer.grads_flat[slot.start : slot.stop] = 0.0 if tied else mine.flatten()
-    assert sync.finish_reduction(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0))
+    assert sync.reduce_gradients(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0)).finite
     worst = 0.0
     for buffer in engines.buffers:
         for slot in slots:
@@ -168,7 +169,7 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
         mine = _local(full, piece.slot).flatten()[piece.start : piece.stop]
         optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
     optimizer.steps = 3
-    optimizer.step({LM_LOSS: (1.0, 1.0)}, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
+    optimizer.step({LM_LOSS: (1.0, 1.0)}, ReducedGradients(0, 1.0, freezes_variance=True), lr=0.0, weight_decay=0.0)
     fillings: dict[str, float] = {}
     for piece in optimizer.shards:
         filled = optimizer.inner.state[piece.main]["exp_avg_sq"]

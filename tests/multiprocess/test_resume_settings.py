@@ -26,6 +26,7 @@ from tests.support.train import train
 pytestmark = pytest.mark.multiprocess
 
 
+AHEAD = {"delay": 1, "delay_correction": "lookahead"}
 SWIGLU = {"swiglu": True, "ffn_hidden_size": 32}
 
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
@@ -54,6 +55,11 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "muon", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
         {"optimizer": "muon", "pipeline_model_parallel_size": 2},
     ),
+    "delayed gradients, sharded dp2 tp2 to pp2": (
+        (4, 2),
+        {**AHEAD, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+        {**AHEAD, "pipeline_model_parallel_size": 2},
+    ),
     "another padding of the vocabulary": (
         (2, 1),
         {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 48, **SWIGLU},
@@ -69,7 +75,7 @@ def test_resume_at_another_layout_agrees(prefix: Path, tmp_path: Path, name: str
     assert sorted(resumed_losses) == sorted(losses) == list(range(1, 7))
     for iteration, (loss, norm) in losses.items():
         assert resumed_losses[iteration][0] == pytest.approx(loss, rel=1e-5), iteration
-        assert resumed_losses[iteration][1] == pytest.approx(norm, rel=1e-4), iteration
+        assert (resumed_losses[iteration][1] or 0.0) == pytest.approx(norm or 0.0, rel=1e-4), iteration
 
 
 @pytest.mark.parametrize(

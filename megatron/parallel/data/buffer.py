@@ -79,11 +79,14 @@ class FlatBuffer:
         tensor_parallel: there are several tensor-parallel ranks.
         chunk: number of the chunk on this rank.
         weight_grads: records of gradients that weight passes compute.
+        delayed: gradients are reduced in separate memory, while the next step computes its own.
 
     After construction, the parameters are views of ``params_flat``. If the dtypes agree, their ``grad`` is a view of
     ``grads_flat`` into which autograd accumulates, else a hook adds each gradient to ``grads_flat``. On CPUs, where
     clearing and adding are expensive, the first gradient of a step overwrites the previous contents, and backward
     functions write the gradient themselves (``MainGrad``).
+
+    ``reduced_flat`` holds the gradients that are reduced and applied: ``grads_flat`` itself, unless ``delayed``.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class FlatBuffer:
         tensor_parallel: bool = False,
         chunk: int = 0,
         weight_grads: WeightGrads | None = None,
+        delayed: bool = False,
     ) -> None:
         self.group, self.chunk = group, chunk
         self._weight_grads = weight_grads or WeightGrads()
@@ -106,6 +110,7 @@ class FlatBuffer:
         size = self.buckets[-1].stop
         self.params_flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grads_flat = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self.reduced_flat = torch.zeros_like(self.grads_flat) if delayed else self.grads_flat
         self.direct = grad_dtype == first.dtype
         self._on_bucket_full: Callable[[int], None] | None = None
         self._num_missing: list[int] = []
@@ -216,8 +221,8 @@ class FlatBuffer:
         return self.params_flat[bucket.start : bucket.stop]
 
     def grads_of(self, bucket: Bucket) -> Tensor:
-        """Flat gradients of a bucket, including padding."""
-        return self.grads_flat[bucket.start : bucket.stop]
+        """Flat gradients of a bucket to reduce and apply, including padding."""
+        return self.reduced_flat[bucket.start : bucket.stop]
 
 
 def _bucket_kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:

@@ -34,7 +34,7 @@ def clip_replica(
     """
     squares = torch.zeros(topology.dp.size, dtype=torch.float64, device=topology.device)
     grads = [
-        buffer.grads_flat[slot.start : slot.stop]
+        buffer.reduced_flat[slot.start : slot.stop]
         for buffer in buffers
         for bucket in buffer.buckets
         for slot in bucket.slots
@@ -48,4 +48,4 @@ def clip_replica(
     norm = math.sqrt(grad_sq) * topology.dp.size / scale
     if norm > max_norm:
         for buffer in buffers:
-            buffer.grads_flat.mul_(max_norm / (norm + 1e-6))
+            buffer.reduced_flat.mul_(max_norm / (norm + 1e-6))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from megatron.compression.state import combine_keys
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.round_driver import PackedReduction
 from megatron.kernels.ops import finite_norm
 from megatron.parallel.data.reducer import BucketReducer, GradBucket, PendingBucket
 
@@ -21,7 +22,7 @@ class GradReducer(BucketReducer):
 
     Buckets are launched in list order, regardless of the order in which they become ready, so that all ranks issue
     their collectives in the same order. Call order in a step: ``begin_step``, ``mark_ready`` for each bucket that
-    backward has filled, ``finish_reduction``.
+    backward has filled, ``finish_reduction``; ``advance`` in between hides later rounds, too.
 
     Args:
         buckets, group, plan, ledger, sharded, point: see ``BucketReducer``.
@@ -40,6 +41,8 @@ class GradReducer(BucketReducer):
         self._checks_finite = False
         self._ready = [False] * len(buckets)
         self._finite: list[Tensor] = []
+        self._rounds: Iterator[PackedReduction] | None = None
+        self._next: PackedReduction | None = None
 
     def begin_step(self, iteration: int, scale: float, checks: bool = False) -> None:
         """Begin a step.
@@ -115,19 +118,46 @@ class GradReducer(BucketReducer):
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
 
+    def advance(self) -> bool:
+        """Run the launched buckets' rounds whose messages have arrived, in the order of ``finish_reduction``.
+
+        Returns:
+            Whether all rounds have run.
+        """
+        if self._rounds is None:
+            self._rounds = self._run_rounds(finite=True)
+            self._next = next(self._rounds, None)
+        while self._next is not None and not self._next.is_waiting:
+            self._next = next(self._rounds, None)
+        return self._next is None
+
     def finish_reduction(self, finite: bool = True) -> None:
         """Complete all reductions; the buckets then hold the reduced gradients, or undefined values if not ``finite``.
+
+        Args:
+            finite: whether all gradients are finite; always true after ``advance``.
+        """
+        self.launch_all()
+        for _ in self._run_rounds(finite) if self._rounds is None else self._rounds:
+            pass
+        self._ready = [False] * len(self.buckets)
+        self._pending = []
+        self._rounds = self._next = None
+
+    def _run_rounds(self, finite: bool) -> Iterator[PackedReduction]:
+        """Run the rounds of all buckets; yield the next reduction to advance.
 
         The buckets advance in turn by a round, so that encoding and decoding a bucket hides the messages of others.
         Intra-node rounds do not wait for a turn, so that a bucket completes while other messages are in flight between
         nodes. A completed bucket is decoded after the next bucket's turn, which would otherwise be delayed.
         """
-        self.launch_all()
         active = self._pending_buckets()
         finished: list[tuple[GradBucket, PendingBucket]] = []
         while active:
             remaining: list[tuple[GradBucket, PendingBucket]] = []
             for bucket, pending in active:
+                assert pending.reduction is not None
+                yield pending.reduction
                 has_more = self._advance_bucket(pending, finite)
                 while finished:
                     self._finish_bucket(*finished.pop())
@@ -135,5 +165,3 @@ class GradReducer(BucketReducer):
             active = remaining
         while finished:
             self._finish_bucket(*finished.pop())
-        self._ready = [False] * len(self.buckets)
-        self._pending = []

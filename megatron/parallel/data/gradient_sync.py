@@ -43,6 +43,27 @@ class TiedEmbedding:
         return tuple(self.slot.param.shape)
 
 
+@dataclass(frozen=True)
+class ReducedGradients:
+    """Properties of the reduced gradients that the buckets hold.
+
+    Args:
+        iteration: 0-based number of the step that has computed them.
+        loss_scale: the loss scale in them.
+        finite: False if a check before the reduction has failed.
+        clipped: each replica's gradient was clipped before the reduction.
+        freezes_variance: they must not change the optimizer's second moments.
+        needs_update: a compressor needs the optimizer's update; the same on all replicas.
+    """
+
+    iteration: int
+    loss_scale: float
+    finite: bool = True
+    clipped: bool = False
+    freezes_variance: bool = False
+    needs_update: bool = False
+
+
 class GradientSync:
     """Reduces the gradients of all chunks.
 
@@ -110,8 +131,8 @@ class GradientSync:
         self._checks_finite = False
         self._reduces_shares = sharded
 
-    def begin_step(self, iteration: int, scale: float) -> None:
-        """Begins a step. ``scale`` is the loss scale of its gradients."""
+    def begin_step(self, iteration: int, scale: float, checked: bool = False) -> None:
+        """Begins a step. ``scale`` is the loss scale of its gradients; if ``checked``, they are finite on all ranks."""
         self._iteration, self._scale = iteration, scale
         # In synchronous steps, islands sum shares of the gradients, and replicas then all-gather the sums. A fused
         # embedding is not divided into shares.
@@ -122,6 +143,7 @@ class GradientSync:
         self._checks_finite = any(self.plan.rounds(point).finalizes for point in points)
         # A gradient that is not finite must not enter the residual of the islands' compressor.
         self._checks_finite |= self.sync_warmup.active and self.sync_warmup.compressed
+        self._checks_finite &= not checked
         for reducer in self.reducers:
             reducer.sharded = self._reduces_shares
             reducer.begin_step(iteration, scale, self._checks_finite)
@@ -182,19 +204,23 @@ class GradientSync:
             if buffer.chunk == chunk and self._has_replicas(buffer):
                 buffer.notify_when_full(partial(_launch_filled_bucket, buffer, reducer))
 
-    def finish_reduction(self, counted: float) -> bool:
-        """Completes the reduction: the buckets (with ``sharded``, this rank's shares) then hold reduced gradients.
+    def reduce_gradients(self, counted: float) -> ReducedGradients:
+        """Reduces the gradients after the last backward of a step.
 
         Args:
             counted: number of items in this rank's losses; 0 if another rank reports them.
 
         Returns:
-            False if the step checks for finite gradients and must be skipped, because a gradient on some rank is not
-            finite or the losses have no items; the buckets are then undefined. True if the check passed, or if no
-            compressor needs it.
+            The reduced gradients. They are not ``finite``, and the buckets are undefined, if the step checks for finite
+            gradients and a gradient on some rank is not finite or the losses have no items.
         """
         for buffer in self.buffers:
             buffer.complete_grads()
+        self.launch_reduction()
+        return self.finish_reduction(self._check_finite(counted) if self._checks_finite else True)
+
+    def launch_reduction(self) -> None:
+        """Launches the reduction of the buckets that backward has not launched."""
         for buffer, bucket in self._buckets:
             if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
                 self.ledger.complete(Point.TP_BWD, self.tp.all_reduce(buffer.grads_of(bucket)))
@@ -207,14 +233,28 @@ class GradientSync:
             else:
                 for local in reducer.buckets:
                     reducer.record_finite(local.flat)
-        all_finite = True
-        if self._checks_finite:
-            bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
-            pair = torch.stack([bad, torch.full_like(bad, counted)])
-            self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
-            self.sync_warmup.all_reduce([pair])
-            bad_count, all_counted = pair.tolist()
-            all_finite = bad_count == 0 and all_counted > 0
+
+    def _check_finite(self, counted: float) -> bool:
+        """Checks that the launched gradients are finite on all ranks, and that the losses have items."""
+        bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
+        pair = torch.stack([bad, torch.full_like(bad, counted)])
+        self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
+        self.sync_warmup.all_reduce([pair])
+        bad_count, all_counted = pair.tolist()
+        return bad_count == 0 and all_counted > 0
+
+    def advance_reduction(self) -> None:
+        """Runs the rounds of a launched reduction whose messages have arrived, in the same order on all ranks."""
+        for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
+            if self._has_replicas(buffer) and not reducer.advance():
+                return
+
+    def finish_reduction(self, all_finite: bool) -> ReducedGradients:
+        """Completes a reduction: the buckets (with ``sharded``, this rank's shares) then hold reduced gradients.
+
+        Args:
+            all_finite: whether the gradients of all ranks are finite; if not, the buckets are undefined.
+        """
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             if self._has_replicas(buffer):
                 reducer.finish_reduction(all_finite)
@@ -224,7 +264,26 @@ class GradientSync:
         if self.sync_warmup.active and not self.sync_warmup.compressed and all_finite:
             self._sum_over_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._collect_reduced)
-        return all_finite
+        return self.describe_reduced(all_finite)
+
+    def describe_reduced(self, all_finite: bool = True) -> ReducedGradients:
+        """Describes the reduced gradients of this step, which the buckets hold."""
+        return ReducedGradients(
+            self._iteration,
+            self._scale,
+            all_finite,
+            clipped=self.clips_first,
+            freezes_variance=self.freezes_variance,
+            needs_update=self.needs_update,
+        )
+
+    def end_step(self, keep_states: bool) -> None:
+        """Commits the compressors' states, or rolls them back because no update was taken."""
+        for state in self.states():
+            if keep_states:
+                state.commit()
+            else:
+                state.rollback()
 
     def _sum_over_islands(self) -> None:
         """Sums the reduced gradients over islands, and sends each element only once: each replica sends a share, and

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.buffer import Bucket, FlatBuffer
+from megatron.parallel.data.delay_correction import LookAhead
 from megatron.parallel.data.gradient_sync import local_share
 from megatron.parallel.data.param_shards import ParamShard
 
@@ -33,6 +35,7 @@ class ParamAllGather:
         shards: the shards that this rank updates.
         plan, ledger: the compressor of ``PARAM_GATHER``, and where the bytes are counted.
         sharded: whether each rank owns a share.
+        look_ahead: values of the model's parameters in training, if not the main values.
     """
 
     def __init__(
@@ -42,12 +45,12 @@ class ParamAllGather:
         plan: CompressionPlan,
         ledger: Ledger,
         sharded: bool,
+        look_ahead: LookAhead | None = None,
     ) -> None:
+        self.look_ahead = look_ahead
         self.ledger, self.sharded = ledger, sharded
         self.plan = plan
-        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or has_separate_main(
-            plan, sharded
-        )
+        self.separate_main = any(shard.main.data_ptr() != shard.model.data_ptr() for shard in shards)
         self._shards = list(shards)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self._by_slot: dict[int, list[ParamShard]] = {}
@@ -59,7 +62,7 @@ class ParamAllGather:
         is_active = self.plan.activation(Point.PARAM_GATHER).is_active(iteration)
         is_active = is_active and not self.plan.is_turned_off(Point.PARAM_GATHER)
         if not compresses(self.plan, self.sharded) or not is_active:
-            self.publish_exactly()
+            self.publish_ahead()
             return
         gathers = []
         for buffer, bucket in self._buckets:
@@ -73,6 +76,25 @@ class ParamAllGather:
             with self.ledger.decoding(Point.PARAM_GATHER):
                 params = buffer.params_of(bucket)
                 params.copy_(params.to(differences.dtype) + differences)
+
+    def publish_ahead(self) -> None:
+        """Sets the model's parameters to the values at which the next gradients are computed."""
+        if self.look_ahead is None:
+            self.publish_exactly()
+            return
+        torch._foreach_copy_([shard.model for shard in self._shards], self.look_ahead.values())
+        if self.sharded:
+            self.gather()
+
+    @contextmanager
+    def exact_parameters(self) -> Iterator[None]:
+        """Set the model's parameters to the main values within this block, if they look ahead. All ranks enter it."""
+        looks_ahead = self.look_ahead is not None and self.look_ahead.previous is not None
+        if looks_ahead:
+            self.publish_exactly()
+        yield
+        if looks_ahead:
+            self.publish_ahead()
 
     def publish_exactly(self) -> None:
         """Sets the model's parameters to the main values, rounded to the model's precision."""

@@ -21,7 +21,7 @@ class ParamShard:
         start, stop: the range within the flattened parameter.
         main: the values that the optimizer updates, fp32 (or fp64): the model's memory itself if the dtypes agree.
         model: the same range of the model's parameter, flat.
-        grad: the same range of the gradient buffer, flat.
+        grad: the same range of the reduced gradients, flat.
         counted: this rank counts it in sums over replicas; of equal replicas only the first does.
     """
 
@@ -62,5 +62,5 @@ def make_local_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bo
                 span = slice(slot.start + start, slot.start + stop)
                 model = buffer.params_flat[span]
                 main = model.to(main_dtype, copy=separate)
-                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[span], counted))
+                shards.append(ParamShard(slot, start, stop, main, model, buffer.reduced_flat[span], counted))
     return shards

@@ -47,6 +47,7 @@ class PipelineEngine:
         before_micro_batch: called with the index of a micro-batch before its forward and before its backward.
         begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
         weight_grads: records of weight gradients between a backward and its weight pass.
+        after_pass: called after every pass of a training step, while messages of other points may arrive.
 
     Attributes:
         measured: times that schedule ``AUTO`` is made for; None before they are measured.
@@ -61,6 +62,7 @@ class PipelineEngine:
         before_micro_batch: Callable[[int], None],
         begin_last_backward: Callable[[int], None],
         weight_grads: WeightGrads,
+        after_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
         self.stage = stage
@@ -68,6 +70,7 @@ class PipelineEngine:
         self.before_micro_batch = before_micro_batch
         self.begin_last_backward = begin_last_backward
         self.weight_grads = weight_grads
+        self.after_pass = after_pass
         self.measured: MeasuredPipeline | None = None
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
@@ -122,7 +125,9 @@ class PipelineEngine:
         run = _StepMessages(self, table, iteration, num_micro_batches, programs, signatures)
         if ops:
             run.expect(ops[0])
-        for op, following in zip(ops, [*ops[1:], None], strict=True):
+        for number, (op, following) in enumerate(zip(ops, [*ops[1:], None], strict=True)):
+            if number and loss_grad is not None:
+                self.after_pass()
             run.post()
             if following is not None:
                 run.expect(following)
@@ -158,6 +163,8 @@ class PipelineEngine:
                 with span("backward-send", op):
                     run.send(op, x_sbh.grad)
             del x_sbh, out, grad
+        if loss_grad is not None:
+            self.after_pass()
         run.end()
 
 

@@ -17,6 +17,7 @@ from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron.optimizer.optimizer import Optimizer, StepTotals
 from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.tensor.shards import ParamSpec
 
 
@@ -43,8 +44,19 @@ class Run:
         slots = [slot for bucket in self.buffer.buckets for slot in bucket.slots]
         return {slot.name: self.buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape) for slot in slots}
 
-    def step(self, step: int = 0, losses: tuple[float, float] = (1.0, 1.0), **options: Any) -> StepTotals:
-        return self.optimizer.step({LM_LOSS: losses}, step, **options)
+    def step(
+        self,
+        step: int = 0,
+        losses: tuple[float, float] = (1.0, 1.0),
+        *,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        **gradients: bool,
+    ) -> StepTotals:
+        """Take a step; ``gradients``: properties of the reduced gradients."""
+        reduced = ReducedGradients(step, self.optimizer.loss_scale.scale, **gradients)
+        return self.optimizer.step({LM_LOSS: losses}, reduced, lr, weight_decay, decoupled_lr=decoupled_lr)
 
 
 def build_run(

@@ -45,7 +45,7 @@ def _trained(rule: dict[str, Any], lr: int, decoupled: int | None, freeze_at: in
         rates = _rates(step)
         decoupled_lr = None if decoupled is None else rates[decoupled]
         frozen = freeze_at is not None and step >= freeze_at
-        run.step(step, lr=rates[lr], weight_decay=DECAY, decoupled_lr=decoupled_lr, freeze_variance=frozen)
+        run.step(step, lr=rates[lr], weight_decay=DECAY, decoupled_lr=decoupled_lr, freezes_variance=frozen)
     return {name: param.data for name, param in run.params.items()}
 
 

@@ -49,7 +49,7 @@ def _trained(
     run = build_run({name: _drawn(name, 99).to(dtype) for name in SPECS}, grad_dtype, SCALE, SPECS, **flags)
     for step in range(steps):
         run.set_grads(partial(_drawn, step=step), SCALE * surge ** (step % 2))
-        run.step(step, lr=_rate(step), weight_decay=DECAY, publish_update=publish and step > 1)
+        run.step(step, lr=_rate(step), weight_decay=DECAY, needs_update=publish and step > 1)
     assert run.optimizer.steps == steps
     return {name: param.data for name, param in run.params.items()}, run.grads()
 

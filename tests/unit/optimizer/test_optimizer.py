@@ -120,7 +120,7 @@ def test_the_published_update_times_the_rate_is_subtracted(name: str, dtype: tor
     for step, lr in enumerate((1e-2, 3e-3)):
         before = _copies(run)
         _set_grads(run, step, 2.0)
-        run.step(lr=lr, weight_decay=0.1, publish_update=True)
+        run.step(lr=lr, weight_decay=0.1, needs_update=True)
         for parameter, update in run.grads().items():
             expected = (before[parameter] - run.params[parameter].data) / lr
             torch.testing.assert_close(update, expected, rtol=tolerance, atol=tolerance)
@@ -135,7 +135,7 @@ def test_the_published_update_does_not_depend_on_the_learning_rate(name: str, lr
     for rate in (lr, 1e-2):
         run = _build(torch.float32, torch.float32, **RULES[name])
         _set_grads(run, 0)
-        run.step(lr=rate, weight_decay=0.1, publish_update=True)
+        run.step(lr=rate, weight_decay=0.1, needs_update=True)
         published.append(run.buffer.grads_flat.clone())
     assert float(published[0].abs().max()) > 0.05
     torch.testing.assert_close(*published, rtol=1e-6, atol=1e-6)
@@ -146,7 +146,7 @@ def test_the_published_update_of_frozen_adam() -> None:
     for step in range(4):
         before = _copies(run)
         _set_grads(run, step)
-        run.step(lr=1e-2, weight_decay=0.1, publish_update=True, freeze_variance=step >= 2)
+        run.step(lr=1e-2, weight_decay=0.1, needs_update=True, freezes_variance=step >= 2)
         for name, update in run.grads().items():
             expected = (before[name] - run.params[name].data) / 1e-2
             torch.testing.assert_close(update, expected, rtol=1e-4, atol=1e-4)

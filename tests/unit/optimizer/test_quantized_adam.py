@@ -77,7 +77,7 @@ def test_steps_match_a_plain_loop(bits: int) -> None:
         for state in states:
             state.commit()
         run.buffer.grads_flat.copy_(total)
-        run.step(step, lr=LR, weight_decay=DECAY, freeze_variance=on)
+        run.step(step, lr=LR, weight_decay=DECAY, freezes_variance=on)
     assert run.optimizer.frozen_at == WARMUP
     torch.testing.assert_close(weight, _plain_loop(bits), rtol=1e-6, atol=1e-9)
 
@@ -87,5 +87,5 @@ def test_rows_without_gradients_in_the_warm_up_do_not_explode() -> None:
     run = build_run({"w": torch.zeros(2, 4)}, torch.float32, lr=LR)
     for step in range(6):
         run.buffer.grads_flat.copy_(torch.tensor([1.0] * 4 + [float(step >= 3)] * 4))
-        run.step(step, lr=LR, weight_decay=0.0, freeze_variance=step >= 3)
+        run.step(step, lr=LR, weight_decay=0.0, freezes_variance=step >= 3)
     assert float(run.params["w"].detach().abs().max()) < 10 * LR

@@ -41,9 +41,16 @@ def test_reductions_as_long_as_backward_should_overlap() -> None:
     assert percent == pytest.approx(gain, abs=0.5)
 
 
+def test_slow_links_suggest_a_delay() -> None:
+    matches = {match[0]: match for match in _suggestions(20.0, {"delay": 1})}
+    _, percent, gain = matches["--delay 1"]
+    assert percent == pytest.approx(gain, abs=0.5)
+    assert gain > 10
+
+
 def test_slow_links_suggest_islands() -> None:
     spec = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
-    ((flags, percent, gain),) = _suggestions(0.05, {"dp": 1, "islands": 8, "specs": (spec,)})
+    (*_, (flags, percent, gain)) = _suggestions(0.05, {"dp": 1, "islands": 8, "specs": (spec,)})
     assert flags == f"--islands 8 --compress {spec}"
     assert percent == pytest.approx(gain, abs=0.5)
     assert gain > 20

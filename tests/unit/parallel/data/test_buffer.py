@@ -126,7 +126,7 @@ def test_the_end_of_a_step_completes_its_gradients() -> None:
     for buffer in engines.buffers:
         _begin_stale(buffer)
     engines.sync.begin_step(0, 1.0)
-    assert engines.sync.finish_reduction(1.0)
+    assert engines.sync.reduce_gradients(1.0).finite
     assert not any(buffer.grads_flat.any() for buffer in engines.buffers)
 
 

@@ -1,0 +1,140 @@
+"""Gradients that are applied one step late, so that their reduction runs beside the next step's computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.base.values import Values
+from megatron.distributed.policy import CompressionPlan
+from megatron.kernels.ops import finite_norm
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.delay_correction import DelayCorrection, GradientExtrapolation
+from megatron.parallel.data.gradient_sync import GradientSync, ReducedGradients
+
+
+@dataclass
+class InFlightGradients:
+    """Gradients of a step that the next step applies.
+
+    Args:
+        iteration: 0-based number of the step that has computed them.
+        loss_scale: the loss scale in them.
+        reduced: properties of the gradients once they are reduced; None while the reduction runs.
+    """
+
+    iteration: int
+    loss_scale: float
+    reduced: ReducedGradients | None = None
+
+
+class DelayedGradients:
+    """Holds the gradients of a step until the next step applies them (``--delay 1``).
+
+    Step t computes its gradient g(theta_t) while that of step t-1 is reduced, and then takes the update
+
+        theta_{t+1} = theta_t - lr_t U(g(theta_{t-1})),
+
+    the rule of PipeDream-2BW (Narayanan et al. 2021) with every gradient exactly one step old. The first step takes no
+    update, nor does a step after one whose gradients were not finite. Compressors see gradients as without a delay.
+
+    Args:
+        sync: reduction of the gradients.
+        buffers: buffers with separate memory for the reduction.
+        plan: compressors of all points; while gradients are finished and applied, in the iteration that computed them.
+        correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        buffers: Sequence[FlatBuffer],
+        plan: CompressionPlan,
+        correction: DelayCorrection | None = None,
+    ) -> None:
+        self._sync, self._buffers, self._plan = sync, buffers, plan
+        self.correction = correction
+        self.in_flight: InFlightGradients | None = None
+
+    def new_are_finite(self) -> Tensor:
+        """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""
+        for buffer in self._buffers:
+            buffer.complete_grads()
+        return torch.stack([finite_norm(buffer.grads_flat)[1] for buffer in self._buffers]).amin()
+
+    def advance(self) -> None:
+        """Run the rounds in flight whose messages have arrived.
+
+        Only between passes of a training step: until ``take``, no other collective may use the same group, since ranks
+        get here at different times and must start a group's collectives in the same order.
+        """
+        if self.in_flight is not None and self.in_flight.reduced is None:
+            self._sync.advance_reduction()
+
+    def take(self) -> ReducedGradients | None:
+        """Finish the reduction in flight, and correct its gradients for the step that applies them.
+
+        Returns:
+            Properties of the gradients; None if there are none.
+        """
+        gradients = self.finish()
+        if gradients is not None and isinstance(self.correction, GradientExtrapolation):
+            self.correction.apply(gradients.loss_scale)
+        return gradients
+
+    def finish(self) -> ReducedGradients | None:
+        """Finish the reduction in flight, and return properties of its gradients; None if there are none."""
+        in_flight = self.in_flight
+        if in_flight is None:
+            return None
+        self._plan.begin_step(in_flight.iteration)
+        if in_flight.reduced is None:
+            in_flight.reduced = self._sync.finish_reduction(all_finite=True)
+            self._sync.end_step(keep_states=True)
+        return in_flight.reduced
+
+    def replace(self, iteration: int, loss_scale: float, *, usable: bool) -> None:
+        """Launch the reduction of this step's gradients, in place of those that were applied.
+
+        Args:
+            iteration: 0-based number of this step.
+            loss_scale: the loss scale in its gradients.
+            usable: whether they are finite on all ranks, and losses have items; otherwise they are dropped.
+        """
+        self.in_flight = None
+        self._plan.begin_step(iteration)
+        if not usable:
+            return
+        for buffer in self._buffers:
+            buffer.reduced_flat.copy_(buffer.grads_flat)
+        self._sync.begin_step(iteration, loss_scale, checked=True)
+        self._sync.launch_reduction()
+        self.in_flight = InFlightGradients(iteration, loss_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Iteration and loss scale of the gradients in flight, and the correction that has previous tensors, if any."""
+        in_flight, correction = self.in_flight, self.correction
+        has_previous = correction is not None and correction.previous is not None
+        state: dict[str, Any] = {"previous": correction.name if correction is not None and has_previous else ""}
+        if in_flight is not None:
+            state |= {"iteration": in_flight.iteration, "loss_scale": in_flight.loss_scale}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``; the buckets hold the reduced gradients, and ``correction`` its previous tensors.
+
+        Raises:
+            UserError: when a value is missing or of another kind.
+        """
+        self.in_flight = None
+        values = Values(state)
+        if not values.has("iteration"):
+            return
+        iteration, loss_scale = values.integer("iteration", least=0), values.number("loss_scale")
+        self._plan.begin_step(iteration)
+        self._sync.begin_step(iteration, loss_scale, checked=True)
+        self.in_flight = InFlightGradients(iteration, loss_scale, self._sync.describe_reduced())

@@ -1,0 +1,18 @@
+"""Delayed gradients over NCCL, all ranks on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiprocess import test_delay as delay
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layouts_equal_a_plain_loop(ranks: int) -> None:
+    delay.test_layouts_equal_a_plain_loop(ranks, ("adam", "ahead"))
+
+
+def test_compressors_see_the_same_gradients() -> None:
+    delay.test_compressors_see_the_same_gradients(2, {"ddp_bucket_size": 3000})

@@ -1,0 +1,290 @@
+"""``--delay 1``: every layout takes the steps of a plain loop that applies the gradients of the step before."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import LM_LOSS
+from megatron.training.assembly import Engines
+from megatron.training.evaluation import evaluate
+from megatron.training.replica_check import disagreements
+from megatron.training.saved_run import find_saved
+from megatron.training.step import evaluation_step, take_batches, train_step
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_train
+
+pytestmark = pytest.mark.multiprocess
+
+Changes = dict[str, dict[str, Any]]
+
+STEPS = 5
+DELAY: Changes = {"parallel": {"delay": 1}}
+DOUBLE: Changes = {"precision": {"fp64": True}}
+CLIPS: Changes = {"optimizer": {"clip_grad": 0.5}}
+SGD: Changes = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}}
+EXTRAPOLATES: Changes = {**CLIPS, "parallel": {"delay_correction": "extrapolate", "delay_strength": 0.75}}
+LOOKS_AHEAD: Changes = {**CLIPS, "parallel": {"delay_correction": "lookahead", "delay_strength": 0.75}}
+MUON: Changes = {"optimizer": {"optimizer": "muon"}}
+SHARDED = {"use_distributed_optimizer": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one process": {}, "micro 2": {"micro_batch_size": 2}},
+    2: {
+        "dp2": {},
+        "dp2 sharded, small buckets": {**SHARDED, "ddp_bucket_size": 3000},
+        "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "pp2 zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        "pp2 virtual": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    },
+    4: {
+        "pp2 dp2 sharded": {"pipeline_model_parallel_size": 2, **SHARDED},
+        "tp2 dp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    },
+}
+
+
+def _plain_loop(changes: Changes, steps: int) -> tuple[list[float], list[float]]:
+    """Losses, and norms of the applied gradients (NaN without), of a loop in one process over torch's optimizer.
+
+    The engines only differentiate: they take steps of learning rate zero.
+    """
+    engines = tiny_engines(merge({"precision": changes["precision"]}, {"optimizer": {"clip_grad": 0.0}}))
+    options = merge({"optimizer": {"clip_grad": 1.0}}, changes)["optimizer"]
+    (buffer,) = engines.buffers
+    slots = [slot for bucket in buffer.buckets for slot in bucket.slots]
+    params = [slot.param.detach().clone() for slot in slots]
+    decay = engines.config.optimizer.weight_decay
+    groups = [{"params": [p], "weight_decay": decay if p.dim() > 1 else 0.0} for p in params]
+    if options.get("optimizer") == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=options["lr"], momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=engines.config.optimizer.lr, betas=(0.9, 0.999), eps=1e-8)
+    batches = tiny_batches(engines.config, engines.topology, masked=False)
+    count = engines.config.training.global_batch_size // engines.config.training.micro_batch_size
+    correction = changes.get("parallel", {}).get("delay_correction")
+    extrapolated, ahead = (0.75 * (correction == name) for name in ("extrapolate", "lookahead"))
+    losses, norms, held, before = [], [], list[Tensor](), list[Tensor]()
+    for step in range(steps):
+        step_batches = take_batches(batches, count, engines.topology.device)
+        losses.append(train_step(engines, step_batches, step, lr=0.0, weight_decay=0.0).loss)
+        new = [buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape).clone() for slot in slots]
+        applied = [g + extrapolated * (g - old) for g, old in zip(held, before or held, strict=True)]
+        norms.append(math.sqrt(sum(float(g.square().sum()) for g in applied)) if held else math.nan)
+        old_params = [p.clone() for p in params]
+        for p, g in zip(params, applied, strict=bool(held)):
+            p.grad = g * min(1.0, options["clip_grad"] / (norms[-1] + 1e-6))
+        if held:
+            optimizer.step()
+        for slot, p, old in zip(slots, params, old_params, strict=True):
+            slot.param.data.copy_(p + ahead * (p - old))
+        before, held = held, new
+    return losses, norms
+
+
+def _run(changes: Changes, steps: int) -> tuple[Trace, list[str]]:
+    engines = tiny_engines(merge(changes, DELAY))
+    trace = tiny_train(engines, steps)
+    assert engines.delayed is not None
+    engines.delayed.finish()
+    return trace, disagreements(engines)
+
+
+def _run_layouts(runs: dict[tuple[str, str], Changes], steps: int) -> dict[tuple[str, str], tuple[Trace, list[str]]]:
+    return {name: _run(changes, steps) for name, changes in runs.items()}
+
+
+def _changes(layout: dict[str, Any], *others: Changes) -> Changes:
+    micro = {name: size for name, size in layout.items() if name == "micro_batch_size"}
+    parallel = {name: value for name, value in layout.items() if name not in micro}
+    return merge({"training": micro, "parallel": parallel}, *others)
+
+
+RULES = {"adam": CLIPS, "extrapolated": EXTRAPOLATES, "ahead": LOOKS_AHEAD, "sgd": SGD, "muon": MUON}
+
+
+@cache
+def _expected(rule: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of a plain loop; of one process for Muon, which torch's optimizer computes otherwise."""
+    changes = merge(DOUBLE, RULES[rule])
+    if rule == "muon":
+        trace, _ = _run(changes, STEPS)
+        return trace.losses, trace.grad_norms
+    return _plain_loop(changes, STEPS)
+
+
+@pytest.mark.parametrize(("ranks", "rules"), [(1, RULES), (2, RULES), (4, ("ahead", "muon"))], ids=["1", "2", "4"])
+def test_layouts_equal_a_plain_loop(ranks: int, rules: Iterable[str]) -> None:
+    cases = {
+        (rule, name): _changes(layout, DOUBLE, RULES[rule]) for rule in rules for name, layout in LAYOUTS[ranks].items()
+    }
+    results = (
+        [_run_layouts(cases, STEPS)] if ranks == 1 else run_ranks(ranks, _run_layouts, cases, STEPS, timeout=300.0)
+    )
+    for result in results:
+        for (rule, name), (trace, problems) in result.items():
+            losses, norms = _expected(rule)
+            assert losses[0] - losses[-1] > 0.05
+            assert trace.losses == pytest.approx(losses, rel=1e-10), (rule, name)
+            assert trace.grad_norms == pytest.approx(norms, rel=1e-10, nan_ok=True), (rule, name)
+            assert not problems
+
+
+COMPRESSORS = {
+    "powersgd": ["dp-grad=powersgd,rank=2,min-ratio=0"],
+    "fixpoint": ["dp-grad=fixpoint,bits=4"],
+    "cast": ["dp-grad=cast"],
+    "chunked top-k": ["dp-grad=chunked-topk,chunk=100,k=10"],
+    "quantized Adam": ["dp-grad=quantized-adam,warmup=2"],
+    "topk": ["dp-grad=topk,density=0.1"],
+    "stable-topk": ["dp-grad=stable-topk,density=0.1,interval=2"],
+    "server": ["dp-grad=parameter-server"],
+    "warm-up": ["dp-grad=powersgd,rank=2,min-ratio=0,warmup=3"],
+    "scheduled bits": ["dp-grad=fixpoint,bits=8@0/4@3"],
+    "embedding": ["embedding=powersgd,rank=4@0/2@3,min-ratio=0"],
+}
+
+
+def _norms_and_states(changes: Changes, steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
+    engines = tiny_engines(changes)
+    trace = tiny_train(engines, steps)
+    if engines.delayed is not None:
+        engines.delayed.finish()
+    states = [{name: x.clone() for name, x in state.export_tensors().items()} for state in engines.sync.states()]
+    return trace.grad_norms, states
+
+
+def _compare_compressors(cases: dict[str, list[str]], layout: Changes) -> dict[str, str]:
+    """Problems by case: without a learning rate, the reduced gradients come one step late and are the same."""
+    problems = {}
+    still: Changes = {"optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+    for name, specs in cases.items():
+        changes = merge({"compression": {"compress": specs}}, still, layout)
+        # After an even number of steps no compressor waits for an update.
+        (norms, states), (late_norms, late_states) = (
+            _norms_and_states(merge(changes, extra), 6) for extra in ({}, DELAY)
+        )
+        if late_norms[1:] != norms[:-1]:
+            problems[name] = f"norms {norms} and {late_norms}"
+        if [{k: x.tolist() for k, x in s.items()} for s in states] != [
+            {k: x.tolist() for k, x in s.items()} for s in late_states
+        ]:
+            problems[name] = "states differ"
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, {"ddp_bucket_size": 3000}),
+        (2, {"ddp_bucket_size": 3000, **SHARDED}),
+        (4, {"pipeline_model_parallel_size": 2, "ddp_bucket_size": 3000}),
+    ],
+    ids=["dp2", "dp2 sharded", "pp2 dp2"],
+)
+def test_compressors_see_the_same_gradients(ranks: int, parallel: dict[str, Any]) -> None:
+    cases = {name: specs for name, specs in COMPRESSORS.items() if ranks == 4 or name != "embedding"}
+    for problems in run_ranks(ranks, _compare_compressors, cases, {"parallel": parallel}, timeout=300.0):
+        assert not problems
+
+
+def _evaluated_between(changes: Changes, steps: int) -> tuple[list[float], list[float]]:
+    """Losses of training with and without evaluations and saves in between."""
+
+    def evaluate_and_finish(engines: Engines) -> None:
+        batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
+        first = evaluate(engines, batches, 1, 2, 0).losses
+        assert engines.delayed is not None
+        engines.delayed.finish()
+        batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
+        with engines.optimizer.publisher.exact_parameters():
+            assert all(torch.equal(shard.main, shard.model) for shard in engines.optimizer.shards)
+            total, count = evaluation_step(engines, take_batches(batches, 2, engines.topology.device))[LM_LOSS]
+        sums = torch.tensor([total, count], dtype=torch.float64)
+        engines.topology.dp.all_reduce(sums).wait()
+        assert first[LM_LOSS] == pytest.approx(float(sums[0] / sums[1]), rel=1e-9)
+
+    changes = merge(changes, DELAY, {"parallel": {"delay_correction": "lookahead", **SHARDED}})
+    plain = tiny_train(tiny_engines(changes), steps)
+    return plain.losses, tiny_train(tiny_engines(changes), steps, after_step=evaluate_and_finish).losses
+
+
+def test_evaluations_and_saves_do_not_disturb_the_gradients_in_flight() -> None:
+    specs: Changes = {"compression": {"compress": ["dp-grad=powersgd,rank=2,min-ratio=0"]}}
+    for plain, disturbed in run_ranks(2, _evaluated_between, specs, STEPS):
+        assert plain == disturbed
+
+
+def _advanced_gradients() -> float:
+    """Largest difference of the reduced gradients to the sums of the ranks, before the reduction is finished."""
+    engines = tiny_engines(merge(DELAY, {"parallel": {"ddp_bucket_size": 3000}}))
+    (buffer,), (reducer,) = engines.buffers, engines.sync.reducers
+    tiny_train(engines, 1)
+    sums = buffer.grads_flat.clone()
+    for _ in range(500):
+        if reducer.advance():
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("no round has advanced")
+    torch.distributed.all_reduce(sums)
+    return float((buffer.reduced_flat - sums).abs().max())
+
+
+def test_rounds_advance_between_the_passes() -> None:
+    assert max(run_ranks(2, _advanced_gradients)) < 1e-6
+
+
+def test_weights_are_saved_without_the_look_ahead(tmp_path: Path) -> None:
+    changes = merge(DELAY, LOOKS_AHEAD, {"checkpoint": {"save": str(tmp_path), "no_save_optim": True}})
+    engines = tiny_engines(changes)
+    tiny_train(engines, 3)
+    checkpoints = tiny_checkpoints(engines, 3)
+    checkpoints.save()
+    loaded = tiny_engines({"checkpoint": {"load": str(tmp_path), "finetune": True, "no_load_optim": True}})
+    ahead = 0.0
+    saved = find_saved(loaded.config.checkpoint, loaded.topology, print)
+    assert saved is not None
+    tiny_checkpoints(loaded).load(saved)
+    for shard, other in zip(engines.optimizer.shards, loaded.optimizer.shards, strict=True):
+        assert torch.equal(shard.main, other.model)
+        ahead = max(ahead, float((shard.model - other.model).abs().max()))
+    assert ahead > 1e-4
+
+
+def _fp16(parallel: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Norms under a loss scale that overflows at first, losses, and losses under a scale that does not."""
+    # An infinite gradient must not enter a residual.
+    changes = merge(DELAY, {"parallel": parallel, "compression": {"compress": ["dp-grad=topk,density=0.5"]}})
+    high, low = ({"precision": {"fp16": True, "initial_loss_scale": 2.0**n, "hysteresis": 1}} for n in (40, 12))
+    first = tiny_train(tiny_engines(merge(changes, high)), 30)
+    return first.grad_norms, first.losses, tiny_train(tiny_engines(merge(changes, low)), 1).losses
+
+
+def _growing_scale(window: int) -> list[float]:
+    precision = {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": window}
+    changes = merge(DELAY, SGD, {"precision": precision, "optimizer": {"clip_grad": 0.0}})
+    return tiny_train(tiny_engines(changes), 8).losses
+
+
+def test_gradients_keep_the_loss_scale_that_they_were_computed_with() -> None:
+    assert _growing_scale(1) == pytest.approx(_growing_scale(1000), rel=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [{}, SHARDED], ids=["replicated", "sharded"])
+def test_gradients_that_overflow_are_dropped(parallel: dict[str, Any]) -> None:
+    """No update before the step after the first step with finite gradients; then one at every step."""
+    for norms, losses, (first_loss,) in run_ranks(2, _fp16, parallel):
+        updates = [math.isfinite(norm) for norm in norms]
+        first_update = updates.index(True)
+        assert 10 < first_update < 29
+        assert all(updates[first_update:])
+        assert losses[0] == pytest.approx(first_loss, rel=1e-3)
+        assert losses[-1] < losses[0]
