@@ -131,6 +131,10 @@ def plan() -> NoReturn:
     start_program("megatron.planner.command")
 
 
+def choose() -> NoReturn:
+    start_program("megatron.training.choose_command")
+
+
 def generate() -> NoReturn:
     start_program("megatron.inference.generate_command")
 

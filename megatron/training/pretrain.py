@@ -79,12 +79,14 @@ class Job:
         pretrained: folder and iteration of a language model that a new run starts from.
         judge: see ``RunPlan``.
         sections: more sections of the flags, by name, in which all ranks must agree.
+        chooses_only: end when the compressors are chosen.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
     pretrained: tuple[str, Iteration] | None = None
     judge: Judge | None = None
     sections: Mapping[str, Any] = field(default_factory=dict)
+    chooses_only: bool = False
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
@@ -223,6 +225,8 @@ def run(
         trains = not config.validation.skip_train and position.iteration < train_iters
         timer = partial(time_steps, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
         config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
+        if job.chooses_only:
+            return
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
         if saved is not None and choice is None:
             turn_off_as_saved(saved, config, engines.plan)

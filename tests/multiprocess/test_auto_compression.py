@@ -52,6 +52,19 @@ def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder, result.stdout
 
 
+def test_the_choice_is_made_without_training(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
+    """On links as fast as this machine: the same report, nothing is saved, and bad flags take one line."""
+    flags = tiny_flags(prefix, **STAGES, save=tmp_path / "saved", max_loss_increase=50)
+    result = run_cli(2, ["tools/choose.py", *flags]).check()
+    assert "the same by hand:" in result.stdout
+    assert "measured and chosen in" in result.stdout
+    assert "elapsed time per iteration" not in result.stdout
+    assert not (tmp_path / "saved").exists()
+    refused = run_cli(2, ["tools/choose.py", *flags, "--max-loss-increase", "0"])
+    assert refused.returncode == 2
+    assert "--max-loss-increase" in refused.stderr
+
+
 def test_slow_links_are_compressed_and_flags_repeat_the_run(
     chosen: tuple[Path, str], prefix: Path, tmp_path: Path
 ) -> None:
