@@ -194,6 +194,10 @@ def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
         raise UserError(
             f"--log-gradients-bins {logging.log_gradients_bins} is for the records of --log-gradients; add it"
         )
+    if logging.log_gradients and parallel.delay:
+        raise UserError(
+            "--log-gradients reads gradients after a step, and with --delay 1 they are on their way then; leave one out"
+        )
     if logging.log_gradients and parallel.use_distributed_optimizer:
         raise UserError(
             "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "

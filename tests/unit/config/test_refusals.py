@@ -60,6 +60,7 @@ BY_ITERATIONS = [
     ("--delay 2", 2, ["--delay is 2", "at most 1"]),
     ("--delay 1 --DDP-impl torch", 2, ["--delay 1", "--DDP-impl local"]),
     ("--delay 1 --overlap-grad-reduce", 2, ["--delay 1", "--overlap-grad-reduce", "leave that flag out"]),
+    ("--delay 1 --log-gradients --log-json-file j", 2, ["--delay 1", "--log-gradients", "leave one"]),
     ("--delay 1 --no-allreduce", 2, ["--delay 1", "--no-allreduce", "leave one"]),
     ("--delay 1 --compress outer=identity,every=2", 2, ["--delay 1", "islands"]),
     (f"--delay 1 --delay-correction lookahead {DISTRIBUTED} --compress param-gather=float8", 2,
