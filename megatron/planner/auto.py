@@ -28,11 +28,14 @@ Neither predictions nor trial steps are more accurate than this.
 TRIAL_MARGIN = 0.15
 """Sets predicted to take longer than the fastest by more than this share are not timed."""
 
-UNPREDICTED_GAIN = 0.1
-"""Share of an iteration that a set must save in trial steps if it was not predicted to: few steps scatter."""
+MAX_TRIALS = 2
+"""Maximum number of sets that are timed, in addition to no compressors.
 
-MAX_TRIALS = 3
-"""Maximum number of sets that are timed, in addition to no compressors."""
+The planner is less accurate about the gain of compression than about differences between compressors.
+"""
+
+_MEMORY_SHARE = 0.8
+"""Share of a device's memory that the engines of all timed sets may need at the same time."""
 
 
 NOTHING_TO_CHOOSE = "--compress auto: no point without a spec has both traffic and a compressor to choose"
@@ -85,11 +88,13 @@ class CompressorSet:
         candidates: the compressors by point; points without one are missing.
         prediction: prediction of an iteration with them and with the specs of the user.
         trial_s: measured seconds of an iteration; None if none was run.
+        gains: whether trial steps have shown that it saves ``WORTHWHILE`` of an iteration.
     """
 
     candidates: Mapping[Point, CandidateSpec]
     prediction: Prediction
     trial_s: float | None = None
+    gains: bool = False
 
     @property
     def increase(self) -> float:
@@ -166,6 +171,14 @@ def candidates_of(registry: Registry, name: str, point: Point, hidden_size: int)
     ]
 
 
+def affordable(ladders: Ladders, budget: float) -> Ladders:
+    """The candidates whose own increase of the loss is within a budget; points without one keep none."""
+    return {
+        point: [candidate for candidate in candidates if candidate.increase <= budget]
+        for point, candidates in ladders.items()
+    }
+
+
 def candidate_specs(ladders: Ladders) -> list[str]:
     """Specs of all candidates."""
     return [candidate.spec for candidates in ladders.values() for candidate in candidates]
@@ -190,12 +203,15 @@ class CompressorSearch:
     def __init__(
         self, predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float
     ) -> None:
-        self.predictor, self._choice, self._ladders, self._budget = predictor, choice, ladders, budget
+        self.predictor, self._choice, self._budget = predictor, choice, budget
+        self._ladders = affordable(ladders, budget)
         uncompressed = CompressorSet({}, predictor.predict(choice))
         self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
         self.sets = [uncompressed]
-        for members in itertools.product(*([None, *candidates] for candidates in ladders.values())):
-            candidates = {point: member for point, member in zip(ladders, members, strict=True) if member is not None}
+        for members in itertools.product(*([None, *candidates] for candidates in self._ladders.values())):
+            candidates = {
+                point: member for point, member in zip(self._ladders, members, strict=True) if member is not None
+            }
             if candidates and sum(candidate.increase for candidate in candidates.values()) <= budget:
                 compressors = CompressorSet(candidates, self._predict(candidates))
                 if compressors.prediction.memory_bytes <= self._memory_limit:
@@ -203,7 +219,7 @@ class CompressorSearch:
 
     def contenders(self) -> list[CompressorSet]:
         """Sets worth timing: no compressors and, if any are nearly as fast as the fastest prediction, up to
-        ``MAX_TRIALS`` of them; empty if compressors cannot gain."""
+        ``MAX_TRIALS`` of them, or a single one if none is predicted to gain; empty if compressors cannot gain."""
         limit_s = min(candidate_set.seconds for candidate_set in self.sets) * (1 + TRIAL_MARGIN)
         fast_sets = [candidate_set for candidate_set in self.sets[1:] if candidate_set.seconds <= limit_s]
         if not fast_sets:
@@ -211,28 +227,19 @@ class CompressorSearch:
         mildest_set = _mildest_of_fastest(fast_sets)
         fast_sets.remove(mildest_set)
         fast_sets.sort(key=lambda candidate_set: candidate_set.seconds)
-        return [self.sets[0], mildest_set, *fast_sets[: MAX_TRIALS - 1]]
+        may_gain = limit_s <= self.sets[0].seconds * (1 - WORTHWHILE) * (1 + TRIAL_MARGIN)
+        return [self.sets[0], mildest_set, *fast_sets[: MAX_TRIALS - 1 if may_gain else 0]]
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
         """Choose a set: none if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the
-        lowest increase among those that are. By trial steps, sets that were not predicted to gain must gain
-        ``UNPREDICTED_GAIN``.
+        lowest increase among those that are.
 
         Args:
-            trials: sets whose iterations were timed, the first without compressors; empty to choose by prediction.
+            trials: sets whose iterations were timed, the first without compressors, of which only those that gain may
+                be chosen; empty to choose by prediction.
         """
         sets = trials or self.sets
-        if trials:
-            predicted_limit_s = trials[0].prediction.seconds * (1 - WORTHWHILE)
-            trial_limit_s = trials[0].seconds * (1 - UNPREDICTED_GAIN)
-            sets = [
-                trial
-                for trial in trials
-                if not trial.candidates
-                or trial.prediction.seconds <= predicted_limit_s
-                or trial.seconds <= trial_limit_s
-            ]
-        chosen = _mildest_of_fastest(sets)
+        chosen = _mildest_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
         points = [self._explain(point, chosen, trials) for point in self._ladders]
         return AutoChoice(sets[0], chosen, points, len(self.sets), trials)
 
@@ -246,6 +253,8 @@ class CompressorSearch:
         if point in chosen.candidates:
             without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
             return PointChoice(point, chosen.candidates[point], self._predict(without_point).seconds - seconds)
+        if not self._ladders[point]:
+            return PointChoice(point, None, 0.0, f"each compressor costs more than {self._budget:g}% of loss")
         predictions = {
             candidate: self._predict({**chosen.candidates, point: candidate}) for candidate in self._ladders[point]
         }
@@ -261,7 +270,7 @@ class CompressorSearch:
         elif fastest.increase > self._budget - chosen.increase:
             reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
         elif any(point in trial.candidates for trial in trials):
-            reason = f"{name} was to save {saved_s:.3g} s, but trial steps were no faster"
+            reason = f"{name} was to save {saved_s:.3g} s, but trial steps show no gain"
         else:
             reason = f"{name} would save {saved_s:.3g} s, together with other points too little"
         return PointChoice(point, None, saved_s, reason)
@@ -272,6 +281,11 @@ def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
     fastest_s = min(candidate_set.seconds for candidate_set in sets)
     fast_sets = [candidate_set for candidate_set in sets if candidate_set.seconds * (1 - WORTHWHILE) <= fastest_s]
     return min(fast_sets, key=lambda s: (bool(s.candidates), s.increase, s.seconds))
+
+
+def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
+    """Whether the engines of all sets fit into a device's memory at the same time."""
+    return sum(each.prediction.memory_bytes for each in sets) <= _MEMORY_SHARE * memory_gib * 2**30
 
 
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:

@@ -13,8 +13,11 @@ from megatron.distributed.topology import Topology
 SIDES = ("inside", "across")
 """Kinds of links: inside nodes and between them."""
 
-_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.1, 1 << 26
-"""Messages that measure a link's bandwidth take at least this time or have at least this size."""
+_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.05, 1 << 26
+"""The message that measures a link's bandwidth takes at least this time or has at least this size."""
+
+_FIRST_BYTES, _MAX_GROWTH = 1 << 17, 16
+"""Size of the first message, and the largest ratio of the sizes of a message and of the one before."""
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
@@ -33,14 +36,15 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
         # Neighbors are paired in two ways, so that every link between neighbors is measured.
         for shift in range(min(count - 1, 2)):
             peer = peer_of(topology.rank, stride, count, shift)
-            latency, nbytes = _ping_pong(topology, peer, 8, 50), 1 << 16
-            seconds = 0.0
-            while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
-                nbytes *= 2
-                seconds = _ping_pong(topology, peer, nbytes, 1)
+            latency, nbytes = _ping_pong(topology, peer, 8, 20), _FIRST_BYTES
+            while True:
+                pair_s = _ping_pong(topology, peer, nbytes, 1)
                 # All ranks must agree on when a message is long enough: the slowest pair decides.
-                seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
-            pair_s = _ping_pong(topology, peer, nbytes, 2)
+                rows = gather_rows(topology.control, Ledger(), [pair_s])
+                next_bytes = larger_message(nbytes, max(row[0] for row in rows if row[0] == row[0]))
+                if next_bytes == nbytes:
+                    break
+                nbytes = next_bytes
             flows = stride if name == "across" else 1
             gbit = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
             # NaN of a rank without a peer loses.
@@ -69,6 +73,17 @@ def peer_of(rank: int, stride: int, count: int, shift: int) -> int | None:
     index = rank // stride % count
     peer_index = index + 1 if (index - shift) % 2 == 0 else index - 1
     return rank + (peer_index - index) * stride if 0 <= peer_index < count else None
+
+
+def larger_message(nbytes: int, seconds: float) -> int:
+    """Bytes of the message after one that took some seconds: the same if that was long enough; otherwise at least
+    twice as many, so that it will hardly take longer than twice ``_MESSAGE_SECONDS``."""
+    if seconds >= _MESSAGE_SECONDS:
+        return nbytes
+    growth = 2
+    while growth < _MAX_GROWTH and growth * seconds < _MESSAGE_SECONDS:
+        growth *= 2
+    return min(nbytes * growth, _MESSAGE_BYTES)
 
 
 def _ping_pong(topology: Topology, peer: int | None, nbytes: int, count: int) -> float:

@@ -42,7 +42,7 @@ from megatron.planner.stages import Stages
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """Measured rates of a device."""
 
-_SECONDS = 0.5
+_SECONDS = 0.1
 """Seconds spent on measuring a rate."""
 
 _UPDATE_ELEMENTS = 1 << 24
@@ -89,12 +89,12 @@ class LiveBackend(DryBackend):
     Args:
         device: torch's device.
         tp: group of the tensor-parallel ranks; None for this process alone.
-        repeats: repetitions of each piece; the first is a warm-up and does not count.
+        repeats: repetitions of each piece, of which the median counts; the first is a warm-up.
     """
 
     attention = staticmethod(F.scaled_dot_product_attention)
 
-    def __init__(self, device: torch.device, tp: Group | None = None, repeats: int = 5) -> None:
+    def __init__(self, device: torch.device, tp: Group | None = None, repeats: int = 3) -> None:
         self.torch_device = device
         self.repeats = repeats
         self.tp = tp

@@ -20,7 +20,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import any_rank, gather_texts, together
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.policy import CompressionPlan
@@ -32,7 +32,9 @@ from megatron.planner.auto import (
     CompressorSearch,
     CompressorSet,
     Ladders,
+    affordable,
     candidate_specs,
+    fit_together,
     read_ladders,
     report,
 )
@@ -42,6 +44,7 @@ from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Predictor
 from megatron.planner.suggestions import suggestions
 from megatron.training.saved_run import SavedRun
+from megatron.training.trial_steps import SetTime
 
 CHOICE = "compression_choice"
 """Name of the choice in a checkpoint."""
@@ -77,12 +80,13 @@ def with_chosen_compressors(
     env: LaunchEnvironment,
     vocab_size: int,
     saved: SavedRun | None,
-    time_steps: Callable[[RunConfig], float] | None,
+    time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool], Sequence[SetTime]] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
     """Choose the compressors of ``--compress auto``, or keep those of the checkpoint. A collective call.
 
-    The planner predicts all sets of compressors with measured rates; then the best are timed in training steps.
+    The planner predicts all sets of compressors with measured rates; then training steps are timed with the best and
+    without any.
 
     Args:
         config: resolved configuration.
@@ -90,7 +94,8 @@ def with_chosen_compressors(
         env: environment of this process.
         vocab_size: entries of the vocabulary.
         saved: the checkpoint that the run begins with, if any.
-        time_steps: measures the seconds of a training step with a configuration; None if no step is left to take.
+        time_sets: times training steps with several configurations of predicted times, the first without compressors;
+            with or without the engines of all at the same time. None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
@@ -107,7 +112,7 @@ def with_chosen_compressors(
         kept_config = together(group, lambda: _kept_config(config, topology, saved, log))
         if kept_config is not None:
             return kept_config, None
-    if time_steps is None:
+    if time_sets is None:
         log("--compress auto: chooses nothing, since no step is left to train")
         return _with_choice(config, [], topology), None
     cluster = _cluster(topology, env)
@@ -116,16 +121,20 @@ def with_chosen_compressors(
         log(NOTHING_TO_CHOOSE)
         return _with_choice(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
-    specs = [*user_specs, *candidate_specs(ladders)]
+    specs = [*user_specs, *candidate_specs(affordable(ladders, config.compression.max_loss_increase))]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
         values = measure_all(config, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = described(values, cluster)
     search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
+    contenders = _agree_on_sets(group, search.contenders(), search.sets)
+    crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
+    trial_configs = [_with_choice(config, contender.specs, topology) for contender in contenders]
+    predicted_s = [contender.prediction.seconds for contender in contenders]
     trials = [
-        dataclasses.replace(contender, trial_s=time_steps(_with_choice(config, contender.specs, topology)))
-        for contender in _agree_on_sets(group, search.contenders(), search.sets)
+        dataclasses.replace(contender, trial_s=set_time.seconds, gains=set_time.gains)
+        for contender, set_time in zip(contenders, time_sets(trial_configs, predicted_s, not crowded), strict=True)
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()

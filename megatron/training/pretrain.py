@@ -66,7 +66,7 @@ from megatron.training.saved_run import check_saved_model_type, find_saved, with
 from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
-from megatron.training.trial_steps import time_steps
+from megatron.training.trial_steps import time_sets
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def run(
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         trains = not config.validation.skip_train and position.iteration < train_iters
-        timer = partial(time_steps, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
+        timer = partial(time_sets, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
         config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
         if job.chooses_only:
             return

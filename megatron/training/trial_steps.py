@@ -1,11 +1,13 @@
-"""Timing of training steps with some compressors, in engines that are thrown away."""
+"""Timing of training steps with sets of compressors, in engines that are thrown away."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,22 +15,40 @@ import torch
 from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import together
+from megatron.data.batch import Batch
+from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
-from megatron.training.assembly import build_engines
+from megatron.planner.trials import TrialRounds
+from megatron.training.assembly import Engines, build_engines
 from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch, train_step
 
-_MAX_STEPS = 5
-_MAX_SECONDS = 5.0
-"""Long steps are fewer: after two, none follows when this time has passed."""
+
+@dataclass(frozen=True)
+class SetTime:
+    """Time of a training step with a set of compressors.
+
+    Args:
+        seconds: median seconds of a step, on the slowest rank.
+        gains: whether the set certainly saves time.
+    """
+
+    seconds: float
+    gains: bool
 
 
-def time_steps(
-    topology: Topology, vocab_size: int, length: RunLength, plan: RunPlan, consumed_samples: int, config: RunConfig
-) -> float:
-    """Time training steps past all warm-ups, in new engines. A collective call.
+def time_sets(
+    topology: Topology,
+    vocab_size: int,
+    length: RunLength,
+    plan: RunPlan,
+    consumed_samples: int,
+    configs: Sequence[RunConfig],
+    predicted_s: Sequence[float],
+    all_at_once: bool,
+) -> list[SetTime]:
+    """Time training steps past all warm-ups in rounds of a step with each set, in new engines. A collective call.
 
     Random numbers of the run, its data's position and its logs are as before.
 
@@ -38,38 +58,107 @@ def time_steps(
         length: length of the run, for warm-ups in fractions of it.
         plan: data of the run; all steps use its next samples, as many as in a full batch, of full length.
         consumed_samples: position of the run in its data.
-        config: resolved configuration, with the compressors.
+        configs: resolved configurations with each set, the first without compressors; may be empty.
+        predicted_s: predicted seconds of an iteration with each set.
+        all_at_once: keep the engines of all sets; otherwise those of a set are built for each of its steps, and the
+            first step of new engines is not timed.
 
     Returns:
-        Mean seconds of the later half of the steps, on the slowest rank; the same on all ranks.
+        The time with each set; the same on all ranks.
 
     Raises:
-        UserError: on every rank, when the engines cannot be built.
+        UserError: on every rank, when engines cannot be built.
     """
-    group, device = topology.control.pg, topology.device
-    precision = config.precision
-    if precision.fp16:  # the steps that search for a loss scale update nothing
-        precision = dataclasses.replace(precision, loss_scale=1.0)
-    trial_config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
-    engines = together(group, lambda: build_engines(trial_config, topology, vocab_size, length))
-    assert plan.train_set is not None
-    with open_loader(engines, plan.train_set, consumed_samples, trains=True) as loader:
-        batches = together(group, partial(take_full_batch, engines, loader))
-    seconds: list[float] = []
-    while len(seconds) < _MAX_STEPS and (len(seconds) < 2 or sum(seconds) < _MAX_SECONDS):
-        topology.control.barrier()
+    trials = [_Trial(topology, vocab_size, length, plan, consumed_samples, config) for config in configs]
+    rounds = TrialRounds(predicted_s)
+    # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
+    all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
+    numbers = _agree(topology, rounds.next_round())
+    while numbers:
+        times: dict[int, float] = {}
+        for number in numbers:
+            if not all_at_once:
+                trials[number].time_step()
+            times[number] = trials[number].time_step()
+            if not all_at_once:
+                _drop_engines([trials[number]])
+        rounds.add(times)
+        numbers = _agree(topology, rounds.next_round())
+        _drop_engines([trials[number] for number in set(range(len(trials))).difference(numbers)])
+    gaining = _agree(topology, rounds.gaining())
+    return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
+
+
+def _agree(topology: Topology, numbers: list[int]) -> list[int]:
+    """The numbers of rank 0: all ranks compare the same times, but their libraries may round differently."""
+    agreed: list[int] = json.loads(gather_texts(topology.control.pg, json.dumps(numbers))[0])
+    return agreed
+
+
+class _Trial:
+    """Training steps with a configuration. All methods are collective calls.
+
+    Args:
+        topology, vocab_size, length, plan, consumed_samples: see ``time_sets``.
+        config: resolved configuration, with the compressors.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        vocab_size: int,
+        length: RunLength,
+        plan: RunPlan,
+        consumed_samples: int,
+        config: RunConfig,
+    ) -> None:
+        precision = config.precision
+        if precision.fp16:  # the steps that search for a loss scale update nothing
+            precision = dataclasses.replace(precision, loss_scale=1.0)
+        self._config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
+        self._topology, self._vocab_size, self._length = topology, vocab_size, length
+        self._plan, self._consumed_samples = plan, consumed_samples
+        self.engines: Engines | None = None
+        self._batches: Sequence[Batch] = ()
+        self._steps = 0
+
+    def _build(self) -> Engines:
+        group = self._topology.control.pg
+        engines = together(group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length))
+        assert self._plan.train_set is not None
+        with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
+            self._batches = together(group, partial(take_full_batch, engines, loader))
+        self._steps = 0
+        return engines
+
+    def time_step(self) -> float:
+        """Take a step; return its seconds on the slowest rank, the same on all ranks."""
+        if self.engines is None:
+            self.engines = self._build()
+        engines, control = self.engines, self._topology.control
+        control.barrier()
         start = time.perf_counter()
-        step_iteration = engines.plan.warmup_iters + len(seconds)
-        train_step(engines, batches, step_iteration, lr=0.0, weight_decay=0.0)
+        train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
         engines.ledger.clock.synchronize()
-        rows = gather_rows(topology.control, Ledger(), [time.perf_counter() - start])
-        seconds.append(max(row[0] for row in rows))
-    if engines.delayed is not None:
-        engines.delayed.finish()
-    for buffer in engines.buffers:
-        buffer.release()
-    del engines
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return statistics.fmean(seconds[len(seconds) // 2 :])
+        self._steps += 1
+        return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
+
+    def drop_engines(self) -> None:
+        """Drop the engines; the garbage collection frees their memory."""
+        assert self.engines is not None
+        if self.engines.delayed is not None:
+            self.engines.delayed.finish()
+        for buffer in self.engines.buffers:
+            buffer.release()
+        self.engines, self._batches = None, ()
+
+
+def _drop_engines(trials: Sequence[_Trial]) -> None:
+    """Free the memory of the engines of some trials, where there are any."""
+    trials = [trial for trial in trials if trial.engines is not None]
+    for trial in trials:
+        trial.drop_engines()
+    if trials:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,19 +1,24 @@
-"""Trial steps: all ranks agree on the time, all steps update, and nothing is left behind."""
+"""Trial steps: all ranks agree on times and rounds, all steps update, and nothing is left behind."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
+from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.data.build import Dataset
 from megatron.parallel.data.buffer import FlatBuffer
+from megatron.planner.trials import TrialRounds
 from megatron.training import trial_steps
 from megatron.training.run_plan import RunPlan
 from tests.support.spawn import run_ranks
@@ -59,51 +64,138 @@ class Texts:
         return Batch(sample_ids_b=torch.from_numpy(sample_ids), draw_ids_b=torch.from_numpy(draws), **tensors)
 
 
+def _run_plan(config: Any, samples: int) -> RunPlan:
+    dataset = cast(Dataset, Texts(config, samples))
+    return RunPlan(30, cast(Any, None), train_set=dataset, valid_sets=[], test_sets=[], started=0.0)
+
+
+def _without(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(config, compression=dataclasses.replace(config.compression, compress=["auto"]))
+
+
 def _try(samples: int, logs: str) -> dict[str, Any]:
-    """What five trials of each case have taken and left: seconds, shapes of steps, buffers, random state."""
+    """What trials of each case have taken and left: times, shapes of steps, buffers, random state."""
     results: dict[str, Any] = {}
-    train_step, steps, observers = trial_steps.train_step, [], []
+    train_step = trial_steps.train_step
+    steps: list[tuple[int, ...]] = []
+    observers: list[Any] = []
+    buffers: list[int] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
         metrics = train_step(*args, **kwargs)
         steps.append((metrics.skipped_iterations, metrics.global_batch_size, metrics.seq_length, args[2]))
         observers.extend(args[0].ledger.observers)
+        buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
         return metrics
 
     trial_steps.train_step = record
     for name, changes in CHANGES.items():
         engines = tiny_engines(merge(changes, {"logging": {"profile_trace": f"{logs}/{name}"}}))
         config, topology = engines.config, engines.topology
-        dataset = cast(Dataset, Texts(config, samples))
-        plan = RunPlan(30, cast(Any, None), train_set=dataset, valid_sets=[], test_sets=[], started=0.0)
-        state, seconds, buffers = torch.get_rng_state(), [], []
+        state = torch.get_rng_state()
         assert engines.ledger.observers  # the run's own trace
-        for _ in range(3):
+        buffers_before = sum(isinstance(x, FlatBuffer) for x in gc.get_objects())
+        results[name] = {}
+        for all_at_once in (True, False):
+            configs = [_without(config), config]
+            plan = _run_plan(config, samples)
+            times = trial_steps.time_sets(topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], all_at_once)
             gc.collect()
-            buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
-            seconds.append(trial_steps.time_steps(topology, VOCAB, RunLength(30), plan, 0, config))
-        results[name] = {
-            "seconds": seconds,
-            "steps": list(steps),
-            "buffers": buffers,
-            "same state": torch.equal(state, torch.get_rng_state()),
-            "observers": len(observers),
-        }
-        steps.clear()
+            results[name][all_at_once] = {
+                "seconds": [each.seconds for each in times],
+                "gains": [each.gains for each in times],
+                "steps": list(steps),
+                "most buffers": max(buffers) - buffers_before,
+                "left buffers": sum(isinstance(x, FlatBuffer) for x in gc.get_objects()) - buffers_before,
+                "same state": torch.equal(state, torch.get_rng_state()),
+                "observers": len(observers),
+            }
+            steps.clear()
+            buffers.clear()
     return results
 
 
 def test_trial_steps_are_whole_steps_and_leave_nothing_behind(tmp_path: Path) -> None:
-    """Of the last samples fewer than a global batch are left."""
+    """Of the last samples fewer than a global batch are left. Engines are kept together, or built for each step."""
     ranks = run_ranks(2, _try, 3, str(tmp_path))
     for name in CHANGES:
-        for result in (rank[name] for rank in ranks):
-            assert result["seconds"] == ranks[0][name]["seconds"]
-            assert min(result["seconds"]) > 0.0
-            expected_batch = 3 if name == "stages" else 2
-            warmup_iters = 3 if "powersgd" in json.dumps(CHANGES[name]) else 0
-            first_steps = result["steps"][:5]
-            assert first_steps == [(0, expected_batch, 16, warmup_iters + step) for step in range(5)]
-            assert result["buffers"][0] == result["buffers"][1] == result["buffers"][2]
-            assert result["same state"]
-            assert result["observers"] == 0
+        expected_batch = 3 if name == "stages" else 2
+        warmup_iters = 3 if "powersgd" in json.dumps(CHANGES[name]) else 0
+        for all_at_once in (True, False):
+            for result in (rank[name][all_at_once] for rank in ranks):
+                expected = ranks[0][name][all_at_once]
+                assert (result["seconds"], result["gains"]) == (expected["seconds"], expected["gains"])
+                assert min(result["seconds"]) > 0.0
+                assert result["gains"][0] is False
+                assert {step[:3] for step in result["steps"]} == {(0, expected_batch, 16)}
+                iterations = [step[3] for step in result["steps"][:6]]
+                if all_at_once:
+                    assert iterations[:4] == [warmup_iters, 0, warmup_iters + 1, 1]
+                else:
+                    assert iterations[:4] == [warmup_iters, warmup_iters + 1, 0, 1]
+                assert result["most buffers"] == (2 if all_at_once else 1)
+                assert result["left buffers"] == 0
+                assert result["same state"]
+                assert result["observers"] == 0
+
+
+class Obstinate(TrialRounds):
+    """Rounds of a rank that would end at once, and choose."""
+
+    def next_round(self) -> list[int]:
+        super().next_round()
+        return []
+
+    def gaining(self) -> list[int]:
+        return [1]
+
+
+def _try_on_a_rank_that_differs(samples: int) -> tuple[list[trial_steps.SetTime], int]:
+    """Rank 1 is slower, and would decide differently."""
+    engines = tiny_engines(CHANGES["stages"])
+    train_step, count = trial_steps.train_step, 0
+
+    def count_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if engines.topology.rank == 1:
+            time.sleep(0.1)
+        return train_step(*args, **kwargs)
+
+    trial_steps.train_step = count_step
+    if engines.topology.rank == 1:
+        trial_steps.TrialRounds = Obstinate  # type: ignore[misc]
+    configs = [_without(engines.config), engines.config]
+    plan = _run_plan(engines.config, samples)
+    return trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], True), count
+
+
+def test_rank_0_decides_on_the_times_of_the_slowest_rank() -> None:
+    first, second = run_ranks(2, _try_on_a_rank_that_differs, 3)
+    assert first == second
+    assert first[1] >= 6
+    assert all(set_time.seconds >= 0.1 for set_time in first[0])
+    assert not any(set_time.gains for set_time in first[0])
+
+
+def _fail_on_a_rank(samples: int) -> str:
+    """Rank 1 cannot build the engines of the second set."""
+    engines = tiny_engines(CHANGES["stages"])
+    build_engines = trial_steps.build_engines
+
+    def fail(config: RunConfig, *args: Any, **kwargs: Any) -> Any:
+        if engines.topology.rank == 1 and config.compression.compress == ["auto"]:
+            raise UserError("no room")
+        return build_engines(config, *args, **kwargs)
+
+    trial_steps.build_engines = cast(Any, fail)
+    configs = [_without(engines.config), engines.config]
+    with pytest.raises(UserError) as caught:
+        trial_steps.time_sets(
+            engines.topology, VOCAB, RunLength(30), _run_plan(engines.config, samples), 0, configs, [1.0, 1.0], True
+        )
+    return str(caught.value)
+
+
+def test_what_fails_on_a_rank_fails_on_all() -> None:
+    assert run_ranks(2, _fail_on_a_rank, 3) == ["no room", "no room"]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.planner.links import peer_of
+from megatron.planner.links import larger_message, peer_of
 from megatron.planner.measure import combine_rows
 
 
@@ -31,3 +31,18 @@ def test_the_slowest_link_and_the_mean_device_count() -> None:
     rows = [[10.0, 5.0, 1.0, 2.0], [4.0, 9.0, 3.0, math.nan], [math.nan, math.nan, 5.0, 4.0]]
     combined = combine_rows(["across_gbit", "across_us", "op_us", "layer forward"], rows)
     assert combined == {"across_gbit": 4.0, "across_us": 9.0, "op_us": 3.0, "layer forward": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "expected"),
+    [
+        (1 << 17, 0.05, 1 << 17),  # long enough
+        (1 << 17, 0.049, 1 << 18),
+        (1 << 17, 0.02, 1 << 19),
+        (1 << 17, 1e-5, 1 << 21),
+        (1 << 25, 1e-5, 1 << 26),
+        (1 << 26, 1e-5, 1 << 26),
+    ],
+)
+def test_messages_grow_until_they_are_long_enough(nbytes: int, seconds: float, expected: int) -> None:
+    assert larger_message(nbytes, seconds) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from megatron.training.auto_compression import (
     with_chosen_compressors,
 )
 from megatron.training.saved_run import SavedRun
+from megatron.training.trial_steps import SetTime
 from tests.support.tiny import tiny_config
 
 AUTO: dict[str, dict[str, Any]] = {"compression": {"compress": ["auto", "pp-forward=cast"]}}
@@ -35,7 +37,7 @@ KEPT = {
 }
 
 
-def _no_trial(config: RunConfig) -> float:
+def _no_trial(configs: Sequence[RunConfig], predicted_s: Sequence[float], all_at_once: bool) -> list[SetTime]:
     raise AssertionError("one process has no traffic to compress")
 
 

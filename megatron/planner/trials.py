@@ -1,0 +1,123 @@
+"""Rounds of trial steps: a step with each set of compressors, again and again until the gains are certain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, pvariance, variance
+
+from megatron.planner.auto import WORTHWHILE
+
+MAX_SECONDS = 15.0
+"""When the rounds after the first have taken this long, and are as many as ``_SETTLED_ROUNDS``, sets whose gain is
+still uncertain gain nothing."""
+
+_SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
+"""After this many rounds, gains above ``WORTHWHILE`` can be certain, and if they were predicted also after this many
+seconds and two rounds; before, only those above ``_CLEAR``."""
+
+_CLEAR = 1 / 3
+"""Share of an iteration that is a gain after few steps if it was predicted as well.
+
+Other processes can delay a single step to several times its length.
+"""
+
+_SCATTER, _SCATTER_WEIGHT = 0.05, 4
+"""Assumed scatter of the ratio of two steps, and the number of rounds that it counts as.
+
+Beside the usual other processes of a machine, times of steps of half a second scatter by 3 to 5%.
+"""
+
+_ERRORS_TO_GAIN, _ERRORS_TO_LEAVE = 3.0, 0.5
+"""Standard errors by which a gain must be above ``WORTHWHILE`` to be certain, or below it to be given up.
+
+To choose compressors that cost time is worse than to miss a small gain.
+"""
+
+
+class TrialRounds:
+    """Times of trial steps without compressors (set 0) and with sets of them, and what they show.
+
+    The steps of a round follow one another, so that what slows the machine for longer than a step slows all sets:
+    gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come
+    last, when memory and libraries are warm, so it counts only for a set, never against it.
+
+    Args:
+        predicted_s: predicted seconds of an iteration with each set.
+    """
+
+    def __init__(self, predicted_s: Sequence[float]) -> None:
+        self._predicted_s = predicted_s
+        self._rounds: list[dict[int, float]] = []
+        self._given_up: set[int] = set()
+
+    def add(self, seconds: Mapping[int, float]) -> None:
+        """Add the times of a round, by set."""
+        self._rounds.append(dict(seconds))
+        for number in self._uncertain():
+            values = self._log_gains(number)[1:]
+            if len(values) > 1 and fmean(values) + _ERRORS_TO_LEAVE * _standard_error(values) < _log_gain(WORTHWHILE):
+                self._given_up.add(number)
+
+    def next_round(self) -> list[int]:
+        """The sets of the next round, in order; empty when the comparison has ended."""
+        gaining, uncertain = self.gaining(), self._uncertain()
+        if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _seconds_of(self._rounds[1:]) < MAX_SECONDS):
+            return [*sorted(gaining + uncertain), 0]
+        # Steps past the first have no warm-up; among several sets, two decide if they are short.
+        steps = 3 if len(gaining) > 1 and _seconds_of(self._rounds) < _SETTLED_SECONDS else 2
+        return gaining if any(len(self._times(number)) < steps for number in gaining) else []
+
+    def gaining(self) -> list[int]:
+        """The sets that certainly save ``WORTHWHILE`` of an iteration."""
+        return [number for number in range(1, len(self._predicted_s)) if self._gains_certainly(number)]
+
+    def typical_s(self, number: int) -> float:
+        """Median seconds of a set's steps; without the first if there are more."""
+        times = self._times(number)
+        return median(times[1:] or times)
+
+    def _times(self, number: int) -> list[float]:
+        return [seconds[number] for seconds in self._rounds if number in seconds]
+
+    def _uncertain(self) -> list[int]:
+        return sorted({*range(1, len(self._predicted_s))}.difference(self._given_up, self.gaining()))
+
+    def _log_gains(self, number: int) -> list[float]:
+        """Logarithm of the ratio of the times without and with the compressors, in each round with both."""
+        return [math.log(seconds[0] / seconds[number]) for seconds in self._rounds if {0, number} <= seconds.keys()]
+
+    def _gains_certainly(self, number: int) -> bool:
+        log_gains = self._log_gains(number)
+        if not log_gains:
+            return False
+        predicted_share = 1.0 - self._predicted_s[number] / self._predicted_s[0]
+        is_settled = len(log_gains) > 1 and _seconds_of(self._rounds) >= _SETTLED_SECONDS
+        if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
+            least = WORTHWHILE
+        elif predicted_share >= _CLEAR:
+            least = _CLEAR
+        else:
+            return False
+        samples = [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]
+        return any(fmean(values) - _ERRORS_TO_GAIN * _standard_error(values) >= _log_gain(least) for values in samples)
+
+
+def _seconds_of(rounds: Sequence[Mapping[int, float]]) -> float:
+    return sum(sum(seconds.values()) for seconds in rounds)
+
+
+def _log_gain(saved_share: float) -> float:
+    return -math.log(1.0 - saved_share)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of a mean, by the assumed scatter or by that of the values, whichever is larger.
+
+    As long as they are few, their deviation may be too small by chance, and counts for more than it is.
+    """
+    count = len(values)
+    squares = (_SCATTER_WEIGHT * _SCATTER**2 + count * pvariance(values)) / (_SCATTER_WEIGHT + count - 1)
+    if count > 1:
+        squares = max(squares, variance(values) * (count + 1) / (count - 1))
+    return math.sqrt(squares / count)

@@ -1,0 +1,158 @@
+"""The comparison of trial steps, with made-up times of steps."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megatron.planner.trials import MAX_SECONDS, TrialRounds
+
+StepTime = Callable[[int, int], float]
+"""Seconds of a step, by round and set."""
+
+
+def _compare(
+    count: int, step_time: StepTime, predicted_s: Sequence[float] | None = None
+) -> tuple[TrialRounds, list[list[int]]]:
+    """The times of all rounds, and the sets of each round; by default no gain is predicted."""
+    rounds = TrialRounds(predicted_s or [1.0] * count)
+    taken: list[list[int]] = []
+    while numbers := rounds.next_round():
+        rounds.add({number: step_time(len(taken), number) for number in numbers})
+        taken.append(numbers)
+    return rounds, taken
+
+
+def _noisy(seconds: Sequence[float], scatter: float, seed: int, warmup: float = 1.15) -> StepTime:
+    """Steps whose times scatter; one in 25 is delayed by up to half, and the first take longer."""
+    generator = random.Random(seed)
+
+    def step_time(number_of_round: int, number: int) -> float:
+        delay = 1.0 + 0.5 * generator.random() * (generator.random() < 0.04)
+        delay *= 1.0 if number_of_round else warmup
+        return seconds[number] * delay * math.exp(generator.gauss(0.0, scatter))
+
+    return step_time
+
+
+@pytest.mark.parametrize("seconds", [(0.36, 0.36), (0.36, 0.36, 0.37), (0.36, 0.38, 0.355)])
+def test_in_noise_a_tie_or_a_small_loss_gains_nothing(seconds: Sequence[float]) -> None:
+    assert not any(_compare(len(seconds), _noisy(seconds, 0.04, seed))[0].gaining() for seed in range(200))
+
+
+def test_in_noise_most_gains_of_an_eighth_are_found() -> None:
+    found = [_compare(2, _noisy((0.4, 0.35), 0.04, seed))[0].gaining() for seed in range(200)]
+    assert found.count([1]) > 180
+
+
+def test_a_tie_soon_ends() -> None:
+    """After four or five rounds in the mean, of at least three."""
+    counts = [len(_compare(2, _noisy((0.36, 0.36), 0.03, seed))[1]) for seed in range(200)]
+    assert min(counts) == 3
+    assert sum(counts) / len(counts) < 5
+
+
+@pytest.mark.parametrize("seconds", [(2.5, 0.7), (4.1, 1.5), (0.92, 0.46)])
+def test_a_clear_gain_that_was_predicted_ends_after_a_round_and_a_step(seconds: tuple[float, float]) -> None:
+    for seed in range(20):
+        rounds, taken = _compare(2, _noisy(seconds, 0.03, seed, warmup=1.1), seconds)
+        assert taken == [[1, 0], [1]]
+        assert rounds.gaining() == [1]
+        assert rounds.typical_s(1) == pytest.approx(seconds[1], rel=0.6)
+        assert rounds.typical_s(0) == pytest.approx(1.1 * seconds[0], rel=0.6)
+
+
+def test_a_small_gain_in_noise_takes_more_rounds() -> None:
+    clear, small = (
+        [len(_compare(2, _noisy((0.4, s), 0.05, seed), (0.4, s))[1]) for seed in range(50)] for s in (0.2, 0.38)
+    )
+    assert max(clear) <= 4
+    assert sum(small) > 3 * sum(clear)
+    quiet, taken = _compare(2, _noisy((0.4, 0.36), 0.005, 0))
+    assert quiet.gaining() == [1]
+    assert 5 <= len(taken) <= 7
+
+
+def test_the_time_is_bounded_but_not_below_five_rounds() -> None:
+    """A gain between those that count and those that do not is never certain."""
+    for without_s in (0.5, 100.0):
+        rounds, taken = _compare(2, lambda _, number, s=without_s: s * (1.0, 0.965)[number])  # type: ignore[misc]
+        assert rounds.gaining() == []
+        assert len(taken) == max(5, 1 + math.ceil(MAX_SECONDS / without_s / 1.965))
+
+
+def test_what_slows_whole_rounds_changes_nothing() -> None:
+    def step_time(number_of_round: int, number: int) -> float:
+        return (1.0 + number_of_round % 3) * (0.4, 0.3)[number]
+
+    rounds, taken = _compare(2, step_time)
+    assert rounds.gaining() == [1]
+    assert len(taken) <= 6
+
+
+def test_a_warm_up_counts_for_a_set_alone() -> None:
+    """Compilation in the first steps neither hides a gain nor makes one."""
+    gaining, _ = _compare(2, lambda turn, number: (0.4, 0.3)[number] + (0, 30)[number] * (turn == 0))
+    assert gaining.gaining() == [1]
+    assert gaining.typical_s(1) == 0.3
+    losing, taken = _compare(2, lambda turn, number: (0.3, 0.32)[number])
+    assert losing.gaining() == []
+    assert [numbers[-1] for numbers in taken] == [0] * 3  # without compressors last
+
+
+@pytest.mark.parametrize("late_round", range(4))
+@pytest.mark.parametrize("seconds", [0.36, 3.6])
+def test_a_delayed_step_chooses_nothing(late_round: int, seconds: float) -> None:
+    """Unless a clear gain was predicted: then a delay to four times the length in the first round seems to confirm
+    it."""
+
+    def step_time(turn: int, number: int) -> float:
+        return seconds * (4.0 if (turn, number) == (late_round, 0) else 1.0)
+
+    assert _compare(2, step_time)[0].gaining() == []
+    assert _compare(2, step_time, (1.0, 0.67))[0].gaining() == []
+    assert _compare(2, step_time, (1.0, 0.66))[0].gaining() == ([1] if late_round == 0 else [])
+
+
+def test_the_first_round_counts_for_a_set_that_gains() -> None:
+    """Three rounds are needed, of long steps; without the first it would be four."""
+    rounds, taken = _compare(2, lambda _, number: (4.0, 3.53)[number], (1.0, 0.88))
+    assert rounds.gaining() == [1]
+    assert len(taken) == 3
+
+
+def test_a_gain_that_was_not_predicted_takes_five_rounds() -> None:
+    """Though steps are long; two if it was predicted."""
+    for predicted_s, count in (((1.0, 0.98), 5), ((1.0, 0.96), 2)):
+        rounds, taken = _compare(2, lambda turn, number: (4.0, 2.0)[number], predicted_s)
+        assert (rounds.gaining(), len(taken)) == ([1], count)
+
+
+def test_on_a_busy_machine_a_tie_is_rarely_taken_for_a_gain() -> None:
+    """Times scatter by 15%; 3% of 200 seeds at most."""
+    chosen = [_compare(2, _noisy((0.36, 0.37), 0.15, seed))[0].gaining() for seed in range(200)]
+    assert chosen.count([1]) <= 6
+
+
+def test_a_set_that_loses_leaves_and_one_that_gains_goes_on() -> None:
+    rounds, taken = _compare(3, lambda _, number: (0.36, 0.45, 0.32)[number])
+    assert rounds.gaining() == [2]
+    assert taken == [[1, 2, 0]] * 3 + [[2, 0]] * 2
+
+
+@pytest.mark.parametrize(("scale", "steps"), [(1.0, 3), (10.0, 2)])
+def test_sets_that_gain_are_compared_in_as_many_steps(scale: float, steps: int) -> None:
+    """Two past the first where steps are short, otherwise one."""
+    seconds = (0.9, 0.3, 0.31)
+    rounds, taken = _compare(3, lambda turn, number: scale * seconds[number] * (1.0 + (turn == 0)), seconds)
+    assert taken == [[1, 2, 0], *[[1, 2]] * (steps - 1)]
+    assert rounds.gaining() == [1, 2]
+    assert rounds.typical_s(2) == pytest.approx(0.31 * scale)
+
+
+def test_without_sets_there_is_no_round() -> None:
+    assert _compare(0, lambda *_: 1.0)[1] == []
+    assert _compare(1, lambda *_: 1.0)[1] == []
