@@ -132,9 +132,9 @@ def test_a_gain_that_was_not_predicted_takes_five_rounds() -> None:
 
 
 def test_on_a_busy_machine_a_tie_is_rarely_taken_for_a_gain() -> None:
-    """Times scatter by 15%; 3% of 200 seeds at most."""
-    chosen = [_compare(2, _noisy((0.36, 0.37), 0.15, seed))[0].gaining() for seed in range(200)]
-    assert chosen.count([1]) <= 6
+    """Times scatter by 25%; 2% of 200 seeds at most."""
+    chosen = [_compare(2, _noisy((0.36, 0.36), 0.25, seed))[0].gaining() for seed in range(200)]
+    assert chosen.count([1]) <= 4
 
 
 def test_a_set_that_loses_leaves_and_one_that_gains_goes_on() -> None:
