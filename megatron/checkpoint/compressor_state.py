@@ -222,13 +222,13 @@ class CompressorCheckpoint:
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
         """This rank's boundary ends in a direction: "sender" or "receiver", the states, and the boundary."""
-        last = self.layout.num_virtual_stages - 1
+        crossing = {b for b in range(self.layout.num_virtual_stages - 1) if self.layout.crosses(b)}
         for chunk in range(self.layout.chunks):
             stage = self.layout.virtual_stage(self.at.pp, chunk)
             outgoing, incoming = (stage, stage - 1) if way.point is Point.PP_FWD else (stage - 1, stage)
-            if 0 <= outgoing < last:
+            if outgoing in crossing:
                 yield "sender", way.sent, outgoing
-            if 0 <= incoming < last:
+            if incoming in crossing:
                 yield "receiver", way.received, incoming
 
 

@@ -101,7 +101,8 @@ def check_compression(
         if point is Point.PARAM_GATHER:
             # All stages holding the tied embedding must receive the same values.
             on_all_stages = model.shares_distances
-            tied = stages > 1 and (model.ties_embeddings or on_all_stages)
+            # In V form, the first stage holds the output, too.
+            tied = stages > 1 and not parallel.in_v_form and (model.ties_embeddings or on_all_stages)
             decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
             holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
             covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
@@ -132,6 +133,8 @@ def why_no_traffic(model: ModelConfig, parallel: ParallelConfig, world_size: int
         return "there is one replica"
     if point is Point.EMBED_GRAD and parallel.pipeline_model_parallel_size == 1:
         return "the embedding is on one pipeline stage only"
+    if point is Point.EMBED_GRAD and parallel.in_v_form:
+        return "with --pipeline-schedule zb-v, the first stage holds the embedding and the output layer"
     if point is Point.EMBED_GRAD and not (model.ties_embeddings or model.shares_distances):
         return "the embeddings are not tied"
     return ""

@@ -7,6 +7,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.split import check_not_interleaved, check_split, split_rank
+from megatron.config.virtual_stages import check_virtual_stages
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
@@ -94,27 +95,18 @@ def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     """Check the backend and the schedule; raise UserError for contradictions. Derived values must be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
-    chunks, stages = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
-    in_flight = parallel.pipeline_max_in_flight
+    stages, in_flight = parallel.pipeline_model_parallel_size, parallel.pipeline_max_in_flight
     if parallel.pipeline_schedule == "auto" and in_flight is not None and in_flight < stages:
         raise UserError(
             f"--pipeline-max-in-flight {in_flight}: give at least the {stages} stages, or leave it out; no schedule "
             "keeps all stages busy with fewer micro-batches"
         )
-    if chunks is None:
-        return
-    flag = (
-        f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage} "
-        f"(--virtual-pipeline-model-parallel-size {chunks})"
+    check_virtual_stages(
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.num_layers_per_virtual_pipeline_stage,
+        stages,
+        parallel.pipeline_schedule,
     )
-    if stages < 2:
-        raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out")
-    if parallel.pipeline_schedule != "1f1b":
-        raise UserError(
-            f"{flag} needs --pipeline-schedule 1f1b, not {parallel.pipeline_schedule}; change it or leave the flag out"
-        )
-    if chunks < 2:
-        raise UserError(f"{flag} leaves one chunk in each stage; choose fewer layers or leave the flag out")
 
 
 def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: bool) -> None:

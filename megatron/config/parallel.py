@@ -12,6 +12,7 @@ from megatron.config.conditions import EXPERTS, HALF_PRECISION, SEVERAL_PROCESSE
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.split import split_rank
+from megatron.config.virtual_stages import resolve_v_form, resolve_virtual_stages
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
@@ -70,12 +71,13 @@ class ParallelConfig:
         unit="chunks",
         minimum=1,
     )
-    pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe", "auto"] = option(
+    pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "zb-v", "gpipe", "auto"] = option(
         "1f1b",
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
         "over slow links behind twice the warm-up, for up to twice the activations; zb-h1 computes weight gradients "
-        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024); auto measures passes and "
-        "messages in the first steps, and takes the order that is fastest for them.",
+        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024); zb-v does so with two chunks of "
+        "layers on each stage, the second ones in reverse order, waits half as long, and sends twice the messages; "
+        "auto measures passes and messages in the first steps, and takes the order that is fastest for them.",
         only_if=(_STAGES,),
         common="layout",
     )
@@ -214,6 +216,11 @@ class ParallelConfig:
     )
 
     @property
+    def in_v_form(self) -> bool:
+        """Whether each stage holds two chunks, in V form: the first stage also holds the model's last layers."""
+        return self.pipeline_schedule == "zb-v" and self.pipeline_model_parallel_size > 1
+
+    @property
     def folds_experts(self) -> bool:
         """Whether tensor-parallel ranks hold whole experts, while other layers are sharded over them."""
         return self.tensor_model_parallel_size > 1 and self.expert_tensor_parallel_size == 1
@@ -279,26 +286,10 @@ def resolve_parallel(
     if model.decoder_layers:
         split = split_rank(parallel.pipeline_model_parallel_split_rank, pipeline, model)
         parallel = replace(parallel, pipeline_model_parallel_split_rank=split)
-    layers_per_stage = model.num_layers // pipeline
-    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    if per_chunk is not None:
-        if layers_per_stage % per_chunk != 0:
-            raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers_per_stage} "
-                "layers of a pipeline stage (--num-layers / --pipeline-model-parallel-size); choose a divisor"
-            )
-        if chunks is not None and chunks != layers_per_stage // per_chunk:
-            raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage {per_chunk} makes {layers_per_stage // per_chunk} "
-                f"chunks, not --virtual-pipeline-model-parallel-size {chunks}; give only one of them"
-            )
-        parallel = replace(parallel, virtual_pipeline_model_parallel_size=layers_per_stage // per_chunk)
-    elif chunks is not None:
-        if layers_per_stage % chunks != 0:
-            raise UserError(
-                f"--virtual-pipeline-model-parallel-size {chunks} does not divide the {layers_per_stage} "
-                "layers of a pipeline stage (--num-layers / --pipeline-model-parallel-size); choose a divisor"
-            )
-        parallel = replace(parallel, num_layers_per_virtual_pipeline_stage=layers_per_stage // chunks)
-    return parallel
+    resolve = resolve_v_form if parallel.in_v_form else resolve_virtual_stages
+    chunks, per_chunk = resolve(
+        parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage, pipeline, model
+    )
+    return replace(
+        parallel, virtual_pipeline_model_parallel_size=chunks, num_layers_per_virtual_pipeline_stage=per_chunk
+    )

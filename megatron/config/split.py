@@ -46,17 +46,22 @@ def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: Mode
 
     Raises UserError naming the flag that asks for them.
     """
-    why = ""
-    if model.decoder_layers:
-        why = (
-            "chunks of an encoder-decoder would go round its stages more than once, and a stage holds layers of one of "
-            "them"
-        )
-    if model.shares_distances:
-        why = "each stage of DeBERTa holds one copy of the embedding of distances, and its chunks would need several"
+    why = why_one_chunk(model)
     for value, flag in (
         (per_chunk, "--num-layers-per-virtual-pipeline-stage"),
         (chunks, "--virtual-pipeline-model-parallel-size"),
     ):
         if value is not None and why:
             raise UserError(f"{flag} {value}: {why}; leave it out")
+
+
+def why_one_chunk(model: ModelConfig) -> str:
+    """Reason why the model cannot have several chunks on a stage; empty if it can."""
+    if model.decoder_layers:
+        return (
+            "chunks of an encoder-decoder would go round its stages more than once, and a stage holds layers of one of "
+            "them"
+        )
+    if model.shares_distances:
+        return "each stage of DeBERTa holds one copy of the embedding of distances, and its chunks would need several"
+    return ""

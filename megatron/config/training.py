@@ -152,7 +152,8 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
-        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1 or auto.",
+        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1, zb-v or "
+        "auto.",
         only_if=(_COMPILER,),
     )
 
@@ -248,7 +249,7 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
                 f"{flag_text} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
                 f"data-parallel replicas = {divisor}; {remedy}"
             )
-        if parallel.virtual_pipeline_model_parallel_size is not None:
+        if parallel.virtual_pipeline_model_parallel_size is not None and not parallel.in_v_form:
             stages, micro_batches = parallel.pipeline_model_parallel_size, size // divisor
             if micro_batches % stages != 0:
                 raise UserError(
@@ -300,7 +301,7 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
         )
     if model.model_type == "deberta":
         return "DeBERTa's layers are not compiled; leave the flag out"
-    if parallel.pipeline_schedule in ("zb-h1", "auto") and parallel.pipeline_model_parallel_size > 1:
+    if parallel.pipeline_schedule in ("zb-h1", "zb-v", "auto") and parallel.pipeline_model_parallel_size > 1:
         return (
             f"compiled layers do not compute weight gradients apart, as --pipeline-schedule "
             f"{parallel.pipeline_schedule} needs; leave one of them out"

@@ -33,6 +33,7 @@ class Layout:
         pp: pipeline stages.
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
+        v_shaped: every second chunk's virtual stages run back from the last rank to the first; else all run forth.
         decoder: first stage of the decoder in an encoder-decoder model; 0 if it is the first stage or there is none.
         distances: whether every stage holds an embedding of token distances.
         ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
@@ -44,6 +45,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     chunks: int = 1
+    v_shaped: bool = False
     decoder: int = 0
     distances: bool = False
     ep: int = 1
@@ -68,18 +70,39 @@ class Layout:
 
     def virtual_stage(self, pp: int, chunk: int) -> int:
         """Virtual stage of chunk ``chunk`` on pipeline rank ``pp``."""
-        return chunk * self.pp + pp
+        return chunk * self.pp + (self.pp - 1 - pp if self.v_shaped and chunk % 2 else pp)
+
+    def place_of(self, virtual_stage: int) -> tuple[int, int]:
+        """Pipeline rank and chunk of a virtual stage."""
+        chunk, position = divmod(virtual_stage, self.pp)
+        return (self.pp - 1 - position if self.v_shaped and chunk % 2 else position), chunk
+
+    def virtual_stages(self, pp: int) -> tuple[int, ...]:
+        """Virtual stages on a pipeline rank, by chunk."""
+        return tuple(self.virtual_stage(pp, chunk) for chunk in range(self.chunks))
+
+    def ends_of(self, boundary: int, forward: bool) -> tuple[int, int]:
+        """Pipeline ranks that send and receive over the boundary after a virtual stage; equal at the turn of a V."""
+        lower, upper = self.place_of(boundary)[0], self.place_of(boundary + 1)[0]
+        return (lower, upper) if forward else (upper, lower)
+
+    def crosses(self, boundary: int) -> bool:
+        """Whether a boundary's activations are messages: its virtual stages are on different pipeline ranks."""
+        sender, receiver = self.ends_of(boundary, True)
+        return sender != receiver
 
     def follows_encoder(self, virtual_stage: int) -> bool:
         """Whether a stage holds decoder layers and the encoder is on earlier stages."""
         return 0 < self.decoder <= virtual_stage
 
     def holders(self, tie: Tie) -> tuple[int, ...]:
-        """Stages with a copy of a tied embedding, in order: encoder input, decoder input and output, or all stages."""
+        """Pipeline ranks with a copy of a tied embedding, in order: those with encoder input, decoder input and output,
+        or all. Chunks of a rank share a copy."""
         if tie is Tie.DISTANCES:
             return tuple(range(self.pp)) if self.distances else (0,)
         inputs = {0, self.decoder}
-        return tuple(sorted(inputs | {self.pp - 1} if tie is Tie.WORDS else inputs))
+        output, _ = self.place_of(self.num_virtual_stages - 1)
+        return tuple(sorted(inputs | {output} if tie is Tie.WORDS else inputs))
 
     @property
     def ties(self) -> tuple[Tie, ...]:

@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def is_last_rank(self) -> bool:
-        """Whether this rank logs: it is on the last stage, where the loss is."""
+        """Whether this rank logs."""
         return self.rank == self.layout.world_size - 1
 
 
@@ -206,7 +206,8 @@ def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _Gro
     # NCCL connects two ranks at their first message, which blocks both. In a step, a rank posts receives before its
     # peer can send, so connecting in a step could deadlock: here, neighbors exchange an element, pair by pair.
     x = torch.zeros(1, device=device)
-    for first in range(link.size if layout.chunks > 1 else link.size - 1):
+    is_ring = layout.chunks > 1 and not layout.v_shaped
+    for first in range(link.size if is_ring else link.size - 1):
         second = (first + 1) % link.size
         for src, dst in ((first, second), (second, first)):
             if link.rank == src:

@@ -199,7 +199,9 @@ def load_model(
     channel = None
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
-        channel = PipelineChannel(*links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device)
+        channel = PipelineChannel(
+            topology.layout, *links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device
+        )
     # Communication and varying shapes (experts) cannot be recorded as CUDA graphs.
     alone = topology.layout.world_size == 1 and not config.model.has_experts
     records = topology.device.type == "cuda" and alone

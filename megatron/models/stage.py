@@ -34,11 +34,13 @@ class StagePart:
         layers: global numbers of the layers.
         first: whether the part has the embedding. The part with a decoder's first layer has a copy.
         last: whether the part has the final norm and the losses.
+        shares_words: whether a tied output projection is the embedding of another chunk on this rank.
     """
 
     layers: range
     first: bool = True
     last: bool = True
+    shares_words: bool = False
 
 
 class Stage(nn.Module, ABC):
@@ -65,6 +67,7 @@ class Stage(nn.Module, ABC):
         self.dtype = rank.dtype
         self.recompute = rank.recompute
         self.logits_space = LogitsSpace()
+        self._shared_words: tuple[nn.Parameter, ...] = ()  # a tuple, so that this module does not register it again
         tied = config.ties_embeddings
         embeds = stage_part.first or config.begins_decoder(stage_part.layers)
         if embeds:
@@ -73,7 +76,7 @@ class Stage(nn.Module, ABC):
         if stage_part.last:
             if self.ends_with_norm:
                 self.final_layernorm = Norm(rank)
-            if config.predicts_words and not (tied and embeds):
+            if config.predicts_words and not (tied and (embeds or stage_part.shares_words)):
                 self.output_layer = OutputWeight(rank, shard)
 
     def _make_layer(self, rank: RankContext, number: int) -> Layer:
@@ -84,7 +87,13 @@ class Stage(nn.Module, ABC):
     @property
     def output_weight(self) -> Tensor:
         """This rank's rows of the output projection, (rows, h)."""
+        if self._shared_words:
+            return self._shared_words[0]
         return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
+
+    def share_words(self, first: Stage) -> None:
+        """Use the embedding of the model's first chunk as output projection."""
+        self._shared_words = (first.embedding.word_embeddings.weight,)
 
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers.values()))

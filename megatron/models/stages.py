@@ -62,8 +62,12 @@ def build_stages(rank: RankContext, layout: Layout, pp: int, vocab_size: int, se
     stages: list[Stage] = []
     for chunk in range(layout.chunks):
         number = layout.virtual_stage(pp, chunk)
-        part = StagePart(stage_layers(config, layout, number), number == 0, number == layout.num_virtual_stages - 1)
+        last = number == layout.num_virtual_stages - 1
+        shares_words = config.ties_embeddings and last and any(stage.stage_part.first for stage in stages)
+        part = StagePart(stage_layers(config, layout, number), number == 0, last, shares_words)
         stage = make_stage(rank, part, shard)
+        if shares_words:
+            stage.share_words(stages[0])
         if seed is not None:
             initialize(stage, config, seed)
         stages.append(stage)

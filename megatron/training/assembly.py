@@ -155,6 +155,7 @@ def make_layout(config: RunConfig, world_size: int) -> Layout:
         pp=parallel.pipeline_model_parallel_size,
         dp=config.data_parallel_size(world_size),
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
+        v_shaped=parallel.in_v_form,
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
         distances=config.model.shares_distances,
         ep=parallel.expert_model_parallel_size,
@@ -331,6 +332,7 @@ def _build_channel(
 ) -> PipelineChannel:
     """Build the channel to the neighboring pipeline stages."""
     return PipelineChannel(
+        topology.layout,
         topology.forward_link,
         topology.backward_link,
         plan,

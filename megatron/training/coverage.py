@@ -162,9 +162,8 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     table = engines.pipeline.get_timetable(kind, micro_batches)
     ops, late = table.schedules[stage], table.epilogues[stage]
     only_late = engines.plan.activation(point).epilogue
-    last = layout.num_virtual_stages - 1
     for op in ops:
-        at = layout.virtual_stage(stage, op.chunk)
+        boundary = layout.virtual_stage(stage, op.chunk) - (not op.is_forward)
         sends = op.is_forward if point is Point.PP_FWD else op.is_backward
-        if sends and at != (last if op.is_forward else 0):
-            yield at if op.is_forward else at - 1, op in late or not only_late
+        if sends and 0 <= boundary < layout.num_virtual_stages - 1 and layout.crosses(boundary):
+            yield boundary, op in late or not only_late

@@ -20,6 +20,7 @@ from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
 from megatron.distributed.compressed_gather import PendingGather
 from megatron.distributed.group import Group, Pending
+from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan, Position
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
@@ -219,7 +220,7 @@ def _channel(scale: float) -> list[str]:
     specs = {point: Spec(point, "half", entry, None) for point in (Point.PP_FWD, Point.PP_BWD)}
     plan = CompressionPlan(specs, group.rank, 2)
     other = Group(dist.new_group(list(group.ranks)), group.ranks, group.rank, "backward", "gloo")
-    channel = PipelineChannel(group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
+    channel = PipelineChannel(Layout(pp=2), group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
     wrong = []
     for step in range(2):
         channel.begin_step(scale)
@@ -255,7 +256,7 @@ def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     group, ledger = _group(), Ledger()
     spec = Spec(Point.PP_FWD, "delta", BUILTIN["delta"], DeltaConfig(first_bits=first_bits))
     plan = CompressionPlan({Point.PP_FWD: spec}, group.rank, 2)
-    channel = PipelineChannel(group, group, plan, ledger, [SHAPE], dtype, torch.device("cpu"))
+    channel = PipelineChannel(Layout(pp=2), group, group, plan, ledger, [SHAPE], dtype, torch.device("cpu"))
     message, x = Message(channel.forward, Position(0, 0, 0, 1), (5,)), _values(0, SHAPE).to(dtype)
     if group.rank == 0:
         channel.send(message, x)

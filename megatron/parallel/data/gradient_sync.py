@@ -104,7 +104,7 @@ class GradientSync:
         self.overlap = overlap and self.group.size > 1 and reduce
         self.reduce = reduce
         layout = topology.layout
-        fused = plan.fused_embedding and layout.pp > 1
+        fused = plan.fused_embedding and bool(layout.ties)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.ties = [  # in the same order on all stages
             TiedEmbedding(buffer, bucket, EmbeddingSync(group, plan, ledger, topology.dp.size if fused else 1))
@@ -123,7 +123,7 @@ class GradientSync:
             for buffer in buffers
         ]
         sizes = (layout.tp, layout.pp, layout.dp, layout.ep, *([layout.tp] if layout.folded else []))
-        reduced = ((Point.DP_GRAD, self.group.size > 1 and reduce), (Point.EMBED_GRAD, layout.pp > 1))
+        reduced = ((Point.DP_GRAD, self.group.size > 1 and reduce), (Point.EMBED_GRAD, bool(layout.ties)))
         points = [point for point, on in reduced if on]  # the same on every rank
         self.controllers = Controllers(plan, points, topology.control, ledger, sizes)
         self._iteration = 0

@@ -19,6 +19,7 @@ from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.observer import SentMessage
 from megatron.distributed.policy import CompressionPlan, Position
@@ -31,14 +32,15 @@ _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 
 @dataclass
 class Direction:
-    """Direction of pipeline traffic: destination and source ranks, and this rank's messages and codec states."""
+    """Direction of pipeline traffic: this rank's messages and codec states.
+
+    ``newest``: the receive that was posted last, by sending rank.
+    """
 
     point: Point
     group: Group
-    send_to: int
-    recv_from: int
     posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
-    newest: Pending | None = None
+    newest: dict[int, Pending] = field(default_factory=dict)
     sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class PipelineChannel:
     """This rank's pipeline messages in both directions.
 
     Args:
+        layout: the mesh.
         forward_link, backward_link: groups of the pipeline's ranks, one group per direction.
         plan: plan with the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: ledger that counts the bytes.
@@ -69,6 +72,7 @@ class PipelineChannel:
 
     def __init__(
         self,
+        layout: Layout,
         forward_link: Group,
         backward_link: Group,
         plan: CompressionPlan,
@@ -78,6 +82,7 @@ class PipelineChannel:
         device: torch.device,
         tensor_comm: TensorComm | None = None,
     ) -> None:
+        self.layout = layout
         self.plan = plan
         self.ledger = ledger
         self.shapes = shapes
@@ -85,10 +90,8 @@ class PipelineChannel:
         self.device = device
         self.tensor_comm = tensor_comm
         self._scale = 1.0
-        rank, size = forward_link.rank, forward_link.size
-        following, previous = (rank + 1) % size, (rank - 1) % size
-        self.forward = Direction(Point.PP_FWD, forward_link, following, previous)
-        self.backward = Direction(Point.PP_BWD, backward_link, previous, following)
+        self.forward = Direction(Point.PP_FWD, forward_link)
+        self.backward = Direction(Point.PP_BWD, backward_link)
 
     def begin_step(self, scale: float) -> None:
         """Begin a step, with the loss scale of its gradients; reset residuals that last a single step."""
@@ -109,10 +112,14 @@ class PipelineChannel:
             for boundary, state in way.sent.items():
                 yield way.point, f"boundary {boundary}", state
 
+    def _ends(self, way: Direction, position: Position) -> tuple[int, int]:
+        """Pipeline ranks that send and receive a message."""
+        return self.layout.ends_of(position.boundary, forward=way.point is Point.PP_FWD)
+
     def _codec(self, way: Direction, position: Position) -> Codec:
         """Codec of a message, the same for sender and receiver."""
-        sender = position.boundary + (way.point is Point.PP_BWD)
-        covered = self.plan.covers(way.point, sender % self.plan.stages)
+        sender, _ = self._ends(way, position)
+        covered = self.plan.covers(way.point, sender)
         on = covered and self.plan.activation(way.point).is_active(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
         # ``should_compress`` takes the dtype before widening.
@@ -168,7 +175,8 @@ class PipelineChannel:
             payload = self.ledger.audited(way.point, codec).encode(wide, state, key)
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
-        pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
+        _, receiver = self._ends(way, position)
+        pending = way.group.send(payload.wire, receiver, tag=position.boundary)
         self.ledger.count_message(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
@@ -192,8 +200,9 @@ class PipelineChannel:
             payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
         for message, payload in zip(messages, payloads, strict=True):
             way, position = message.way, message.position
-            way.newest = way.group.recv(payload.wire, way.recv_from, tag=position.boundary)
-            way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
+            sender, _ = self._ends(way, position)
+            way.newest[sender] = way.group.recv(payload.wire, sender, tag=position.boundary)
+            way.posted[position.boundary, position.micro_batch] = (payload, way.newest[sender])
 
     def arrive(self) -> None:
         """Block the host until all posted receives have completed."""
@@ -206,8 +215,8 @@ class PipelineChannel:
     def synchronize(self) -> None:
         """Block the host until all receives after their ``wait`` have completed on the device."""
         for way in (self.forward, self.backward):
-            if way.newest is not None:
-                way.newest.synchronize()
+            for pending in way.newest.values():
+                pending.synchronize()
 
     def recv(self, message: Message) -> Tensor:
         """Wait for a posted message, decode it, and all-gather the parts of a split message."""

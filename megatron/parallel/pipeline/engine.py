@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
-from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 
 
@@ -198,16 +198,13 @@ class _StepMessages:
         self.epilogues = table.epilogues
         self._due = iter(table.messages_due[self.stage])
         ops = table.schedules[self.stage]
-        self._incoming = {
-            forward: deque(
-                message
-                for op in ops
-                if op.is_forward is forward and (message := self._message(op, incoming=True)) is not None
-            )
-            for forward in (True, False)
-        }
-        self._posted = {True: 0, False: 0}
-        self._received = {True: 0, False: 0}
+        self._incoming: dict[Route, deque[Message]] = {}
+        for op in sorted(ops, key=lambda op: not op.is_forward):
+            if (message := self._message(op, incoming=True)) is not None:
+                self._incoming.setdefault(self._route(op), deque()).append(message)
+        self._posted = dict.fromkeys(self._incoming, 0)
+        self._received = dict.fromkeys(self._incoming, 0)
+        self._handed_over: dict[tuple[bool, int, int], Tensor] = {}
         self._max_ahead = table.max_ahead
         self._completed = engine.completed
         self._signatures: list[Hashable] = []
@@ -221,23 +218,32 @@ class _StepMessages:
             self._signatures = [*of_programs, *self.channel.launch_signature(sent, received)]
             self._posts_ahead = self._completed.covers(self._signatures)
 
-    def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
-        """Message with the input or the output of an operation.
+    def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
+        """Boundary of the input or the output of an operation.
 
         None at the model's first input and last output, and for weight passes.
         """
         if op.computation is Pass.WEIGHT:
             return None
         stage = self.layout.virtual_stage(self.stage, op.chunk)
-        before = op.is_forward == incoming
-        boundary = stage - 1 if before else stage
-        if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
+        boundary = stage - 1 if op.is_forward == incoming else stage
+        return boundary if 0 <= boundary < self.layout.num_virtual_stages - 1 else None
+
+    def _route(self, op: PipelineOp) -> Route:
+        """Route of the message with the input of an operation."""
+        boundary = self._boundary(op, incoming=True)
+        assert boundary is not None
+        return op.is_forward, self.layout.ends_of(boundary, op.is_forward)[0]
+
+    def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
+        """Message with the input or the output of an operation; None if there is none, or it stays on this rank."""
+        boundary = self._boundary(op, incoming)
+        if self.channel is None or boundary is None or not self.layout.crosses(boundary):
             return None
         late = False
         if not op.is_forward:
-            sender = stage + incoming
-            sent = PipelineOp(Pass.BACKWARD, sender // self.layout.pp, op.micro_batch)
-            late = sent in self.epilogues[sender % self.layout.pp]
+            rank, chunk = self.layout.place_of(boundary + 1)
+            late = PipelineOp(Pass.BACKWARD, chunk, op.micro_batch) in self.epilogues[rank]
         position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
         way = self.channel.forward if op.is_forward else self.channel.backward
         return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary))
@@ -248,11 +254,11 @@ class _StepMessages:
         if self.channel is None:
             return
         posting = []
-        for forward, count in ((True, due_receives.forward), (False, due_receives.backward)):
-            ahead = self._received[forward] + self._max_ahead if self._posts_ahead else 0
-            while self._incoming[forward] and self._posted[forward] < max(count, ahead):
-                posting.append(self._incoming[forward].popleft())
-                self._posted[forward] += 1
+        for route, messages in self._incoming.items():
+            ahead = self._received[route] + self._max_ahead if self._posts_ahead else 0
+            while messages and self._posted[route] < max(due_receives[route], ahead):
+                posting.append(messages.popleft())
+                self._posted[route] += 1
         self.channel.post(posting)
         if not self._posts_ahead:
             self.channel.arrive()
@@ -264,17 +270,20 @@ class _StepMessages:
             self.channel.expect(message)
 
     def receive(self, op: PipelineOp) -> Tensor | None:
-        message = self._message(op, incoming=True)
-        if self.channel is None or message is None:
-            return None
-        self._received[op.is_forward] += 1
-        return self.channel.recv(message)
+        boundary, message = self._boundary(op, incoming=True), self._message(op, incoming=True)
+        if self.channel is not None and message is not None:
+            self._received[self._route(op)] += 1
+            return self.channel.recv(message)
+        return None if boundary is None else self._handed_over.pop((op.is_forward, boundary, op.micro_batch))
 
     def send(self, op: PipelineOp, x: Tensor) -> None:
-        message = self._message(op, incoming=False)
+        boundary, message = self._boundary(op, incoming=False), self._message(op, incoming=False)
         if self.channel is not None and message is not None:
             self.channel.send(message, x)
             self.channel.flush(keep=max(max_pending_sends(self.layout), self._max_ahead + 1))
+        elif boundary is not None:
+            # The next chunk is on this rank, too: there is no message, and no codec.
+            self._handed_over[op.is_forward, boundary, op.micro_batch] = x.detach()
 
     def end(self) -> None:
         """Ends the step after all its sends have completed."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+
+from megatron.distributed.layout import Layout
 
 
 class Pass(enum.Enum):
@@ -94,6 +98,85 @@ def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[Pipeline
     return ops + [PipelineOp(Pass.WEIGHT, 0, m) for m in range(max(num_micro_batches - stage, 0), num_micro_batches)]
 
 
+ZERO_BUBBLE_V = "zb-v"
+"""Name of the schedule of ``zero_bubble_v``, whose stages are placed in V form (``Layout.v_shaped``)."""
+_V_URGENCY = (
+    (Pass.BACKWARD, 0),
+    (Pass.FORWARD, 1),
+    (Pass.BACKWARD, 1),
+    (Pass.FORWARD, 0),
+    (Pass.WEIGHT, 1),
+    (Pass.WEIGHT, 0),
+)
+"""Passes of a rank with two chunks, the most urgent first: (computation, chunk)."""
+_FRESH_UNITS = 3
+"""Half of a micro-batch's passes on a rank: the sooner an input of ``zero_bubble_v`` is used, the less may it be late.
+With 3, slack remains in all loops of passes and messages; with 0, each late message delays all passes after it."""
+
+
+@lru_cache(maxsize=16)
+def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ...], ...]:
+    """Two chunks on each rank in V form, whose weight gradients leave no gaps between the passes of a steady state.
+
+    Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), schedule V-ZB. These are the operations that ranks
+    choose if each pass of a chunk takes a unit of time, and messages take none. In each unit, every rank takes the most
+    urgent pass (``_V_URGENCY``) that has its input: the passes of the older micro-batches first, and weight passes in
+    the gaps. An input that another rank has sent less than ``_FRESH_UNITS`` before is less urgent than the others, but
+    a rank takes it before it computes weight gradients; only a pair of ranks, with little else to do, takes it after
+    them. So passes begin as early as they can, and messages still have time where a step has reached its pace.
+
+    A rank holds at most 2 pp chunks' activations between their forward and their weight pass, as many layers' as the
+    first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last place, so that the second forward
+    of the oldest micro-batch always finds one, and no rank waits forever.
+
+    Returns:
+        the operations of every rank.
+    """
+    layout = Layout(pp=pp, chunks=2, v_shaped=True)
+    last = layout.num_virtual_stages - 1
+    # The units at whose end a virtual stage has completed its micro-batches.
+    ends: dict[Pass, list[list[int]]] = {computation: [[] for _ in range(last + 1)] for computation in Pass}
+    schedules: list[list[PipelineOp]] = [[] for _ in range(pp)]
+
+    def find_input(computation: Pass, stage: int) -> int | None:
+        """Unit at whose end the next pass of a virtual stage has its input; None if it has none yet."""
+        if computation is Pass.WEIGHT:
+            inputs = ends[Pass.BACKWARD][stage]
+        elif computation is Pass.FORWARD:
+            inputs = ends[Pass.FORWARD][stage - 1] if stage > 0 else [0] * num_micro_batches
+        else:
+            inputs = ends[Pass.BACKWARD][stage + 1] if stage < last else ends[Pass.FORWARD][stage]
+        number = len(ends[computation][stage])
+        return inputs[number] if number < len(inputs) else None
+
+    def choose(rank: int, unit: int) -> tuple[Pass, int] | None:
+        stages = layout.virtual_stages(rank)
+        held = sum(len(ends[Pass.FORWARD][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
+        possible: list[tuple[bool, bool, tuple[Pass, int]]] = []
+        for computation, chunk in _V_URGENCY:
+            stage, is_weight = stages[chunk], computation is Pass.WEIGHT
+            ready = find_input(computation, stage)
+            if ready is None or (computation is Pass.FORWARD and held >= 2 * pp - (chunk == 0)):
+                continue
+            boundary = stage - (computation is Pass.FORWARD)
+            is_message = not is_weight and 0 <= boundary < last and layout.crosses(boundary)
+            is_fresh = is_message and unit - ready < _FRESH_UNITS
+            possible.append((is_weight and pp > 2, is_fresh, (computation, chunk)))
+        return min(possible, key=lambda each: each[:2], default=(False, False, None))[2]
+
+    for unit in count():
+        chosen = [choose(rank, unit) for rank in range(pp)]
+        for rank, each in enumerate(chosen):
+            if each is not None:
+                computation, chunk = each
+                completed = ends[computation][layout.virtual_stage(rank, chunk)]
+                schedules[rank].append(PipelineOp(computation, chunk, len(completed)))
+                completed.append(unit + 1)
+        if all(len(schedule) == 6 * num_micro_batches for schedule in schedules):
+            break
+    return tuple(map(tuple, schedules))
+
+
 def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B over several chunks per rank (Narayanan et al. 2021, section 2.2.2).
 
@@ -120,16 +203,16 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
     return ops + backwards[len(forwards) - warm_up :]
 
 
-SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
-WITH_WEIGHT_PASSES = frozenset({"zb-h1", "auto"})
-"""Schedules that compute weight gradients apart, or may do so, on all stages but the first."""
+SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", ZERO_BUBBLE_V, "gpipe")
+WITH_WEIGHT_PASSES = frozenset({"zb-h1", ZERO_BUBBLE_V, "auto"})
+"""Schedules that compute weight gradients apart, or may do so; all but zb-v only after the first stage."""
 
 
 def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """Make the training schedule of a rank.
 
     Args:
-        kind: a name from ``SCHEDULES``; with several chunks, 1f1b is interleaved.
+        kind: a name from ``SCHEDULES``; with several chunks, 1f1b is interleaved. On a single rank, zb-v is 1f1b.
         pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
         num_micro_batches: number of micro-batches in the step.
@@ -139,6 +222,10 @@ def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches
     """
     if kind not in SCHEDULES:
         raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are {', '.join(SCHEDULES)}")
+    if kind == ZERO_BUBBLE_V and pp > 1:
+        if chunks != 2:
+            raise ValueError(f"{kind} needs two virtual stages on each rank, not {chunks}")
+        return list(zero_bubble_v(pp, num_micro_batches)[stage])
     if chunks > 1:
         if kind != "1f1b" or num_micro_batches % pp:
             raise ValueError(

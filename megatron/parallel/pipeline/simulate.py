@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, TimedPass, make_schedule
+from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V, Pass, PipelineOp, TimedPass, make_schedule
 
 _MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
@@ -61,10 +62,10 @@ class Pipeline:
     """The shape of a pipeline and the times of its chunks.
 
     Args:
-        kind: schedule: 1f1b, eager-1f1b, zb-h1 or gpipe.
+        kind: schedule: 1f1b, eager-1f1b, zb-h1, zb-v or gpipe.
         forward_s, backward_s: seconds of a micro-batch, by virtual stage.
         weight_s: the part of ``backward_s`` that a weight pass computes, if the schedule has weight passes.
-        stages: number of pipeline ranks; virtual stage v is on rank v % stages.
+        stages: number of pipeline ranks.
         hops: messages between the virtual stages.
     """
 
@@ -80,6 +81,11 @@ class Pipeline:
         """Number of virtual stages on each rank."""
         return len(self.forward_s) // self.stages
 
+    @property
+    def layout(self) -> Layout:
+        """Places of the virtual stages."""
+        return Layout(pp=self.stages, chunks=self.chunks, v_shaped=self.kind == ZERO_BUBBLE_V)
+
     def lower_bound(self, micro_batches: int) -> float:
         """Lower bound on the step time over all orders of operations, in seconds.
 
@@ -87,9 +93,11 @@ class Pipeline:
         without its weight gradients, passes these ranks again.
         """
         bound = forth_s = back_s = 0.0
+        layout = self.layout
         for rank in range(self.stages):
-            compute_s = sum(self.forward_s[rank :: self.stages]) + sum(self.backward_s[rank :: self.stages])
-            late_s = back_s - micro_batches * sum(self.weight_s[rank :: self.stages])
+            virtual_stages = layout.virtual_stages(rank)
+            compute_s = sum(self.forward_s[stage] + self.backward_s[stage] for stage in virtual_stages)
+            late_s = back_s - micro_batches * sum(self.weight_s[stage] for stage in virtual_stages)
             bound = max(bound, forth_s + micro_batches * compute_s + max(late_s, 0.0))
             if rank < self.stages - 1:
                 forth_s += self.forward_s[rank] + self.hops(True, rank, False).seconds
@@ -110,11 +118,12 @@ class Pipeline:
         coding time of any rank.
         """
         short, period = max(3 * self.stages + 12, _MAX_FULL_FORWARDS // (2 * len(self.forward_s))), 2 * self.stages
-        if self.chunks > 1:
+        in_groups = self.chunks > 1 and self.kind != ZERO_BUBBLE_V
+        if in_groups:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
             return self._play(micro_batches)
-        remainder = (micro_batches - short) % period if self.chunks == 1 else 0
+        remainder = 0 if in_groups else (micro_batches - short) % period
         short_times, long_times = self._play(short + remainder), self._play(short + remainder + period)
         periods = (micro_batches - short - remainder) / period
         pairs = list(zip(short_times, long_times, strict=True))
@@ -249,6 +258,7 @@ class _Play:
     def __init__(self, pipeline: Pipeline, orders: Sequence[PassOrder]) -> None:
         self.pipeline = pipeline
         self.ranks = [_Rank(order) for order in orders]
+        self.layout = pipeline.layout
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, float] = {}
         """Seconds of decoding of the messages that have arrived and are not decoded yet."""
@@ -278,10 +288,13 @@ class _Play:
 
     def _input(self, number: int, op: PipelineOp) -> Message | None:
         """The message that an operation of a rank needs."""
-        virtual = op.chunk * self.pipeline.stages + number
+        virtual = self.layout.virtual_stage(number, op.chunk)
         boundary = virtual - 1 if op.is_forward else virtual
-        receives = 0 <= boundary < self.last and op.computation is not Pass.WEIGHT
-        return (op.is_forward, boundary, op.micro_batch) if receives else None
+        return (op.is_forward, boundary, op.micro_batch) if self._is_message(op, boundary) else None
+
+    def _is_message(self, op: PipelineOp, boundary: int) -> bool:
+        """Whether a boundary's input or output of an operation is a message."""
+        return 0 <= boundary < self.last and op.computation is not Pass.WEIGHT and self.layout.crosses(boundary)
 
     def _begin(self, time: float, number: int) -> None:
         """Begin the next operation of a free rank, if there is one with its input."""
@@ -297,7 +310,7 @@ class _Play:
             decode_s = self.arrived.pop(needs)
             rank.clock += decode_s
             rank.coding += decode_s
-        virtual = op.chunk * pipeline.stages + number
+        virtual = self.layout.virtual_stage(number, op.chunk)
         if op.is_forward:
             spent = pipeline.forward_s[virtual]
         elif op.is_backward:
@@ -308,12 +321,12 @@ class _Play:
         rank.clock += spent
         rank.busy += spent
         boundary = virtual if op.is_forward else virtual - 1
-        if 0 <= boundary < self.last and op.computation is not Pass.WEIGHT:
+        if self._is_message(op, boundary):
             # Nothing overlaps backward messages after the last forward.
             hop = pipeline.hops(op.is_forward, boundary, late and not op.is_forward)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
-            receiver = (number + (1 if op.is_forward else -1)) % pipeline.stages
+            _, receiver = self.layout.ends_of(boundary, op.is_forward)
             self._at(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
         self._at(rank.clock, self._begin, number)
 

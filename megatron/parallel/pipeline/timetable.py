@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.distributed.layout import Layout
@@ -14,19 +14,18 @@ _Position = tuple[Pass, int, int]
 
 
 MAX_POSTED_AHEAD = 2
-"""Maximum number of receives posted before they are due, in each direction, under a fixed schedule.
+"""Maximum number of receives posted before they are due, on each route, under a fixed schedule.
 
 A transfer begins when its receive is posted; a late receive leaves the link idle while this rank computes. The sender
 is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B.
 """
 
 
-@dataclass(frozen=True)
-class Due:
-    """Number of receives of a step, in order, with messages sent before an operation can begin."""
+Route = tuple[bool, int]
+"""Messages that a rank receives in the order in which they are sent: (forward, pipeline rank of the sender)."""
 
-    forward: int
-    backward: int
+Due = Mapping[Route, int]
+"""Number of receives of a step on each route, in order, with messages sent before an operation can begin."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Timetable:
         schedules: operations of every stage, in order.
         epilogues: for every stage the operations with exposed messages.
         messages_due: for every stage and operation, the receives of messages that were sent before it.
-        max_ahead: maximum number of receives posted before they are due, in each direction.
+        max_ahead: maximum number of receives posted before they are due, on each route.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
@@ -83,13 +82,13 @@ def build_timetable(
     return Timetable(
         schedules=tuple(map(tuple, schedules)),
         epilogues=tuple(map(find_epilogue, schedules)),
-        messages_due=tuple(tuple(_count_due(layout, of_stage, levels)) for of_stage in positions),
+        messages_due=tuple(tuple(_count_due(layout, *numbered, levels)) for numbered in enumerate(positions)),
         max_ahead=max_ahead,
     )
 
 
 def _source(layout: Layout, position: _Position) -> _Position | None:
-    """The operation that sends the message needed by this operation; None without a message."""
+    """The operation whose result this operation needs, besides those of its own chunk; None without such a need."""
     computation, stage, micro_batch = position
     if computation is Pass.WEIGHT:
         return None
@@ -97,13 +96,14 @@ def _source(layout: Layout, position: _Position) -> _Position | None:
     return (computation, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
 
-def _count_due(layout: Layout, positions: Sequence[_Position], levels: dict[_Position, int]) -> list[Due]:
-    # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
-    sent: dict[Pass, list[int]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
+def _count_due(
+    layout: Layout, stage: int, positions: Sequence[_Position], levels: dict[_Position, int]
+) -> Iterator[Due]:
+    # A route's messages come in the order in which they are sent: their levels ascend.
+    sent: dict[Route, list[int]] = {}
     for position in positions:
         source = _source(layout, position)
-        if source is not None:
-            sent[position[0]].append(levels[source])
-    return [
-        Due(*(bisect_left(levels_sent, levels[position]) for levels_sent in sent.values())) for position in positions
-    ]
+        if source is not None and (sender := layout.place_of(source[1])[0]) != stage:
+            sent.setdefault((position[0] is Pass.FORWARD, sender), []).append(levels[source])
+    for position in positions:
+        yield {route: bisect_left(levels_sent, levels[position]) for route, levels_sent in sent.items()}

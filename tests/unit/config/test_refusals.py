@@ -17,6 +17,7 @@ TP2 = "--tensor-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 ROPE = "--position-embedding-type rope"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+V = "--pipeline-schedule zb-v"
 TENSOR = "--tensor-model-parallel-size"
 EXPERT = "--expert-model-parallel-size"
 RAMP_UP = "--rampup-batch-size"
@@ -53,6 +54,13 @@ BY_ITERATIONS = [
     (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule gpipe --global-batch-size 4", 2,
      ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-schedule 1f1b"]),
     (f"{PP2} {VIRTUAL} 1 --global-batch-size 6", 2, ["--global-batch-size 6", "3 micro-batches", PP2, "multiple of 4"]),
+    (f"{PP2} {V} --num-layers 6", 2, [V, "--num-layers 6", "multiple of 4", PP2]),
+    (f"{PP2} {V} --num-layers 8 --virtual-pipeline-model-parallel-size 4", 2,
+     ["--virtual-pipeline-model-parallel-size 4", V, "two chunks", "with 2 of the layers", "leave"]),
+    (f"{PP2} {V} --num-layers 8 {VIRTUAL} 1", 2, [f"{VIRTUAL} 1", V, "with 2 of the layers", "leave"]),
+    (f"{PP2} {V} --num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 2,
+     ["--recompute-num-layers 2", "1 layers", "chunk"]),
+    (f"{PP2} {V} --num-layers 4 --compile on", 2, ["--compile on", V, "leave"]),
     ("--distributed-backend nccl", 1, ["--distributed-backend nccl", "--distributed-backend gloo"]),
     (f"--DDP-impl torch {PP2}", 2, ["--DDP-impl torch", "--pipeline-model-parallel-size"]),
     ("--DDP-impl torch --accumulate-allreduce-grads-in-fp32", 1,
@@ -129,6 +137,7 @@ BY_ITERATIONS = [
     (f"{T5} {PP4} --decoder-num-layers 3", 4, ["--decoder-num-layers 3", "2 pipeline stages after"]),
     (f"{T5} {PP2} {VIRTUAL} 1", 2, [f"{VIRTUAL} 1", "leave"]),
     (f"{T5} {PP2} --virtual-pipeline-model-parallel-size 2", 2, ["--virtual-pipeline-model-parallel-size 2", "leave"]),
+    (f"{T5} {PP2} {V} --num-layers 4", 2, [V, "encoder-decoder", "another schedule"]),
     (f"{T5} {TP2} --sequence-parallel --decoder-seq-length 9", 2, ["--decoder-seq-length 9", "is not a multiple of"]),
     (f"{T5} --checkpoint-activations --checkpoint-num-layers 5", 1, ["--recompute-num-layers 5", "4 layers"]),
     (f"{T5} {PP4} --pipeline-model-parallel-split-rank 1 --decoder-num-layers 3 {DISTRIBUTED} "

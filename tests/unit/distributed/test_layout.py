@@ -81,3 +81,29 @@ def test_an_encoder_decoder_ties_inputs_and_output(layout: Layout, decoder: int)
 def test_virtual_stages_alternate_between_ranks(layout: Layout) -> None:
     order = [layout.virtual_stage(pp, chunk) for chunk in range(layout.chunks) for pp in range(layout.pp)]
     assert order == list(range(layout.num_virtual_stages))
+
+
+@given(layouts, st.booleans())
+def test_places_are_those_of_the_virtual_stages(layout: Layout, v_shaped: bool) -> None:
+    layout = replace(layout, v_shaped=v_shaped)
+    for pp in range(layout.pp):
+        places = [layout.place_of(stage) for stage in layout.virtual_stages(pp)]
+        assert places == [(pp, chunk) for chunk in range(layout.chunks)]
+    for boundary in range(layout.num_virtual_stages - 1):
+        ends = layout.place_of(boundary)[0], layout.place_of(boundary + 1)[0]
+        assert layout.ends_of(boundary, forward=True) == ends == layout.ends_of(boundary, forward=False)[::-1]
+        assert layout.crosses(boundary) == (ends[0] != ends[1])
+
+
+@given(layouts)
+def test_in_v_form_the_first_and_the_last_stage_are_on_the_first_rank(layout: Layout) -> None:
+    """Neighbors are next to each other, but for the turns, which no message crosses; a rank has one embedding."""
+    layout = replace(layout, chunks=2, v_shaped=True)
+    assert layout.place_of(0) == (0, 0)
+    assert layout.place_of(layout.num_virtual_stages - 1) == (0, 1)
+    crossing = [boundary for boundary in range(layout.num_virtual_stages - 1) if layout.crosses(boundary)]
+    assert crossing == [boundary for boundary in range(2 * layout.pp - 1) if boundary != layout.pp - 1]
+    for boundary in crossing:
+        sender, receiver = layout.ends_of(boundary, forward=True)
+        assert receiver - sender == (1 if boundary < layout.pp else -1)
+    assert layout.ties == ()

@@ -6,7 +6,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 
 import pytest
@@ -18,7 +18,7 @@ from megatron.parallel.pipeline.engine import max_pending_sends
 from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, PipelineOp, make_forward_schedule, make_schedule
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
-from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route
 
 Message = tuple[bool, int, int]
 """(forward, boundary, micro-batch)"""
@@ -26,7 +26,8 @@ Message = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline; ``kind`` "eval" is the forward-only schedule, "list" a list for random times drawn with ``seed``."""
+    """A pipeline; ``kind`` "eval" is the forward-only schedule (also "in V form"), "list" a list for random times drawn
+    with ``seed``."""
 
     kind: str
     pp: int
@@ -37,27 +38,37 @@ class Case:
     def schedules(self) -> list[list[PipelineOp]]:
         if self.kind == "list":
             return [list(ops) for ops in random_list(self.pp, self.count, self.seed)]
-        if self.kind == "eval":
+        if self.kind.startswith("eval"):
             return [make_forward_schedule(self.chunks, self.pp, self.count) for _ in range(self.pp)]
         return [make_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
 
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(pp=self.pp, chunks=self.chunks, v_shaped=self.kind == "zb-v" or self.kind.endswith("in V form"))
+
     def incoming(self, stage: int, op: PipelineOp) -> Message | None:
-        virtual = op.chunk * self.pp + stage
+        virtual = self.layout.virtual_stage(stage, op.chunk)
         return self._message(op, virtual - 1 if op.is_forward else virtual)
 
     def outgoing(self, stage: int, op: PipelineOp) -> Message | None:
-        virtual = op.chunk * self.pp + stage
+        virtual = self.layout.virtual_stage(stage, op.chunk)
         return self._message(op, virtual if op.is_forward else virtual - 1)
 
     def _message(self, op: PipelineOp, boundary: int) -> Message | None:
-        crosses = 0 <= boundary < self.pp * self.chunks - 1 and op.computation is not Pass.WEIGHT
-        return (op.is_forward, boundary, op.micro_batch) if crosses else None
+        if not 0 <= boundary < self.pp * self.chunks - 1 or op.computation is Pass.WEIGHT:
+            return None
+        message = op.is_forward, boundary, op.micro_batch
+        sender, receiver = self.ends(message)
+        return message if sender != receiver else None
 
     def ends(self, message: Message) -> tuple[int, int]:
         """Sender and receiver."""
         forward, boundary, _ = message
-        lower, upper = boundary % self.pp, (boundary + 1) % self.pp
-        return (lower, upper) if forward else (upper, lower)
+        return self.layout.ends_of(boundary, forward)
+
+    def route(self, message: Message) -> Route:
+        """Route of a message at its receiver."""
+        return message[0], self.ends(message)[0]
 
 
 @cache
@@ -74,7 +85,9 @@ def random_list(pp: int, count: int, seed: int) -> list[list[PipelineOp]]:
 
 @st.composite
 def cases(draw: st.DrawFn, *kinds: str) -> Case:
-    kind = draw(st.sampled_from(kinds or (*SCHEDULES, "interleaved", "eval", "list")))
+    kind = draw(st.sampled_from(kinds or (*SCHEDULES, "interleaved", "eval", "eval in V form", "list")))
+    if kind in ("zb-v", "eval in V form"):
+        return Case(kind, draw(st.integers(2, 6)), 2, draw(st.integers(1, 20)))
     if kind == "interleaved":
         pp = draw(st.integers(2, 6))
         return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
@@ -172,8 +185,9 @@ def _tagged(message: Message) -> Hashable:
 @given(cases())
 def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
-        passes = [Pass.FORWARD] if case.kind == "eval" else [Pass.FORWARD, Pass.BACKWARD]
-        passes += [Pass.WEIGHT] if case.kind in ("zb-h1", "list") and stage > 0 else []
+        passes = [Pass.FORWARD] if case.kind.startswith("eval") else [Pass.FORWARD, Pass.BACKWARD]
+        separates = (case.kind in ("zb-h1", "list") and stage > 0) or case.kind == "zb-v"
+        passes += [Pass.WEIGHT] if separates else []
         order = [(op.chunk, op.micro_batch, op.computation) for op in schedule]
         assert Counter(order) == Counter(product(range(case.chunks), range(case.count), passes))
         for chunk, micro_batch, _ in order:
@@ -182,7 +196,7 @@ def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
 
 @given(cases(), st.integers(1, 4))
 def test_bounded_messages_in_flight_do_not_deadlock(case: Case, ahead: int) -> None:
-    keep = max_pending_sends(Layout(pp=case.pp, chunks=case.chunks))
+    keep = max_pending_sends(case.layout)
     assert finishes(case, _tagged, ahead, keep)
 
 
@@ -217,7 +231,7 @@ def test_both_ends_of_a_link_agree_on_the_order(case: Case) -> None:
 
 
 def _most_activations(schedule: list[PipelineOp]) -> int:
-    """Maximum number of micro-batches between their forward and their last pass."""
+    """Maximum number of micro-batches between their forward and their last pass, summed over chunks."""
     last = schedule[-1].computation
     count = most = 0
     for op in schedule:
@@ -227,13 +241,15 @@ def _most_activations(schedule: list[PipelineOp]) -> int:
     return most
 
 
-@given(cases("1f1b", "eager-1f1b", "zb-h1", "interleaved"))
+@given(cases("1f1b", "eager-1f1b", "zb-h1", "zb-v", "interleaved"))
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
         if case.kind == "eager-1f1b":
             assert _most_activations(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
         elif case.kind == "zb-h1":
             assert _most_activations(schedule) == min(case.count, case.pp)
+        elif case.kind == "zb-v":
+            assert _most_activations(schedule) <= 2 * min(case.count, case.pp)
         elif case.chunks == 1:
             assert _most_activations(schedule) == min(case.count, case.pp - stage)
         else:
@@ -290,7 +306,9 @@ def test_combinations_without_a_schedule_are_refused() -> None:
         make_schedule("gpipe", 2, 0, 2, 4)
     with pytest.raises(ValueError, match="eager-1f1b"):
         make_schedule("eager-1f1b", 2, 0, 2, 4)
-    with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, zb-h1, gpipe"):
+    with pytest.raises(ValueError, match="two virtual stages"):
+        make_schedule("zb-v", 2, 0, 1, 4)
+    with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, zb-h1, zb-v, gpipe"):
         make_schedule("zb", 2, 0, 1, 4)
 
 
@@ -299,3 +317,23 @@ def test_the_zero_bubble_schedule_has_the_published_bubble(case: Case, seconds: 
     """(p - 1) (f + b - w) of idle time for f = b = w (Qi et al. 2024, table 2), with at least p micro-batches."""
     case = replace(case, count=case.count + case.pp)
     assert _duration(case, seconds, seconds, weight=seconds) == (case.count * 3 + case.pp - 1) * seconds
+
+
+@given(cases("zb-v"), st.integers(1, 3))
+def test_in_v_form_the_zero_bubble_is_half_as_long(case: Case, seconds: int) -> None:
+    """(p - 1) f of idle time for f = b = w of a chunk, half of a stage's: the last rank begins that late."""
+    case = replace(case, count=case.count + 2 * case.pp)
+    assert _duration(case, seconds, seconds, weight=seconds) == (6 * case.count + case.pp - 1) * seconds
+
+
+@given(cases("zb-v"))
+def test_in_v_form_messages_do_not_slow_the_pace(case: Case) -> None:
+    """Messages of up to half a pass cost time at the ends of a step, but not for each further micro-batch."""
+    short, long = (replace(case, count=count * case.pp) for count in (3, 6))
+    for message in (1, 2):
+        durations = [_duration(each, 4, 4, message, weight=4) for each in (short, long)]
+        assert durations[1] - durations[0] == 6 * 4 * (long.count - short.count)
+
+
+def test_a_single_rank_has_no_v_form() -> None:
+    assert make_schedule("zb-v", 1, 0, 1, 3) == make_schedule("1f1b", 1, 0, 1, 3)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp
-from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route, Timetable, build_timetable
 from tests.unit.parallel.pipeline.test_schedule import Case, Message, cases
 
 
 def _table(case: Case) -> Timetable:
-    return build_timetable(Layout(pp=case.pp, chunks=case.chunks), case.schedules())
+    return build_timetable(case.layout, case.schedules())
 
 
 @given(cases())
@@ -22,15 +24,15 @@ def test_messages_of_an_operation_are_due_and_few_others(case: Case) -> None:
     table = _table(case)
     most = 3 * case.pp - 1 if case.kind == "list" else MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD
     for stage, schedule in enumerate(table.schedules):
-        received = {True: 0, False: 0}
-        for op, messages in zip(schedule, table.messages_due[stage], strict=True):
-            counts = {True: messages.forward, False: messages.backward}
-            pending = [counts[forward] - received[forward] for forward in (True, False)]
-            assert min(pending) >= 0
-            assert max(pending) <= most
-            if case.incoming(stage, op) is not None:
-                received[op.is_forward] += 1
-                assert counts[op.is_forward] >= received[op.is_forward]
+        received: Counter[Route] = Counter()
+        for op, counts in zip(schedule, table.messages_due[stage], strict=True):
+            pending = [count - received[route] for route, count in counts.items()]
+            assert min(pending, default=0) >= 0
+            assert max(pending, default=0) <= most
+            if (message := case.incoming(stage, op)) is not None:
+                route = case.route(message)
+                received[route] += 1
+                assert counts[route] >= received[route]
 
 
 @given(cases())
@@ -51,12 +53,11 @@ def test_due_messages_can_be_sent_without_further_receives(case: Case) -> None:
 def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[Message]) -> bool:
     if at == len(table.schedules[stage]):
         return False
-    messages = table.messages_due[stage][at]
-    for computation, count in ((Pass.FORWARD, messages.forward), (Pass.BACKWARD, messages.backward)):
-        incoming = [case.incoming(stage, op) for op in table.schedules[stage] if op.computation is computation]
-        if not sent.issuperset([message for message in incoming if message is not None][:count]):
-            return False
-    return True
+    incoming = [message for op in table.schedules[stage] if (message := case.incoming(stage, op)) is not None]
+    return all(
+        sent.issuperset([message for message in incoming if case.route(message) == route][:count])
+        for route, count in table.messages_due[stage][at].items()
+    )
 
 
 def test_stages_that_wait_for_each_other_have_no_timetable() -> None:
