@@ -254,7 +254,8 @@ def read_timeline(traces: Sequence[RankTrace], align: bool = True) -> Timeline:
     step_s = max(event["dur"] for event in steps if event["args"]["iteration"] == iteration) / 1e6
     ops = [timed.op for row in rows for timed in row]
     chunks, count = 1 + max(op.chunk for op in ops), 1 + max(op.micro_batch for op in ops)
-    layout, schedule = stages[0].layout, f"interleaved {chunks}" if chunks > 1 else stages[0].schedule
+    layout, schedule = stages[0].layout, stages[0].schedule
+    schedule = f"interleaved {chunks}" if chunks > 1 and schedule == "1f1b" else schedule
     assert layout is not None
     title = (
         f"iteration {iteration}: tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, {count} micro-batches, {schedule}\n"

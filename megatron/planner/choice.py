@@ -12,6 +12,7 @@ from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V
 
 NOT_PLANNED = ("t5", "deberta")
 """Types of models that the planner does not support."""
@@ -27,7 +28,7 @@ class Choice:
         folded: experts are not split over tensor-parallel ranks, which join the expert-parallel group; ``ep`` divides
             ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
-        schedule: 1f1b, eager-1f1b, zb-h1, gpipe or auto.
+        schedule: 1f1b, eager-1f1b, zb-h1, zb-v (with two chunks), gpipe or auto.
         micro_batch: sequences per micro-batch.
         micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
@@ -44,7 +45,7 @@ class Choice:
     dp: int
     ep: int = 1
     chunks: int = 1
-    schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "gpipe", "auto"] = "1f1b"
+    schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "zb-v", "gpipe", "auto"] = "1f1b"
     micro_batch: int = 1
     micro_batches: int = 1
     sequence_parallel: bool = False
@@ -91,6 +92,32 @@ class Choice:
     def mesh(self) -> Layout:
         """The mesh of ranks, without virtual stages."""
         return Layout(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, folded=self.folded)
+
+    @property
+    def in_v_form(self) -> bool:
+        """Whether the virtual stages are placed in V form."""
+        return self.schedule == ZERO_BUBBLE_V and self.pp > 1
+
+    @property
+    def placement(self) -> Layout:
+        """Places of the virtual stages on the pipeline ranks."""
+        return Layout(pp=self.pp, chunks=self.chunks, v_shaped=self.in_v_form)
+
+    @property
+    def message_boundaries(self) -> list[int]:
+        """Boundaries between virtual stages of different pipeline ranks."""
+        placement = self.placement
+        return [boundary for boundary in range(placement.num_virtual_stages - 1) if placement.crosses(boundary)]
+
+    def link_of(self, boundary: int) -> int:
+        """The pipeline rank with the link of a boundary to the rank after it, the first after the last."""
+        first, second = self.placement.ends_of(boundary, forward=True)
+        return first if (first + 1) % self.pp == second else second
+
+    @property
+    def splits_tie(self) -> bool:
+        """Whether different pipeline ranks hold the embedding and the output layer, with copies of a tied embedding."""
+        return bool(self.placement.ties)
 
     def message_parts(self, config: RunConfig) -> int:
         """Number of sequence parts in a pipeline message, each sent by a tensor-parallel rank."""

@@ -171,8 +171,8 @@ class CostBook:
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
-        # Reduced by the fused embedding all-reduce, or with the embedding of a single stage.
-        fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == HEAD)
+        # Reduced by the fused embedding all-reduce, or with the embedding on the same rank.
+        fused = self.fused(choice) or (self.tied and not choice.splits_tie and name == HEAD)
         size = choice.expert_dp if experts_only else choice.dp
         if size == 1:
             return ReductionCost()
@@ -298,7 +298,7 @@ class CostBook:
     def fused(self, choice: Choice) -> bool:
         """Whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
         spec = self.specs(choice).get(Point.EMBED_GRAD)
-        return spec is not None and spec.fused and choice.pp > 1 and self.tied
+        return spec is not None and spec.fused and choice.splits_tie and self.tied
 
     @property
     def tied(self) -> bool:

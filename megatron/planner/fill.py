@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,6 +22,10 @@ _IN_FLIGHT_GROUPS = 6
 """Groups of micro-batches after which the peak number of activations in 1F1B stops growing."""
 
 
+Held = tuple[tuple[int, int], ...]
+"""(Activations of micro-batches, records of weight passes) of each chunk on a rank."""
+
+
 @cache
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
     """A rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
@@ -32,16 +36,16 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 
 
 @cache
-def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> frozenset[tuple[int, int]]:
-    """(Chunk activations, records of weight passes) that a rank holds at the same time, at the points of a step."""
+def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> frozenset[Held]:
+    """What a rank holds at the same time, at the points of a step."""
     operations = _operations(kind, pp, rank, chunks, micro_batches)
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
-    activations = records = 0
+    activations, records = [0] * chunks, [0] * chunks
     held_counts = set()
     for op in operations:
-        activations += op.is_forward - op.is_backward
-        records += op.is_backward * records_per_backward - (op.computation is Pass.WEIGHT)
-        held_counts.add((activations, records))
+        activations[op.chunk] += op.is_forward - op.is_backward
+        records[op.chunk] += op.is_backward * records_per_backward - (op.computation is Pass.WEIGHT)
+        held_counts.add(tuple(zip(activations, records, strict=True)))
     return frozenset(held_counts)
 
 
@@ -60,14 +64,14 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     uniform = not stages.config.model.has_experts
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
-        saved_bytes, recorded_bytes = 0.0, 0.0  # of the fullest chunk
-        for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
+        chunk_bytes = []  # of activations and records of a micro-batch
+        for virtual in choice.placement.virtual_stages(rank):
             pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
-            saved_bytes = max(saved_bytes, sum(n * piece.saved_bytes for n, piece in pieces))
-            recorded_bytes = max(recorded_bytes, sum(n * piece.recorded_bytes for n, piece in pieces))
+            saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
+            chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
         if choice.schedule == AUTO:  # a list may hold as many as are allowed
             most = min(most_in_flight(stages.config.parallel.pipeline_max_in_flight, choice.pp), choice.micro_batches)
-            counts = frozenset({(most, 0), (0, most)} if rank > 0 else {(most, 0)})
+            counts: frozenset[Held] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
         else:
             counts = held_by_rank(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
@@ -94,13 +98,20 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             "parameters": float(elements * each.weight),
             "gradients": float(elements * each.gradient * (1 + choice.delay)),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
-            "activations": max(activations * saved_bytes + records * recorded_bytes for activations, records in counts),
+            "activations": max(_count_bytes(held, chunk_bytes) for held in counts),
             "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
         if sum(filled.values()) > sum(fullest.values()):
             fullest = filled
     return fullest
+
+
+def _count_bytes(held: Held, chunk_bytes: Sequence[tuple[float, float]]) -> float:
+    return sum(
+        activations * saved_bytes + records * recorded_bytes
+        for (activations, records), (saved_bytes, recorded_bytes) in zip(held, chunk_bytes, strict=True)
+    )
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
@@ -131,14 +142,14 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             total += sent_bytes(partial, choice.tp)
         gather_cost = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
         if gather_cost is not None and point in TP_POINTS:
-            messages = (choice.pp * choice.chunks - 1) * choice.micro_batches
+            messages = len(choice.message_boundaries) * choice.micro_batches
             total += messages * gather_cost.nbytes * (choice.tp - 1)
         by_point[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
         by_point[point.value] = _messages(stages, choice, point) / choice.pp
     by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
     tied = book.piece(choice, EMBEDDING).tied_shape
-    if tied and choice.pp > 1:
+    if tied and choice.splits_tie:
         fused = book.fused(choice)
         reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
         levels = book.levels(choice, Point.EMBED_GRAD)
@@ -171,8 +182,8 @@ def _inner(stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Poi
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
     """Bytes of pipeline messages in one direction, summed over ranks."""
     total = 0.0
-    for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
-        chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
+    for boundary in choice.message_boundaries:
+        rank, chunk = choice.placement.place_of(boundary if point is Point.PP_FWD else boundary + 1)
         late = 0
         if point is Point.PP_BWD:
             # Whether messages are late matters to codecs that are refused with auto, alone.
@@ -209,7 +220,7 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
         across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
         by_point |= {Point.DP_GRAD.value: across}
-    boundaries = [wires.hops[boundary % choice.pp] for boundary in range(choice.pp * choice.chunks - 1)]
+    boundaries = [wires.hops[choice.link_of(boundary)] for boundary in choice.message_boundaries]
     crossing = sum(wire.per_node == 1 for wire in boundaries)
     for point in (Point.PP_FWD, Point.PP_BWD):
         if crossing and point.value in sent:

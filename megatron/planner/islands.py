@@ -185,7 +185,7 @@ class OuterCosts:
         return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _TOTALS_BYTES))])
 
     def _tied(self, choice: Choice) -> float:
-        duplicated = self.stages.book.tied and choice.pp > 1
+        duplicated = self.stages.book.tied and choice.splits_tie
         return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
     def memory_bytes(self, choice: Choice) -> float:
@@ -203,6 +203,8 @@ class OuterCosts:
         key = replace(
             plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, specs=(choice.outer_spec,)
         )
+        if choice.in_v_form:
+            key = replace(key, schedule=choice.schedule)
         if key not in self._transfers:
             fragments = self.stages.book.specs(choice)[Point.OUTER].outer_options.fragments
             self._transfers[key] = [self._transfer(key, number, fragments) for number in range(fragments)]
@@ -242,7 +244,7 @@ class OuterCosts:
         layers, virtual = model.num_layers, choice.pp * choice.chunks
         stage_layers = layers // virtual
         counts: Counter[str] = Counter()
-        for chunk in range(stage, virtual, choice.pp):
+        for chunk in choice.placement.virtual_stages(stage):
             names = [
                 (f"layers.{i}.", piece_of(model, i)) for i in range(chunk * stage_layers, (chunk + 1) * stage_layers)
             ]

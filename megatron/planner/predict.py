@@ -11,7 +11,7 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.models.flops import model_tflops
 from megatron.models.stages import padded_vocab_size
-from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
+from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES, ZERO_BUBBLE_V
 from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
@@ -76,7 +76,8 @@ class Predictor(Stages):
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
         # Optimizer and gradient reduction only add to it, and no order of operations is better.
-        schedule: Literal["zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
+        schedule: Literal["zb-v", "zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
+        schedule = "zb-v" if choice.in_v_form else schedule
         passes_only = dataclasses.replace(_forth_and_back(choice), schedule=schedule, micro_batches=1)
         key = passes_only, choice.micro_batches
         if key not in self._bounds:
@@ -206,7 +207,7 @@ class Predictor(Stages):
             coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
         tied = self.book.piece(choice, EMBEDDING).tied_shape
-        if not tied or choice.pp == 1:
+        if not tied or not choice.splits_tie:
             return ready, 0.0
         reduction = self.book.embedding_reduction(choice, tied, self.tied_elements(choice))
         fused = self.book.fused(choice)
@@ -222,8 +223,9 @@ class Predictor(Stages):
     def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
         # The last weight passes fill the buckets, where a rank has weight passes.
-        separate = rank > 0 and pipeline.kind in WITH_WEIGHT_PASSES
-        backward = sum((pipeline.weight_s if separate else pipeline.backward_s)[rank :: pipeline.stages])
+        separate = pipeline.kind in WITH_WEIGHT_PASSES and (rank > 0 or pipeline.kind == ZERO_BUBBLE_V)
+        seconds = pipeline.weight_s if separate else pipeline.backward_s
+        backward = sum(seconds[stage] for stage in pipeline.layout.virtual_stages(rank))
         end = 0.0
         for number in range(1, buckets + 1):
             coded = time.end - backward * (1 - number / buckets) + stage.first_coding_s * number / buckets

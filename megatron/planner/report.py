@@ -34,7 +34,8 @@ def described(choice: Choice) -> str:
         f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
     )
     if choice.pp > 1:
-        words.append(f"interleaved {choice.chunks}" if choice.chunks > 1 else choice.schedule)
+        is_interleaved = choice.chunks > 1 and not choice.in_v_form
+        words.append(f"interleaved {choice.chunks}" if is_interleaved else choice.schedule)
     if choice.recompute.recompute_granularity:
         words.append(f"recompute {choice.recompute.recompute_granularity}")
     if choice.sharded:
@@ -53,7 +54,7 @@ def flags(choice: Choice) -> str:
         words.append(f"--expert-model-parallel-size {choice.ep}")
     if choice.folded:
         words.append("--expert-tensor-parallel-size 1")
-    if choice.chunks > 1:
+    if choice.chunks > 1 and not choice.in_v_form:
         words.append(f"--virtual-pipeline-model-parallel-size {choice.chunks}")
     words.append(f"--pipeline-schedule {choice.schedule}")
     if choice.sequence_parallel:
@@ -166,7 +167,7 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     choice = prediction.choice
     passes = choice.pp * choice.chunks * (3 if choice.schedule in WITH_WEIGHT_PASSES else 2)
     count = max(MAX_PASSES // passes, 1)
-    if choice.chunks > 1:  # groups of pp micro-batches
+    if choice.chunks > 1 and not choice.in_v_form:  # groups of pp micro-batches
         count = max(count // choice.pp, 1) * choice.pp
     count = min(count, choice.micro_batches)
     check_size("--draw-schedule", choice.pp, passes * count)

@@ -143,6 +143,8 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
     if plain.pp > 1:
         yield replace(plain, schedule="eager-1f1b")
         yield replace(plain, schedule="zb-h1")
+        if layers % (2 * plain.pp) == 0:
+            yield replace(plain, schedule="zb-v", chunks=2)
         yield replace(plain, schedule="gpipe")
         for chunks in CHUNKS[1:]:
             if layers // plain.pp % chunks == 0 and plain.micro_batches % plain.pp == 0:
@@ -153,7 +155,8 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
     """Distinct sets of compressors, without those at points that send nothing in this choice."""
     silent = [
         *((Point.OUTER.value,) if choice.islands == 1 else ()),
-        *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
+        *(("pp-forward", "pp-backward") if choice.pp == 1 else ()),
+        *(() if choice.splits_tie else ("embedding",)),
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
         *(("tp-forward", "tp-backward") if choice.tp == 1 else ()),

@@ -154,8 +154,8 @@ class Stages:
         @cache
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
-            on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
-            return hop_over(forward, on, wires.hops[boundary % choice.pp])
+            on = self.compresses(choice, point, choice.placement.ends_of(boundary, forward)[0], late)
+            return hop_over(forward, on, wires.hops[choice.link_of(boundary)])
 
         pipeline = Pipeline(
             choice.schedule,
@@ -174,16 +174,17 @@ class Stages:
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Number of each piece on a pipeline rank, by name."""
         counts = dict.fromkeys(self.names, 0)
-        for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
+        for virtual in choice.placement.virtual_stages(rank):
             for name, count in self.pieces_of(choice, virtual).items():
                 counts[name] += count
         return counts
 
     def elements(self, choice: Choice, rank: int) -> int:
-        """Number of parameters on a pipeline rank; a single stage holds a tied embedding only once."""
+        """Number of parameters on a pipeline rank; the first holds a tied embedding only once if it has the output,
+        too."""
         total = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
         tied = self.book.piece(choice, EMBEDDING).tied_shape
-        return total - (math.prod(tied) if tied and choice.pp == 1 else 0)
+        return total - (math.prod(tied) if tied and rank == 0 and not choice.splits_tie else 0)
 
     def count_replicas(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
         """(Number of parameters, number of replicas that hold them) on a pipeline rank: dense parameters on all
@@ -206,7 +207,7 @@ class Stages:
             return []
         precision = self.config.optimizer.muon_fp32_matmul_prec
         in_bf16 = precision == "medium" or (precision is None and self.param_bytes == 2)
-        chunks = [self.order(choice, virtual) for virtual in range(rank, choice.pp * choice.chunks, choice.pp)]
+        chunks = [self.order(choice, virtual) for virtual in choice.placement.virtual_stages(rank)]
         sizes = choice.tp, choice.dp, choice.ep, choice.expert_dp
         key = (tuple(chunks), *sizes, choice.sharded, choice.overlaps_reduction)
         if key not in self._matrices:

@@ -49,6 +49,8 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
         yield "--delay 1", note, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
         yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
+        if predictor.config.model.num_layers % (2 * choice.pp) == 0:
+            yield "--pipeline-schedule zb-v", "", replace(choice, schedule="zb-v", chunks=2), _LEAST_GAIN
     nodes = predictor.cluster.gpus // predictor.cluster.gpus_per_node
     has_length = predictor.config.training.planned_iters is not None
     if nodes > 1 and choice.islands == 1 and choice.dp % nodes == 0 and has_length:

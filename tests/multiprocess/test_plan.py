@@ -64,6 +64,15 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
             "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
         },
         {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb-v",
+            "compress": [
+                "pp-forward=fixpoint,bits=4",
+                "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
+                "dp-grad=powersgd,rank=2",
+            ],
+        },
+        {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
             "recompute_granularity": "full",
@@ -122,6 +131,7 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
         "tp2 pp2 interleaved",
         "tp2 pp2 in parts",
         "pp4 eager",
+        "pp2 dp2 in V form",
         "tp2 recomputed",
         "ep2 dp4",
         "ep2 pp2",
@@ -201,6 +211,7 @@ def test_parameters_are_those_of_the_ranks() -> None:
     model = {"model": {"num_experts": [4, 8], "expert_interval": 2, "moe_shared_expert_intermediate_size": 24}}
     sizes = {"ep4": (1, 1, 4), "ep2": (1, 1, 2), "ep2 tp2": (2, 1, 2), "ep2 pp2": (1, 2, 2), "dp4": (1, 1, 1)}
     layouts = {name: {**model, **_parallel(tp=tp, pp=pp, ep=ep)} for name, (tp, pp, ep) in sizes.items()}
+    layouts["pp2 in V form"] = {**model, **_parallel(pp=2, pipeline_schedule="zb-v")}
     layouts |= {f"whole, ep{ep} tp2": {**model, **_parallel(tp=2, ep=ep, **FOLDED)} for ep in (2, 4)}
     ranks = run_ranks(4, _parameters, layouts)
     for name, changes in layouts.items():

@@ -35,6 +35,13 @@ def test_a_pipeline_on_fast_links_should_not_wait_for_weight_gradients() -> None
     assert percent == pytest.approx(gain, abs=0.5)
 
 
+def test_a_pipeline_in_v_form_waits_even_less() -> None:
+    changes = {"schedule": "zb-v", "chunks": 2}
+    ((flags, percent, gain),) = _suggestions(100.0, changes, pipeline_model_parallel_size=2)
+    assert flags == "--pipeline-schedule zb-v"
+    assert percent == pytest.approx(gain, abs=0.5)
+
+
 def test_reductions_as_long_as_backward_should_overlap() -> None:
     (flags, percent, gain), *_ = _suggestions(50.0, {"overlap": True}, ddp_bucket_size=100_000)
     assert flags == "--overlap-grad-reduce"
