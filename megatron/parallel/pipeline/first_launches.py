@@ -31,9 +31,9 @@ So sends may be pending during a first launch: their receivers need nothing more
 posted only where they are needed, this would fail: with virtual stages, a rank can have a message in transit that its
 receiver needs after another message that this rank has not computed yet.
 
-Each direction of travel, and each way around the ring of virtual stages, has a separate process group; torch gives
-each pair of ranks in a process group a separate communicator and stream. So no message is queued behind a message of
-another direction, and none takes a kernel's place: a process has a hardware queue for each of its streams
+Each direction of travel, and each way around the ring of virtual stages or along the V, has a separate process group;
+torch gives each pair of ranks in a process group a separate communicator and stream. So no message is queued behind a
+message of another direction, and none takes a kernel's place: a process has a hardware queue for each of its streams
 (``distributed.process_group.open_queues``).
 """
 
