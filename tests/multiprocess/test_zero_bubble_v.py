@@ -36,7 +36,7 @@ STEPS = 2
 DOUBLE: Changes = {
     "precision": {"fp64": True},
     "model": {"attention_dropout": 0.2, "hidden_dropout": 0.3, "seq_length": 12},
-    "training": {"global_batch_size": 12},
+    "training": {"global_batch_size": 6},
 }
 UNTIED: Changes = {
     "model": {
@@ -58,12 +58,13 @@ OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 
 OF_TWO: dict[str, Changes] = {
     "pp2": _parallel(**V),
-    "pp2 uniform, an odd number of micro-batches": {**_parallel(**V), **UNIFORM, "training": {"micro_batch_size": 4}},
+    "pp2 uniform, an odd number of micro-batches": {**_parallel(**V), **UNIFORM, "training": {"micro_batch_size": 2}},
 }
 OF_FOUR: dict[str, Changes] = {
     "pp4": merge(_parallel(pp=4, **V), DEEP),
     "tp2 pp2 sp selective": {**_parallel(tp=2, **V, sequence_parallel=True), **SELECTIVE},
     "tp2 pp2 split": _parallel(tp=2, **V, scatter_gather_tensors_in_pipeline=True),
+    "pp2 dp2 fused, without an effect": {**_parallel(**V), "compression": {"compress": ["embedding=fused"]}},
     "pp2 dp2 sharded overlap": _parallel(**V, **OVERLAP, use_distributed_optimizer=True),
 }
 
@@ -167,6 +168,9 @@ def _resume(changes: Changes, root: Path) -> State:
     saved = find_saved(checkpoints.config, engines.topology, checkpoints.log)
     assert saved is not None
     checkpoints.load(saved)
+    if engines.channel is not None:
+        layout = engines.topology.layout
+        assert all(layout.crosses(b) for way in (engines.channel.forward, engines.channel.backward) for b in way.sent)
     return _go_on(engines)
 
 

@@ -43,6 +43,11 @@ def test_a_rank_holds_as_many_layers_as_the_first_stage_of_1f1b() -> None:
             assert sum(activations + records for activations, records in held) <= 2 * 4
 
 
+def test_the_output_layer_holds_a_single_micro_batch() -> None:
+    """Whose logits take much memory."""
+    assert max(held[1][0] for held in held_by_rank("zb-v", 4, 0, 2, 16)) == 1
+
+
 def test_the_first_rank_holds_a_tied_embedding_once() -> None:
     plain, v_form = (_predict(schedule) for schedule in ("1f1b", "zb-v"))
     assert "embedding" in plain[1].sent
@@ -58,6 +63,9 @@ def test_the_first_rank_holds_a_tied_embedding_once() -> None:
 def test_messages_cross_all_boundaries_but_the_turn() -> None:
     sent = {schedule: _predict(schedule)[1].sent["pp-forward"] for schedule in ("1f1b", "zb-v")}
     assert sent["zb-v"] == 2 * sent["1f1b"]
+    choice = _predict("zb-v")[1].choice
+    assert choice.message_boundaries == [0, 1, 2, 4, 5, 6]
+    assert [choice.link_of(boundary) for boundary in choice.message_boundaries] == [0, 1, 2, 2, 1, 0]
 
 
 def test_a_choice_is_described_with_its_flags() -> None:

@@ -151,6 +151,7 @@ def _simulate_by_rounds(pipeline: Pipeline, count: int, hop: Hop) -> list[list[t
     st.lists(st.floats(0.5, 2.0), min_size=24, max_size=24),
     st.builds(Hop, st.floats(0, 0.3), st.just(0.0), st.floats(0, 0.4), st.floats(0, 0.3)),
 )
+@example(("zb-v", 2), 3, 2, [1.0] * 24, Hop(0.2, 0.0, 0.3, 0.1))
 def test_every_pass_runs_once_at_the_time_of_a_plain_loop(
     schedule: tuple[str, int], stages: int, groups: int, seconds: list[float], hop: Hop
 ) -> None:
