@@ -10,7 +10,7 @@ GPU_WORKERS := -n 5 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
+.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands safety-card clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -48,6 +48,9 @@ bench-memory:  ## measure peak memory with and without compressors
 
 bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (hours; ARGS="--cases ...")
 	@$(RUN) --extras test,lint -- -m benchmarks.convergence $(ARGS)
+
+safety-card:  ## train small models with and without compressors, and write a page about them (ARGS="--short --spec dp-grad=cast")
+	@$(RUN) --extras test,lint -- -m benchmarks.safety.run $(ARGS)
 
 bench-cleaning:  ## measure find_duplicates beside a plain loop over datasketch
 	@$(RUN) --extras test,lint -- -m benchmarks.cleaning $(ARGS)

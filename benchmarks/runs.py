@@ -52,9 +52,15 @@ def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> No
     for split, size, longest in (("train", train_bytes, None), ("heldout", heldout_bytes, longest_heldout)):
         text = data / f"{split}.jsonl"
         _copy_documents(out / "corpus" / text.name, text, size, longest)
-        files = ["--input", str(text), "--output-prefix", str(data / split)]
-        run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], logs / f"{split}.log")
+        tokenize(out, text, split)
     (data / "done").touch()
+
+
+def tokenize(out: Path, text: Path, split: str) -> None:
+    """Writes the token files of a text with the vocabulary of a folder."""
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    files = ["--input", str(text), "--output-prefix", str(out / "data" / split)]
+    run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], out / "logs" / f"{split}.log")
 
 
 def _copy_documents(source: Path, target: Path, size: int | None, longest: int | None) -> None:

@@ -1,0 +1,197 @@
+"""The content of a card: figures from the finished runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence import bytes_per_iteration
+from benchmarks.safety.behavior import (
+    change,
+    changes_between,
+    heldout_windows,
+    mean_change,
+    measure_canaries,
+    measure_places,
+)
+from benchmarks.safety.canaries import heldout_canaries
+from benchmarks.safety.law import Gap, GapLaw
+from benchmarks.safety.link import LinkSpeed
+from benchmarks.safety.settings import TEXT_MODEL
+from benchmarks.safety.statistics import MARGIN, PairedDifference, paired_difference
+from benchmarks.safety.training import CardRun, Planner, RunCost
+
+Content = dict[str, Any]
+"""Figures by name, as in the card's JSON."""
+
+
+def gap_of(run: CardRun) -> Gap:
+    """The gap of a run to its dense twin."""
+    return Gap(run.parameters, run.tokens, paired_difference([run.loss], [run.dense.loss]).percents[0])
+
+
+def loss_section(compressed: Sequence[CardRun]) -> Content:
+    """The paired difference of the main size."""
+    losses, dense_losses = [run.loss for run in compressed], [run.dense.loss for run in compressed]
+    difference = paired_difference(losses, dense_losses)
+    return {
+        "losses": losses,
+        "dense_losses": dense_losses,
+        "percents": list(difference.percents),
+        "mean": difference.mean,
+        "interval_95": difference.interval(),
+        "interval_90": difference.interval(0.9),
+        "margin": MARGIN,
+        "equivalence_p": difference.equivalence_p(),
+        "equivalent": difference.is_equivalent(),
+        "verdict": difference.verdict,
+    }
+
+
+def law_section(by_size: Mapping[Any, Sequence[CardRun]], heldout: Sequence[CardRun]) -> Content:
+    """The law of the gap, its prediction of the held-out size, and what was measured there."""
+    gaps = [gap_of(run) for runs in by_size.values() for run in runs]
+    return {
+        "gaps": [
+            {"width": size.width, "iterations": size.iterations, **asdict(gap_of(run))}
+            for size, runs in by_size.items()
+            for run in runs
+        ],
+        **law_figures(gaps, [gap_of(run) for run in heldout]),
+        "heldout_width": heldout[0].values["hidden-size"],
+        "heldout_iterations": heldout[0].values["train-iters"],
+    }
+
+
+def law_figures(gaps: Sequence[Gap], heldout: Sequence[Gap]) -> Content:
+    """The law of some gaps beside the mean of others, of one size."""
+    law = GapLaw(gaps)
+    predicted = law.predict(heldout[0].parameters, heldout[0].tokens, len(heldout))
+    measured = statistics.fmean(gap.percent for gap in heldout)
+    return {
+        "is_power": law.is_power,
+        "formula": law.formula,
+        "exponents": law.exponents(),
+        "freedom": law.freedom,
+        "heldout": [asdict(gap) for gap in heldout],
+        "predicted": asdict(predicted),
+        "measured": measured,
+        "within": predicted.low <= measured <= predicted.high,
+    }
+
+
+def canary_section(compressed: Sequence[CardRun], prompts: int) -> Content:
+    """Exact match by task, means over the seeds, compressed and dense."""
+    canaries = heldout_canaries(prompts)
+
+    def shares(runs: Sequence[CardRun]) -> dict[str, float]:
+        measured = [measure_canaries(run.checkpoint, canaries, run.file(f".canaries{prompts}")) for run in runs]
+        return {task: statistics.fmean(each[task] for each in measured) for task in canaries}
+
+    exact, dense_exact = shares(compressed), shares([run.dense for run in compressed])
+    return {
+        "seeds": len(compressed),
+        "prompts": prompts,
+        "exact": exact,
+        "dense_exact": dense_exact,
+        "mastered": all(share >= 0.95 for share in dense_exact.values()),
+    }
+
+
+def behavior_section(compressed: Sequence[CardRun], heldout: Path, places: int) -> Content:
+    """Flips and KL to the dense twins, beside those between dense seeds."""
+    windows = heldout_windows(heldout, places, TEXT_MODEL["seq-length"])
+    ours, dense = (
+        [measure_places(run.checkpoint, windows, run.file(f".places{places}.npy")) for run in runs]
+        for runs in (compressed, [run.dense for run in compressed])
+    )
+    twins = mean_change([change(reference, other) for reference, other in zip(dense, ours, strict=True)])
+    between = changes_between(dense)
+    return {
+        "places": int(windows.size),
+        "flips": twins.flips,
+        "kl": twins.kl,
+        "dense_flips": between.flips,
+        "dense_kl": between.kl,
+    }
+
+
+def bytes_section(run: CardRun) -> Content:
+    """Bytes of an iteration, compressed and dense, by the ledger and by the kernel's counters."""
+    sections = {}
+    for name, each in (("compressed", run), ("dense", run.dense)):
+        span, by_point = each.traffic, bytes_per_iteration(each.records)
+        iterations = span.until - span.after
+        sections[name] = {
+            "by_point": by_point,
+            "total": sum(by_point.values()),
+            "ledger": sum(span.ledger.values()) / iterations,
+            "connections": None if span.connections is None else span.connections / iterations,
+            "interfaces": None if span.interfaces is None else span.interfaces / iterations,
+            "names": list(span.names),
+            "reason": span.reason,
+        }
+    return sections
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Costs of a card.
+
+    Args:
+        all_runs: cost of all runs.
+        dense: part of the dense runs, which other cards of the layout share.
+    """
+
+    all_runs: RunCost
+    dense: RunCost
+
+
+def costs(runs: Sequence[CardRun]) -> Shares:
+    """What the runs of a card cost."""
+    total = reduce(add, (run.cost for run in runs), RunCost())
+    return Shares(total, reduce(add, (run.cost for run in runs if not run.text), RunCost()))
+
+
+def content_of(
+    planner: Planner,
+    header: Mapping[str, object],
+    speed: LinkSpeed | None,
+    link: str | None,
+    say: Callable[[str], None],
+) -> Content:
+    """All figures of a card, from its finished runs."""
+    form = planner.form
+    say("answers to canaries, and probabilities of held-out tokens")
+    heldout = planner.text_data / "data" / "heldout_text_document"
+    cost = costs(planner.all_runs)
+    return {
+        "spec": planner.text,
+        "form": form.name,
+        "layout": planner.layout.name,
+        "ranks": planner.layout.ranks,
+        "header": dict(header),
+        "main": {**asdict(form.main), "tokens": planner.main_runs[0].tokens, "layers": form.layers},
+        "loss": loss_section(planner.main_runs),
+        "law": law_section(planner.law_runs, planner.heldout_runs),
+        "canaries": canary_section(planner.canary_runs, form.prompts),
+        "behavior": behavior_section(planner.main_runs, heldout, form.places),
+        "bytes": bytes_section(planner.main_runs[0]),
+        "speed": None if speed is None else {**asdict(speed), "ratio": speed.ratio, "link": link},
+        "cost": {
+            "runs": len(planner.all_runs),
+            "hours": cost.all_runs.wall_s / 3600,
+            "cpu_hours": cost.all_runs.cpu_s / 3600,
+            "dense_hours": cost.dense.wall_s / 3600,
+        },
+    }
+
+
+def difference_of(content: Content) -> PairedDifference:
+    """The paired difference of a card."""
+    return PairedDifference(content["loss"]["percents"])
