@@ -153,7 +153,7 @@ class ParallelConfig:
     )
     delay_correction: Literal["none", "lookahead", "extrapolate"] = option(
         "none",
-        "Correction of delayed gradients, for AdamW. lookahead: compute them where the last update would lead once "
+        "Correction of delayed gradients. lookahead: compute them where the last update would lead once "
         "more, theta + strength (theta - theta_before), with evaluations at theta. extrapolate: apply "
         "g + strength (g - g_before).",
         only_if=(when("parallel.delay", 1),),

@@ -191,7 +191,9 @@ class Optimizer:
         new_is_finite = can_apply if new_finite is None else not summary.not_finite
         finite = new_is_finite and (gradients is None or can_apply)
         totals = replace(totals, finite=finite, new_finite=new_is_finite, scale_can_fall=self.loss_scale.can_fall)
-        self.loss_scale.update(found_inf=not finite)
+        # A sum that overflowed under an earlier, larger scale says nothing of the present one.
+        of_this_scale = gradients is None or gradients.loss_scale <= totals.loss_scale
+        self.loss_scale.update(found_inf=not finite if of_this_scale else not new_is_finite)
         # The items of this step's losses do not matter to the gradients of an earlier step.
         if gradients is None or not can_apply or (new_finite is None and not totals.counted):
             return totals

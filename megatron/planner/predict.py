@@ -192,8 +192,7 @@ class Predictor(Stages):
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
             if choice.delay:
-                # Rounds of the step before run beside this step's passes, and coding between them.
-                ready.append(max(time.end + stage.coding_s, stage.first_coding_s + sum(stage.rounds)))
+                ready.append(self._delayed_reduction(choice, rank, time, stage, wires))
                 continue
             elements = sum(count for count, _ in stage.parts)
             buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
@@ -219,6 +218,18 @@ class Predictor(Stages):
         )
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + embedding_s
         return ready, coding
+
+    def _delayed_reduction(self, choice: Choice, rank: int, time: RankTimes, stage: StageCost, wires: Wires) -> float:
+        """Time at which gradients of the step before are reduced, whose rounds run beside this step's passes.
+
+        Coding takes place between passes. Beside other kinds of parallelism, later rounds begin after the last pass.
+        """
+        end = time.end + stage.first_coding_s
+        end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
+        later_coding_s = stage.coding_s - stage.first_coding_s
+        if choice.tp == choice.pp == choice.ep == 1:
+            return max(end + later_coding_s, stage.first_coding_s + sum(stage.rounds))
+        return max(end, stage.first_coding_s + sum(stage.rounds[:1])) + later_coding_s + sum(stage.rounds[1:])
 
     def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""

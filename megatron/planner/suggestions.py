@@ -46,7 +46,8 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
         yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _LEAST_GAIN
     if choice.dp > 1 and not choice.delay:
         note = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
-        yield "--delay 1", note, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
+        flags = "--delay 1 in place of --overlap-grad-reduce" if choice.overlap else "--delay 1"
+        yield flags, note, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
         yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
         if predictor.config.model.num_layers % (2 * choice.pp) == 0:

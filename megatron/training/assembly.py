@@ -238,10 +238,12 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
         layers = config.model.num_layers
         outer_sync = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
-    # NCCL's operations of several groups must be launched in the same order on all ranks. Rounds advance when their
-    # messages have arrived, which differs between ranks.
+    # NCCL's operations of several groups must be launched in the same order on all ranks, and rounds advance when their
+    # messages have arrived, which differs between ranks. A round inside a node is waited for at once, which must not
+    # happen while its other ranks wait for this one elsewhere.
     alone = layout.tp == layout.pp == layout.ep == 1
-    advances = delayed is not None and (topology.device.type == "cpu" or alone)
+    waits_nowhere = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
+    advances = delayed is not None and (alone or waits_nowhere)
     return Engines(
         config=config,
         topology=topology,

@@ -125,7 +125,7 @@ class RunCheckpoints:
         raise_together(self.group, self.lock.lost() if self.lock is not None else None)
         delayed = self.engines.delayed
         if delayed is not None:
-            delayed.finish()
+            delayed.settle()
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
             if delayed is not None:

@@ -222,7 +222,7 @@ def train_step(
     delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
         losses = _report_losses(engines, last_chunk)
-        new_finite = delayed.new_are_finite() if delayed is not None else None
+        new_finite = delayed.check_new() if delayed is not None else None
         if delayed is not None:
             gradients = delayed.take()
         else:
@@ -240,10 +240,12 @@ def train_step(
     updated = totals.grad_norm is not None
     if gradients is not None and gradients.needs_update and updated:
         engines.sync.observe_update()
-    engines.sync.end_step(keep_states=updated)
-    if delayed is not None:
+    if delayed is None:
+        engines.sync.end_step(keep_states=updated)
+    else:
         with ledger.computing(), timers(reduction, level=1):
-            delayed.replace(iteration, loss_scale, usable=totals.usable)
+            delayed.end_step(updated)
+            delayed.launch(iteration, loss_scale, usable=totals.usable)
     expert_losses, loads = engines.experts.finish_step(len(batches), totals.usable)
     engines.plan.steps.skipped += totals.skipped
     engines.end_step(keep_states=totals.usable)
@@ -284,11 +286,10 @@ def _forward_backward(
         engines.sync.begin_step(iteration, engines.optimizer.loss_scale.scale)
     engines.experts.begin_step()
     dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands, None
-    if config.masks_labels and engines.holds_loss:
+    if config.masks_labels and (engines.holds_loss or engines.delayed is not None):
         # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
         # label is masked, micro-batches of equal size are averaged.
-        counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
-        engines.ledger.complete(Point.CONTROL, dp.all_reduce(counts))
+        counts = _count_labels(engines, batches)
         engines.sync_warmup.all_reduce([counts])
         # A loss without unmasked labels is zero with any divisor.
         divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
@@ -315,6 +316,20 @@ def _forward_backward(
         span = pipeline_span(timers, engines.ledger)
         engines.pipeline.run(table, programs, iteration, count, loss_grad, signatures, span=span)
     return programs[-1]
+
+
+def _count_labels(engines: Engines, batches: Sequence[Batch]) -> Tensor:
+    """Count the unmasked labels of the global batch, for each loss, in fp64.
+
+    A collective call of the replicas with the losses. If gradients are delayed, one of all ranks: replicas would wait
+    for the gradients that are on their way in their group.
+    """
+    dp, tp, world, delayed = engines.topology.dp, engines.topology.tp, engines.topology.world, engines.delayed
+    counts = torch.zeros(len(engines.config.model.loss_names), dtype=torch.float64, device=engines.topology.device)
+    if engines.holds_loss and (delayed is None or tp.rank == 0):
+        counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
+    engines.ledger.complete(Point.CONTROL, (dp if delayed is None else world).all_reduce(counts))
+    return counts
 
 
 def _expert_signatures(engines: Engines) -> list[Hashable]:

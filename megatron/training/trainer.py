@@ -260,6 +260,8 @@ class Trainer:
         )
         self._count_iteration()
         if self.schedule_choice is not None and self.schedule_choice.is_due:
+            if self.engines.delayed is not None:
+                self.engines.delayed.finish()  # its messages would take a part of the links
             with self.reporter.paused("schedule"):
                 report = self.schedule_choice.decide(count)
             self.reporter.line(report)

@@ -20,7 +20,7 @@ from megatron.training.replica_check import disagreements
 from megatron.training.saved_run import find_saved
 from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_train
+from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -156,7 +156,7 @@ def _norms_and_states(changes: Changes, steps: int) -> tuple[list[float], list[d
     engines = tiny_engines(changes)
     trace = tiny_train(engines, steps)
     if engines.delayed is not None:
-        engines.delayed.finish()
+        engines.delayed.settle()
     states = [{name: x.clone() for name, x in state.export_tensors().items()} for state in engines.sync.states()]
     return trace.grad_norms, states
 
@@ -202,7 +202,7 @@ def _evaluated_between(changes: Changes, steps: int) -> tuple[list[float], list[
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         first = evaluate(engines, batches, 1, 2, 0).losses
         assert engines.delayed is not None
-        engines.delayed.finish()
+        engines.delayed.settle()
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         with engines.optimizer.publisher.exact_parameters():
             assert all(torch.equal(shard.main, shard.model) for shard in engines.optimizer.shards)
@@ -266,6 +266,46 @@ def _fp16(parallel: dict[str, Any]) -> tuple[list[float], list[float], list[floa
     high, low = ({"precision": {"fp16": True, "initial_loss_scale": 2.0**n, "hysteresis": 1}} for n in (40, 12))
     first = tiny_train(tiny_engines(merge(changes, high)), 30)
     return first.grad_norms, first.losses, tiny_train(tiny_engines(merge(changes, low)), 1).losses
+
+
+def _factors(engines: Engines) -> list[Tensor]:
+    """Committed factors of PowerSGD, with which its next reduction begins."""
+    return [state.export_tensors()["q"].clone() for state in engines.sync.states()]
+
+
+def _overflow_of_sum() -> list[float]:
+    """Norms of a run in which the sum of a finite gradient over two replicas overflows once in fp16."""
+    specs = {"compression": {"compress": ["dp-grad=powersgd,rank=2,min-ratio=0"]}}
+    engines = tiny_engines(merge(DELAY, specs, {"precision": {"fp16": True, "initial_loss_scale": 2.0**8}}))
+
+    def overflow(engines: Engines) -> None:
+        (buffer,) = engines.buffers
+        delayed = engines.delayed
+        assert delayed is not None
+        if delayed.in_flight is not None and delayed.in_flight.iteration == 2:
+            before = _factors(engines)
+            delayed.finish()
+            buffer.reduced_flat[0] = torch.inf
+            delayed.settle()
+            assert all(map(torch.equal, _factors(engines), before))
+
+    return tiny_train(engines, 7, after_step=overflow).grad_norms
+
+
+def test_a_sum_that_overflows_is_dropped_with_its_states() -> None:
+    for norms in run_ranks(2, _overflow_of_sum):
+        assert [math.isfinite(norm) for norm in norms] == [False, True, True, False, True, True, True]
+
+
+def _masked_losses(changes: Changes) -> list[float]:
+    return tiny_run(merge(DOUBLE, DELAY, changes), 4, masked=True).losses
+
+
+def test_masked_labels_are_counted_beside_gradients_in_flight() -> None:
+    layout: Changes = {"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}}
+    expected = _masked_losses({})
+    for losses in run_ranks(4, _masked_losses, layout) + run_ranks(2, _masked_losses, {}):
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def _growing_scale(window: int) -> list[float]:

@@ -34,12 +34,16 @@ class DelayCorrection:
 
 
 class GradientExtrapolation(DelayCorrection):
-    """Estimates the gradients of this step from the last two that are there: g + strength (g - g_before).
+    """Estimate of this step's gradients from the last two that are there: g + strength (g - g_before).
 
     ``previous`` holds the last applied gradients without a loss scale, as they were reduced.
     """
 
     name = "extrapolate"
+
+    def __init__(self, shards: Sequence[ParamShard], strength: float) -> None:
+        super().__init__(shards, strength)
+        self._reduced: list[Tensor] = []
 
     def apply(self, loss_scale: float) -> None:
         """Extrapolate the reduced gradients, in place.
@@ -47,19 +51,22 @@ class GradientExtrapolation(DelayCorrection):
         Args:
             loss_scale: the loss scale in them.
         """
-        previous = self.previous
-        for before, shard in zip(previous or self.allocate_previous(), self._shards, strict=True):
-            reduced = shard.grad.to(before.dtype) / loss_scale
-            if previous is not None:
-                shard.grad.add_(((reduced - before) * (self._strength * loss_scale)).to(shard.grad.dtype))
-            before.copy_(reduced)
+        self._reduced = [shard.grad.to(shard.main.dtype) / loss_scale for shard in self._shards]
+        for before, reduced, shard in zip(self.previous or (), self._reduced, self._shards, strict=bool(self.previous)):
+            shard.grad.add_(((reduced - before) * (self._strength * loss_scale)).to(shard.grad.dtype))
+
+    def end_step(self, updated: bool) -> None:
+        """Remember the gradients before their extrapolation, if they have updated the parameters."""
+        if updated:
+            self.previous = self._reduced
+        self._reduced = []
 
 
 class LookAhead(DelayCorrection):
-    """Computes gradients where the coming update is expected to lead: theta + strength (theta - theta_before).
+    """Parameters where the coming update is expected to lead: theta + strength (theta - theta_before).
 
-    The update to come is known but for the gradients in flight; the last one is its estimate. ``previous`` holds the
-    main values before the last update.
+    Gradients are computed there. ``previous`` holds the main values before the last update, whose step is the estimate
+    of the coming one.
     """
 
     name = "lookahead"
@@ -69,10 +76,10 @@ class LookAhead(DelayCorrection):
         previous = self.previous or self.allocate_previous()
         torch._foreach_copy_(previous, [shard.main for shard in self._shards])
 
-    def values(self) -> list[Tensor]:
-        """Values of the shards at which the next gradients are computed."""
-        mains = [shard.main for shard in self._shards]
-        if self.previous is None:
-            return mains
-        steps = torch._foreach_sub(mains, self.previous)
-        return list(torch._foreach_add(mains, steps, alpha=self._strength))
+    def move_model(self) -> None:
+        """Set this rank's shards of the model's parameters to the values ahead."""
+        for number, shard in enumerate(self._shards):
+            ahead = shard.main
+            if self.previous is not None:
+                ahead = torch.add(ahead, ahead - self.previous[number], alpha=self._strength)
+            shard.model.copy_(ahead)

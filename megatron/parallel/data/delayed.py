@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,15 +25,17 @@ class InFlightGradients:
         iteration: 0-based number of the step that has computed them.
         loss_scale: the loss scale in them.
         reduced: properties of the gradients once they are reduced; None while the reduction runs.
+        settled: the states of their compressors are committed, or rolled back.
     """
 
     iteration: int
     loss_scale: float
     reduced: ReducedGradients | None = None
+    settled: bool = False
 
 
 class DelayedGradients:
-    """Holds the gradients of a step until the next step applies them (``--delay 1``).
+    """Gradients of a step that wait for the next step, which applies them (``--delay 1``).
 
     Step t computes its gradient g(theta_t) while that of step t-1 is reduced, and then takes the update
 
@@ -60,10 +62,9 @@ class DelayedGradients:
         self.correction = correction
         self.in_flight: InFlightGradients | None = None
 
-    def new_are_finite(self) -> Tensor:
+    def check_new(self) -> Tensor:
         """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""
-        for buffer in self._buffers:
-            buffer.complete_grads()
+        self._sync.complete_gradients()
         return torch.stack([finite_norm(buffer.grads_flat)[1] for buffer in self._buffers]).amin()
 
     def advance(self) -> None:
@@ -94,10 +95,31 @@ class DelayedGradients:
         self._plan.begin_step(in_flight.iteration)
         if in_flight.reduced is None:
             in_flight.reduced = self._sync.finish_reduction(all_finite=True)
-            self._sync.end_step(keep_states=True)
         return in_flight.reduced
 
-    def replace(self, iteration: int, loss_scale: float, *, usable: bool) -> None:
+    def settle(self) -> None:
+        """Finish the reduction in flight, and commit its compressors' states if its sums are finite. A collective call.
+
+        Afterwards a checkpoint can hold the gradients and the states.
+        """
+        gradients, in_flight = self.finish(), self.in_flight
+        if gradients is None or in_flight is None or in_flight.settled:
+            return
+        finite = self._sync.reduced_are_finite()
+        self._sync.end_step(keep_states=finite)
+        in_flight.reduced, in_flight.settled = replace(gradients, finite=finite), True
+
+    def end_step(self, updated: bool) -> None:
+        """End the step that has applied the gradients.
+
+        Args:
+            updated: whether they were finite, and there were any.
+        """
+        self._sync.end_step(keep_states=updated)
+        if isinstance(self.correction, GradientExtrapolation):
+            self.correction.end_step(updated)
+
+    def launch(self, iteration: int, loss_scale: float, *, usable: bool) -> None:
         """Launch the reduction of this step's gradients, in place of those that were applied.
 
         Args:
@@ -116,12 +138,13 @@ class DelayedGradients:
         self.in_flight = InFlightGradients(iteration, loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Iteration and loss scale of the gradients in flight, and the correction that has previous tensors, if any."""
+        """Properties of the gradients in flight, and the correction that has previous tensors, if any."""
         in_flight, correction = self.in_flight, self.correction
         has_previous = correction is not None and correction.previous is not None
         state: dict[str, Any] = {"previous": correction.name if correction is not None and has_previous else ""}
         if in_flight is not None:
-            state |= {"iteration": in_flight.iteration, "loss_scale": in_flight.loss_scale}
+            assert in_flight.reduced is not None, "settle before a save"
+            state |= asdict(in_flight.reduced)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,6 +158,8 @@ class DelayedGradients:
         if not values.has("iteration"):
             return
         iteration, loss_scale = values.integer("iteration", least=0), values.number("loss_scale")
+        flags = {name: values.flag(name) for name in ("finite", "clipped", "freezes_variance", "needs_update")}
         self._plan.begin_step(iteration)
         self._sync.begin_step(iteration, loss_scale, checked=True)
-        self.in_flight = InFlightGradients(iteration, loss_scale, self._sync.describe_reduced())
+        reduced = ReducedGradients(iteration, loss_scale, **flags)
+        self.in_flight = InFlightGradients(iteration, loss_scale, reduced, settled=True)

@@ -14,6 +14,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
+from megatron.kernels.ops import finite_norm
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.parallel.data.clipping import clip_replica
 from megatron.parallel.data.controllers import Controllers, ReducedPoint
@@ -205,7 +206,7 @@ class GradientSync:
                 buffer.notify_when_full(partial(_launch_filled_bucket, buffer, reducer))
 
     def reduce_gradients(self, counted: float) -> ReducedGradients:
-        """Reduces the gradients after the last backward of a step.
+        """Reduce the gradients after the last backward of a step.
 
         Args:
             counted: number of items in this rank's losses; 0 if another rank reports them.
@@ -214,16 +215,21 @@ class GradientSync:
             The reduced gradients. They are not ``finite``, and the buckets are undefined, if the step checks for finite
             gradients and a gradient on some rank is not finite or the losses have no items.
         """
-        for buffer in self.buffers:
-            buffer.complete_grads()
+        self.complete_gradients()
         self.launch_reduction()
         return self.finish_reduction(self._check_finite(counted) if self._checks_finite else True)
 
-    def launch_reduction(self) -> None:
-        """Launches the reduction of the buckets that backward has not launched."""
+    def complete_gradients(self) -> None:
+        """Complete this rank's gradients after the last backward of a step, by sums over tensor-parallel ranks."""
+        for buffer in self.buffers:
+            buffer.complete_grads()
         for buffer, bucket in self._buckets:
             if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
-                self.ledger.complete(Point.TP_BWD, self.tp.all_reduce(buffer.grads_of(bucket)))
+                partial_grads = buffer.grads_flat[bucket.start : bucket.stop]
+                self.ledger.complete(Point.TP_BWD, self.tp.all_reduce(partial_grads))
+
+    def launch_reduction(self) -> None:
+        """Launch the reduction of the buckets that backward has not launched."""
         self.controllers.before_reduction(self._iteration)
         if self.clips_first and self.clip_grad > 0:
             clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale)
@@ -235,7 +241,7 @@ class GradientSync:
                     reducer.record_finite(local.flat)
 
     def _check_finite(self, counted: float) -> bool:
-        """Checks that the launched gradients are finite on all ranks, and that the losses have items."""
+        """Check that the launched gradients are finite on all ranks, and that the losses have items."""
         bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
         pair = torch.stack([bad, torch.full_like(bad, counted)])
         self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
@@ -244,13 +250,13 @@ class GradientSync:
         return bad_count == 0 and all_counted > 0
 
     def advance_reduction(self) -> None:
-        """Runs the rounds of a launched reduction whose messages have arrived, in the same order on all ranks."""
+        """Run the rounds of a launched reduction whose messages have arrived, in the same order on all ranks."""
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             if self._has_replicas(buffer) and not reducer.advance():
                 return
 
     def finish_reduction(self, all_finite: bool) -> ReducedGradients:
-        """Completes a reduction: the buckets (with ``sharded``, this rank's shares) then hold reduced gradients.
+        """Complete a reduction: the buckets (with ``sharded``, this rank's shares) then hold reduced gradients.
 
         Args:
             all_finite: whether the gradients of all ranks are finite; if not, the buckets are undefined.
@@ -267,7 +273,7 @@ class GradientSync:
         return self.describe_reduced(all_finite)
 
     def describe_reduced(self, all_finite: bool = True) -> ReducedGradients:
-        """Describes the reduced gradients of this step, which the buckets hold."""
+        """Describe the reduced gradients of this step, which the buckets hold."""
         return ReducedGradients(
             self._iteration,
             self._scale,
@@ -277,8 +283,18 @@ class GradientSync:
             needs_update=self.needs_update,
         )
 
+    def reduced_are_finite(self) -> bool:
+        """Whether the reduced gradients are finite on all ranks. A collective call."""
+        shares = [
+            buffer.grads_of(bucket)[local_share(bucket, buffer.group, self._reduces_shares)]
+            for buffer, bucket in self._buckets
+        ]
+        num_bad = torch.stack([1.0 - finite_norm(share)[1] for share in shares]).sum()
+        self.ledger.complete(Point.CONTROL, self.world.all_reduce(num_bad))
+        return float(num_bad) == 0.0
+
     def end_step(self, keep_states: bool) -> None:
-        """Commits the compressors' states, or rolls them back because no update was taken."""
+        """Commit the compressors' states, or roll them back because no update was taken."""
         for state in self.states():
             if keep_states:
                 state.commit()

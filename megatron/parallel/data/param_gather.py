@@ -78,11 +78,11 @@ class ParamAllGather:
                 params.copy_(params.to(differences.dtype) + differences)
 
     def publish_ahead(self) -> None:
-        """Sets the model's parameters to the values at which the next gradients are computed."""
+        """Set the model's parameters to the values at which the next gradients are computed."""
         if self.look_ahead is None:
             self.publish_exactly()
             return
-        torch._foreach_copy_([shard.model for shard in self._shards], self.look_ahead.values())
+        self.look_ahead.move_model()
         if self.sharded:
             self.gather()
 

@@ -13,7 +13,9 @@ from megatron.parallel.data.param_shards import ParamShard
 
 
 def _shard(main: list[float], grad: list[float], grad_dtype: torch.dtype = torch.float32) -> ParamShard:
-    values = SimpleNamespace(main=torch.tensor(main), grad=torch.tensor(grad, dtype=grad_dtype))
+    values = SimpleNamespace(
+        main=torch.tensor(main), model=torch.zeros(len(main)), grad=torch.tensor(grad, dtype=grad_dtype)
+    )
     return cast(ParamShard, values)
 
 
@@ -23,9 +25,14 @@ def test_gradients_of_different_loss_scales_are_extrapolated(grad_dtype: torch.d
     extrapolation = GradientExtrapolation([shard], strength=0.5)
     extrapolation.apply(8.0)
     assert shard.grad.tolist() == [8.0, -4.0]
+    extrapolation.end_step(updated=True)
+    shard.grad.fill_(torch.inf)  # a sum that overflows is not remembered
+    extrapolation.apply(8.0)
+    extrapolation.end_step(updated=False)
     shard.grad.copy_(torch.tensor([8.0, 2.0]))  # 2 and 0.5 with a loss scale of 4
     extrapolation.apply(4.0)
     assert shard.grad.tolist() == [4 * (2 + 0.5 * 1), 4 * (0.5 + 0.5 * 1)]
+    extrapolation.end_step(updated=True)
     assert extrapolation.previous is not None
     assert extrapolation.previous[0].tolist() == [2.0, 0.5]
 
@@ -33,10 +40,13 @@ def test_gradients_of_different_loss_scales_are_extrapolated(grad_dtype: torch.d
 def test_the_next_gradients_are_computed_ahead_of_the_last_update() -> None:
     shard = _shard([1.0, 2.0], [0.0, 0.0])
     look_ahead = LookAhead([shard], strength=0.5)
-    assert look_ahead.values()[0].tolist() == [1.0, 2.0]
+    look_ahead.move_model()
+    assert shard.model.tolist() == [1.0, 2.0]
     look_ahead.remember()
     shard.main.add_(torch.tensor([1.0, -2.0]))
-    assert look_ahead.values()[0].tolist() == [2.5, -1.0]
+    look_ahead.move_model()
+    assert shard.model.tolist() == [2.5, -1.0]
     look_ahead.remember()
     shard.main.add_(torch.tensor([0.5, 0.5]))
-    assert look_ahead.values()[0].tolist() == [2.75, 0.75]
+    look_ahead.move_model()
+    assert shard.model.tolist() == [2.75, 0.75]
