@@ -46,7 +46,7 @@ class _PlainAdam:
         self._inner = torch.optim.AdamW(groups, lr=LR, foreach=False)
         self.loss_scale, self.sharded = replaced.loss_scale, False
 
-    def step(self, losses: Mapping[str, tuple[float, float]], **_: Any) -> StepTotals:
+    def step(self, losses: Mapping[str, tuple[float, float]], *_: object, **__: object) -> StepTotals:
         for param, grad in self._grads.items():
             param.grad = grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(list(self._grads), CLIP)

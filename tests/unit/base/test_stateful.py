@@ -68,6 +68,6 @@ def test_values_of_earlier_versions_get_current_names() -> None:
     old = {"optimizer_steps": 4, "rank_controller": {"rank": 8.0}}
     controllers = {"dp-grad": {"compressor": "edgc", "state": {"rank": 8.0}}}
     today = {"optimizer_steps": 4, "variance_frozen_at": 0, "controllers": controllers, "expert_loads": {}, "outer": {}}
-    today |= {"tracked_runs": {}, "compression_choice": {}, "certificate": {}}
+    today |= {"tracked_runs": {}, "compression_choice": {}, "certificate": {}, "delayed_gradients": {}}
     assert under_todays_names(old) == today
     assert under_todays_names(today) == today
