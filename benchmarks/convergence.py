@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import join_for_help, parse_names, runs
-from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, ladder_cases, read_case
+from benchmarks.convergence_cases import CASES, MARGIN, MODEL, family, is_flag, ladder_cases, read_case
 from benchmarks.report import device_name, header, write_record
 from megatron.base.figures import COLORS, new_figure, save_figure
 from megatron.base.markdown import markdown_table
@@ -43,10 +43,6 @@ POINTS = (
     *("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", "outer"),
     *(point.value for point in EXPERT_POINTS),
 )
-
-
-MARGIN = 0.3
-"""Percent of loss within which a case counts as equivalent to dense, by two one-sided tests at 5%."""
 
 
 @dataclass(frozen=True)

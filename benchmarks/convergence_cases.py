@@ -133,6 +133,9 @@ def ladder_cases() -> dict[str, list[str]]:
     }
 
 
+MARGIN = 0.3
+"""Percent of loss within which a case or a spec counts as equivalent to dense, by two one-sided tests at 5%."""
+
 MODEL: dict[str, Any] = {
     "num-layers": 4,
     "hidden-size": 64,

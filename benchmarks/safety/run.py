@@ -7,7 +7,7 @@
 A card compares a spec (or several at once, separated by spaces) with runs without compressors, its dense twins, of the
 same seeds. It has paired differences of the loss with their interval and an equivalence test, a law of the gap over
 sizes with its prediction of a held-out size, exact answers to canaries, flips and KL, and bytes. The short form takes
-about six minutes of two quiet cores, the full form about 45 (estimates from measured runs). Finished runs are kept: the
+0.15 hours of a processor (measured), the full form several times as much (not measured). Finished runs are kept: the
 same command goes on where it was killed. Writes card.md, card.json and card.svg into a folder for each spec.
 """
 

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MARGIN = 0.3
-"""Percent of loss within which a spec counts as equivalent to dense, as in bench-convergence."""
+from benchmarks.convergence_cases import MARGIN
 
 
 def t_probability(t: float, freedom: int) -> float:

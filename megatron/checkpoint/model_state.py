@@ -73,17 +73,17 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
 
 
 DELAYED = OPTIMIZER + "delayed_"
-"""Reduced gradients that the next step applies, and those that the last update has applied."""
+"""Reduced gradients that the next step applies, and what the correction of their delay remembers."""
 
 
 def delayed_tensors(
     optimizer: Optimizer, previous: Sequence[Tensor] | None, in_flight: bool
 ) -> dict[str, LogicalShard]:
-    """This rank's slices of the gradients.
+    """This rank's slices of delayed gradients and of their correction's memory.
 
     Args:
         optimizer: optimizer whose reduced gradients wait for the next step, if ``in_flight``.
-        previous: gradients of the last update, by shard.
+        previous: ``DelayCorrection.previous``.
         in_flight: whether gradients wait.
     """
     columns = {"grad": [shard.grad for shard in optimizer.shards] if in_flight else [], "previous": previous or []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,3 +130,12 @@ class CompressorState:
     def empty(self) -> bool:
         """Whether the state holds neither tensors nor counters."""
         return not self.export_tensors() and not self.counters
+
+
+def end_states(states: Iterable[CompressorState], keep: bool) -> None:
+    """Commit what states have staged, or roll it back because the step was skipped."""
+    for state in states:
+        if keep:
+            state.commit()
+        else:
+            state.rollback()

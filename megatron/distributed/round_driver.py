@@ -181,7 +181,7 @@ class PackedReduction:
 
     def arrived(self) -> bool:
         """Whether a round is in flight and waiting for it would not block."""
-        return bool(self._pending) and all(started.communication.done() for started in self._pending)
+        return bool(self._pending) and not self.is_waiting
 
     def abandon(self) -> None:
         """Wait for the current round and run no others; all ranks of the group must do the same."""

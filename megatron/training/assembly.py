@@ -13,7 +13,7 @@ import torch
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, end_states
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
@@ -117,11 +117,7 @@ class Engines:
 
     def end_step(self, keep_states: bool) -> None:
         """End a step or an evaluation: commit staged states of message codecs, or roll them back."""
-        for state in self.channel.states() if self.channel is not None else ():
-            if keep_states:
-                state.commit()
-            else:
-                state.rollback()
+        end_states(self.channel.states() if self.channel is not None else (), keep_states)
         for observer in self.ledger.observers:
             observer.end_step()
 
@@ -243,7 +239,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     # happen while its other ranks wait for this one elsewhere.
     alone = layout.tp == layout.pp == layout.ep == 1
     waits_nowhere = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
-    advances = delayed is not None and (alone or waits_nowhere)
+    after_pass = delayed.advance if delayed is not None and (alone or waits_nowhere) else lambda: None
     return Engines(
         config=config,
         topology=topology,
@@ -260,7 +256,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             seeds.begin_micro_batch,
             sync.begin_last_backward,
             weight_grads,
-            delayed.advance if delayed is not None and advances else lambda: None,
+            after_pass,
         ),
         optimizer=optimizer,
         replicas=replicas,

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState, combine_keys
+from megatron.compression.state import CompressorState, combine_keys, end_states
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
@@ -270,10 +270,6 @@ class GradientSync:
         if self.sync_warmup.active and not self.sync_warmup.compressed and all_finite:
             self._sum_over_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._collect_reduced)
-        return self.describe_reduced(all_finite)
-
-    def describe_reduced(self, all_finite: bool = True) -> ReducedGradients:
-        """Describe the reduced gradients of this step, which the buckets hold."""
         return ReducedGradients(
             self._iteration,
             self._scale,
@@ -295,11 +291,7 @@ class GradientSync:
 
     def end_step(self, keep_states: bool) -> None:
         """Commit the compressors' states, or roll them back because no update was taken."""
-        for state in self.states():
-            if keep_states:
-                state.commit()
-            else:
-                state.rollback()
+        end_states(self.states(), keep_states)
 
     def _sum_over_islands(self) -> None:
         """Sums the reduced gradients over islands, and sends each element only once: each replica sends a share, and
