@@ -29,6 +29,7 @@ class NetworkCase:
         overlap: whether gradients are reduced during the backward pass.
         two_stage: whether rows of experts cross a link once for each host.
         delay: steps by which gradients are applied late.
+        flush: whether a pipeline drains at the end of each step.
     """
 
     name: str
@@ -39,6 +40,7 @@ class NetworkCase:
     overlap: bool = True
     two_stage: bool = True
     delay: int = 0
+    flush: bool = True
 
 
 FP32 = NetworkCase("fp32 traffic")
@@ -115,6 +117,11 @@ DELAYED = tuple(
     case
     for prompt in (FP32, BF16_SUMS, FIXPOINT_SUMS, POWERSGD_32)
     for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late", delay=1))
+)
+FLUSHLESS = tuple(
+    case
+    for prompt in (DELTA, DELTA_EAGER, FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"))
+    for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late, no flush", delay=1, flush=False))
 )
 
 
@@ -204,6 +211,7 @@ class Bench:
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
+    "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), FLUSHLESS),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),

@@ -8,6 +8,7 @@ between commands.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -45,6 +46,7 @@ def config_of(
     overlap: bool = True,
     two_stage: bool = True,
     delay: int = 0,
+    flush: bool = True,
 ) -> RunConfig:
     """The resolved configuration of a case in the layout of a plan."""
     parallel = {
@@ -52,6 +54,7 @@ def config_of(
         "pipeline_schedule": schedule,
         "overlap_grad_reduce": overlap and not delay,
         "delay": delay,
+        "no_pipeline_flush": not flush,
         "moe_two_stage": "auto" if two_stage else "off",
     }
     sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
@@ -79,11 +82,12 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
     def step(iteration: int) -> dict[str, float]:
         timers = Timers(level=2, clock=engines.ledger.clock)
         engines.ledger.take_totals()
-        topology.control.barrier()
+        if not config.parallel.overlaps_steps:  # stages may not wait for each other between such steps
+            topology.control.barrier()
         start = time.perf_counter()
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
-        figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
+        figures = {"seconds": time.perf_counter() - start, "loss": next(iter(outcome.losses.values()), math.nan)}
         if choice is not None and choice.is_due and engines.pipeline.measured is None:
             report = choice.decide(len(batches))
             if topology.rank == 0:
@@ -137,12 +141,14 @@ def main() -> None:
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                options = (case["schedule"], case["overlap"], case["two_stage"], case["delay"])
+                options = (case["schedule"], case["overlap"], case["two_stage"], case["delay"], case["flush"])
                 step = our_step(plan, config_of(plan, case["specs"], env.world_size, *options), topology, batches)
+        taken: list[dict[str, float]] = []
         for _ in range(command.get("steps", 0)):
             assert step is not None
-            figures = step(step_count)
+            taken.append(step(step_count))
             step_count += 1
+        for figures in taken:
             rows = gather_rows(topology.control, Ledger(), list(figures.values()))
             columns = zip(*rows, strict=True)
             # The slowest rank's time, the loss of the last stage, and means of the other figures.

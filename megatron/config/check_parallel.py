@@ -9,6 +9,9 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.split import check_not_interleaved, check_split, split_rank
 from megatron.config.virtual_stages import check_virtual_stages
 
+FLUSHLESS = ("1f1b", "eager-1f1b")
+"""Pipeline schedules that --no-pipeline-flush is for."""
+
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
     """Check that ranks, layers, heads and the sequence are divisible by the layout; raise UserError otherwise."""
@@ -131,6 +134,46 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
     for is_set, problem in contradictions if parallel.delay else ():
         if is_set:
             raise UserError(f"--delay {parallel.delay} does not go with {problem}")
+
+
+def check_flush(
+    parallel: ParallelConfig, precision: PrecisionConfig, has_experts: bool, certificate: bool, has_epilogue: bool
+) -> None:
+    """Check that --no-pipeline-flush goes with the other settings; raise UserError otherwise.
+
+    Args:
+        parallel, precision: resolved configuration.
+        has_experts: layers have experts.
+        certificate: the run writes a certificate.
+        has_epilogue: a compressor is active in epilogues only.
+    """
+    contradictions = (
+        (
+            parallel.pipeline_schedule not in FLUSHLESS,
+            f"--pipeline-schedule {parallel.pipeline_schedule}; use {' or '.join(FLUSHLESS)}",
+        ),
+        (
+            bool(parallel.virtual_pipeline_model_parallel_size or parallel.num_layers_per_virtual_pipeline_stage),
+            "virtual stages; leave one of them out",
+        ),
+        (has_experts, "experts; leave one of them out"),
+        (
+            precision.fp16 and precision.loss_scale is None,
+            "a loss scale that changes between steps; use --bf16 or --loss-scale",
+        ),
+        (
+            has_epilogue,
+            "when=epilogue, since no message is in an epilogue; leave one of them out",
+        ),
+        (certificate, "--certificate, which looks at whole steps; leave one of them out"),
+        (
+            parallel.distributed_backend == "nccl",
+            "NCCL, under which a pipeline posts receives step by step; use --distributed-backend gloo",
+        ),
+    )
+    for is_set, problem in contradictions if parallel.overlaps_steps else ():
+        if is_set:
+            raise UserError(f"--no-pipeline-flush does not go with {problem}")
 
 
 def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:

@@ -159,7 +159,8 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
     if config.validation.skip_train:
         return size.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1
-    nbytes = size.weight + size.gradient * (1 + config.parallel.delay) + size.optimizer // replicas
+    versions = 3 if config.parallel.overlaps_steps else 1
+    nbytes = size.weight * versions + size.gradient * (1 + config.parallel.delay) + size.optimizer // replicas
     if outer is None or iterations is None or outer.activation.warmup_iters >= iterations:
         return nbytes
     # Anchor, momentum and pseudo-gradient of islands, without residuals.

@@ -165,6 +165,13 @@ class ParallelConfig:
         maximum=1,
         only_if=(when("parallel.delay", 1), when("parallel.delay_correction", "lookahead", "extrapolate")),
     )
+    no_pipeline_flush: bool = option(
+        False,
+        "Run the last backward passes of a step beside the first forward passes of the next, so that no stage waits "
+        "while a pipeline fills and drains (PipeDream-2BW). Takes two further copies of the parameters. Losses are "
+        "logged one step late.",
+        only_if=(_STAGES, when("parallel.delay", 1)),
+    )
     ddp_bucket_size: int | None = derived(
         "chosen from the model's size",
         "Size of a gradient bucket.",
@@ -234,6 +241,11 @@ class ParallelConfig:
     def looks_ahead(self) -> bool:
         """Whether gradients are computed ahead of the parameters."""
         return self.delay > 0 and self.delay_correction == "lookahead"
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether passes of two steps take turns, so that a pipeline is not flushed."""
+        return self.no_pipeline_flush and self.delay > 0 and self.pipeline_model_parallel_size > 1
 
     @property
     def splits_messages(self) -> bool:

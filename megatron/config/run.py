@@ -17,7 +17,7 @@ from megatron.base.user_text import nearest
 from megatron.compression.points import Point
 from megatron.config.check_experts import check_upcycling
 from megatron.config.check_model import check_model
-from megatron.config.check_parallel import check_delay, check_layout, check_parallel, check_torch_ddp
+from megatron.config.check_parallel import check_delay, check_flush, check_layout, check_parallel, check_torch_ddp
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resolve_checkpoint
 from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
@@ -138,6 +138,13 @@ class RunConfig:
         specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
         check_islands(run.islands, run.parallel, run.training, run.model, specs)
         check_delay(run.parallel, run.islands.several or Point.OUTER in specs, Point.PARAM_GATHER in specs)
+        check_flush(
+            run.parallel,
+            run.precision,
+            run.model.has_experts,
+            run.checkpoint.certificate is True,
+            any(spec.activation.epilogue for spec in specs.values()),
+        )
         return run
 
     def data_parallel_size(self, world_size: int) -> int:

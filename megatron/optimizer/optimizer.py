@@ -19,7 +19,7 @@ from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.matrix_gather import MatrixGather
 from megatron.optimizer.norm_reducer import ParamNormReducer
-from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
+from megatron.optimizer.step_summary import NO_VOTES, PendingSummary, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.delay_correction import LookAhead
@@ -140,28 +140,20 @@ class Optimizer:
         """Whether main parameters have separate memory from the model's parameters."""
         return self.publisher.separate_main
 
-    def step(
+    def start_summary(
         self,
         losses: Mapping[str, tuple[float, float]],
         gradients: ReducedGradients | None,
-        lr: float,
-        weight_decay: float,
         votes: StopVotes = NO_VOTES,
-        decoupled_lr: float | None = None,
         new_finite: Tensor | None = None,
-    ) -> StepTotals:
-        """Takes a step with the reduced gradients.
-
-        If a compressor needs the update, its direction replaces the gradients: the amount subtracted from the
-        parameters, including weight decay, divided by the learning rate. It is defined for learning rate 0, too.
+    ) -> PendingSummary:
+        """Start the sum over all ranks of the numbers that ``step`` needs.
 
         Args:
             losses: sum in nats and number of items of each loss on this rank, by name; zero if another rank reports
                 them.
             gradients: properties of the gradients; None if delayed gradients are not there yet.
-            lr, weight_decay: learning rate and weight decay of this step.
-            votes: this rank's request to stop, summed over the ranks together with the other totals.
-            decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
+            votes: this rank's request to stop.
             new_finite: 1 if this step's gradients, which a later step applies, are finite on this rank, else 0; None if
                 they are the gradients to apply.
         """
@@ -170,17 +162,40 @@ class Optimizer:
         num_zeros = 0.0
         if self.log_num_zeros and counted_grads:  # with a single synchronization of the device
             num_zeros = float(torch.stack([(grad == 0).sum() for grad in counted_grads]).sum())
-        summary = StepSummary(
+        return StepSummary(
             losses,
             votes,
             sum_of_squares(counted_grads),
             sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
             num_zeros,
             0.0 if new_finite is None else 1.0 - float(new_finite),
-        ).all_reduce(self.topology, self.ledger, self.sync_warmup)
+        ).start_all_reduce(self.topology, self.ledger, self.sync_warmup)
+
+    def step(
+        self,
+        summary: StepSummary,
+        gradients: ReducedGradients | None,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        delayed: bool = False,
+    ) -> StepTotals:
+        """Takes a step with the reduced gradients.
+
+        If a compressor needs the update, its direction replaces the gradients: the amount subtracted from the
+        parameters, including weight decay, divided by the learning rate. It is defined for learning rate 0, too.
+
+        Args:
+            summary: sums of ``start_summary``.
+            gradients: properties of the gradients; None if delayed gradients are not there yet.
+            lr, weight_decay: learning rate and weight decay of this step.
+            decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
+            delayed: the gradients are those of an earlier step.
+        """
         totals = StepTotals(
-            {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
-            sum(count for _, count in summary.losses.values()),
+            summary.mean_losses,
+            summary.counted,
             summary.grad_sq,
             summary.params_sq if self.log_params_norm else None,
             summary.num_zeros if self.log_num_zeros else None,
@@ -188,14 +203,14 @@ class Optimizer:
             self.loss_scale.scale,
         )
         can_apply = gradients is not None and gradients.finite and math.isfinite(totals.grad_sq)
-        new_is_finite = can_apply if new_finite is None else not summary.not_finite
+        new_is_finite = not summary.not_finite if delayed else can_apply
         finite = new_is_finite and (gradients is None or can_apply)
         totals = replace(totals, finite=finite, new_finite=new_is_finite, scale_can_fall=self.loss_scale.can_fall)
         # A sum that overflowed under an earlier, larger scale says nothing of the present one.
         of_this_scale = gradients is None or gradients.loss_scale <= totals.loss_scale
         self.loss_scale.update(found_inf=not finite if of_this_scale else not new_is_finite)
         # The items of this step's losses do not matter to the gradients of an earlier step.
-        if gradients is None or not can_apply or (new_finite is None and not totals.counted):
+        if gradients is None or not can_apply or (not delayed and not totals.counted):
             return totals
         norm, divisor = math.sqrt(totals.grad_sq) / gradients.loss_scale, gradients.loss_scale
         if self.config.clip_grad > 0 and norm > 0 and not gradients.clipped:

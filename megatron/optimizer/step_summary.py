@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron.compression.points import Point
+from megatron.distributed.group import Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.topology import Topology
 from megatron.parallel.data.sync_warmup import SyncWarmup
@@ -51,22 +53,45 @@ class StepSummary:
     num_zeros: float = 0.0
     not_finite: float = 0.0
 
+    @property
+    def counted(self) -> float:
+        """Number of items in all losses together."""
+        return sum(count for _, count in self.losses.values())
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        """Mean of each loss in nats, by name; zero for a loss without items."""
+        return {name: total / count if count else 0.0 for name, (total, count) in self.losses.items()}
+
     def all_reduce(self, topology: Topology, ledger: Ledger, warmup: SyncWarmup) -> StepSummary:
-        """Sum over the world; losses and votes also over the islands that go in step, whose gradients are equal."""
+        """Sum over the world; see ``start_all_reduce``."""
+        return self.start_all_reduce(topology, ledger, warmup).wait()
+
+    def start_all_reduce(self, topology: Topology, ledger: Ledger, warmup: SyncWarmup) -> PendingSummary:
+        """Start to sum over the world; losses and votes also over the islands that go in step, whose gradients are
+        equal."""
         shared = [*(number for pair in self.losses.values() for number in pair), *astuple(self.votes)]
         values = [*shared, self.grad_sq, self.params_sq, self.num_zeros, self.not_finite]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
-        ledger.complete(Point.CONTROL, topology.world.all_reduce(vector))
-        warmup.all_reduce([vector[: len(shared)]])
-        *shared, grad_sq, params_sq, num_zeros, not_finite = vector.tolist()
+        return PendingSummary(self, vector, len(shared), topology.world.all_reduce(vector), ledger, warmup)
+
+
+@dataclass(frozen=True)
+class PendingSummary:
+    """Sums of a summary over all ranks, on their way."""
+
+    summary: StepSummary
+    vector: Tensor
+    num_shared: int
+    pending: Pending
+    ledger: Ledger
+    warmup: SyncWarmup
+
+    def wait(self) -> StepSummary:
+        """Wait for the sums."""
+        self.ledger.complete(Point.CONTROL, self.pending)
+        self.warmup.all_reduce([self.vector[: self.num_shared]])
+        *shared, grad_sq, params_sq, num_zeros, not_finite = self.vector.tolist()
         sums = iter(shared)
-        losses = {name: (next(sums), next(sums)) for name in self.losses}
-        return replace(
-            self,
-            losses=losses,
-            votes=StopVotes(*sums),
-            grad_sq=grad_sq,
-            params_sq=params_sq,
-            num_zeros=num_zeros,
-            not_finite=not_finite,
-        )
+        losses = {name: (next(sums), next(sums)) for name in self.summary.losses}
+        return StepSummary(losses, StopVotes(*sums), grad_sq, params_sq, num_zeros, not_finite)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
+from megatron.config.check_parallel import FLUSHLESS
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -36,6 +37,7 @@ class Choice:
         sharded: the optimizer's state is split over the replicas.
         overlap: gradient reduction overlaps with backward.
         delay: steps by which gradients are applied late, so that their reduction overlaps with the next step.
+        flush: a pipeline drains at the end of each step; otherwise passes of two steps take turns.
         specs: specs of ``--compress``.
         islands: number of islands, each with this layout.
     """
@@ -53,6 +55,7 @@ class Choice:
     sharded: bool = False
     overlap: bool = False
     delay: int = 0
+    flush: bool = True
     specs: tuple[str, ...] = ()
     islands: int = 1
     folded: bool = False
@@ -77,6 +80,11 @@ class Choice:
     def overlaps_reduction(self) -> bool:
         """Whether gradients are reduced beside computation, bucket by bucket."""
         return self.overlap or self.delay > 0
+
+    @property
+    def can_overlap_steps(self) -> bool:
+        """Whether passes of two steps can take turns, with a delay."""
+        return self.pp > 1 and self.delay > 0 and self.chunks == 1 and self.schedule in FLUSHLESS
 
     @property
     def expert_ranks(self) -> int:
@@ -142,6 +150,7 @@ class Choice:
                 use_distributed_optimizer=self.sharded,
                 overlap_grad_reduce=self.overlap,
                 delay=self.delay,
+                no_pipeline_flush=not self.flush,
             ),
             recompute=self.recompute,
             training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),
@@ -206,6 +215,7 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
         sharded=parallel.use_distributed_optimizer and dp > 1,
         overlap=parallel.overlap_grad_reduce and dp > 1,
         delay=parallel.delay,
+        flush=not parallel.overlaps_steps,
         specs=tuple(config.compression.spec_texts),
         islands=islands,
         folded=parallel.folds_experts and config.model.has_experts,

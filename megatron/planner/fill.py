@@ -95,7 +95,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             if n and summed
         ]
         filled = {
-            "parameters": float(elements * each.weight),
+            "parameters": float(elements * each.weight * (1 if choice.flush else 3)),
             "gradients": float(elements * each.gradient * (1 + choice.delay)),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
             "activations": max(_count_bytes(held, chunk_bytes) for held in counts),

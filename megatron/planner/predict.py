@@ -90,7 +90,8 @@ class Predictor(Stages):
         """Simulated pipeline times, cached for all choices that differ only in their reductions."""
         passes_only = _forth_and_back(choice)
         if passes_only not in self._times:
-            self._times[passes_only] = pipeline.run(choice.micro_batches)
+            run = pipeline.run if choice.flush else pipeline.run_without_flush
+            self._times[passes_only] = run(choice.micro_batches)
         return self._times[passes_only]
 
     def memory_bytes(self, choice: Choice) -> float:

@@ -67,6 +67,8 @@ def flags(choice: Choice) -> str:
         words.append("--overlap-grad-reduce")
     if choice.delay:
         words.append(f"--delay {choice.delay}")
+    if not choice.flush:
+        words.append("--no-pipeline-flush")
     if choice.islands > 1:
         words.append(f"--islands {choice.islands}")
     return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])

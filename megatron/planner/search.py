@@ -121,6 +121,8 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                 plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1 and not config.parallel.delay)
                 plain = replace(plain, delay=config.parallel.delay)
                 for base in _schedules(model.num_layers, plain):
+                    if config.parallel.no_pipeline_flush and base.can_overlap_steps:
+                        base = replace(base, flush=False)
                     yield from _variants(model, base, spec_sets)
 
 

@@ -15,6 +15,7 @@ from megatron.planner.search import refusal_reason
 _LEAST_GAIN, _LEAST_GAIN_OF_DELAY, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
 """Shares of an iteration that a setting must save: more if it changes what is trained."""
 
+_NOTE_ON_DELAY = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
 _ISLANDS_SPEC = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
 
 
@@ -45,9 +46,15 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
     if choice.dp > 1 and not choice.overlaps_reduction:
         yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _LEAST_GAIN
     if choice.dp > 1 and not choice.delay:
-        note = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
         flags = "--delay 1 in place of --overlap-grad-reduce" if choice.overlap else "--delay 1"
-        yield flags, note, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
+        yield flags, _NOTE_ON_DELAY, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
+    if choice.flush and choice.can_overlap_steps:
+        eager = replace(choice, schedule="eager-1f1b", flush=False)
+        yield "--no-pipeline-flush --pipeline-schedule eager-1f1b", "", eager, _LEAST_GAIN
+    elif choice.flush and replace(choice, delay=1).can_overlap_steps:
+        eager = replace(choice, schedule="eager-1f1b", delay=1, overlap=False, flush=False)
+        flags = "--delay 1 --no-pipeline-flush --pipeline-schedule eager-1f1b"
+        yield flags, _NOTE_ON_DELAY, eager, _LEAST_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
         yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
         if predictor.config.model.num_layers % (2 * choice.pp) == 0:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -33,6 +34,7 @@ from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.delay_correction import DelayCorrection, GradientExtrapolation
 from megatron.parallel.data.delayed import DelayedGradients
 from megatron.parallel.data.gradient_sync import GradientSync, bucket_elements, main_grad_dtype
+from megatron.parallel.data.param_versions import ParamVersions
 from megatron.parallel.data.sync_warmup import SyncWarmup
 from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.expert.dispatcher import ExpertComm
@@ -253,7 +255,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             layout,
             topology.coordinates.pp,
             channel,
-            seeds.begin_micro_batch,
+            partial(_begin_pass, None if delayed is None else delayed.versions, plan, comm, seeds),
             sync.begin_last_backward,
             weight_grads,
             after_pass,
@@ -269,6 +271,22 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         outer=outer_sync,
         delayed=delayed,
     )
+
+
+def _begin_pass(
+    versions: ParamVersions | None,
+    plan: CompressionPlan,
+    comm: TensorComm,
+    seeds: MessageSeeds,
+    iteration: int,
+    micro_batch: int,
+) -> None:
+    """Set what depends on a pass: its micro-batch and, if passes of two steps take turns, its step."""
+    if versions is not None:
+        versions.select(iteration if iteration >= 0 else None)
+        plan.begin_step(iteration)
+        comm.begin_step(iteration)
+    seeds.begin_micro_batch(micro_batch)
 
 
 def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: RankContext) -> list[Stage]:
@@ -353,7 +371,8 @@ def _build_delayed(
     correction: DelayCorrection | None = optimizer.publisher.look_ahead
     if parallel.delay_correction == "extrapolate":
         correction = GradientExtrapolation(optimizer.shards, parallel.delay_strength)
-    return DelayedGradients(sync, buffers, plan, correction)
+    versions = ParamVersions(buffers) if parallel.overlaps_steps else None
+    return DelayedGradients(sync, buffers, plan, correction, versions)
 
 
 def _build_loss_scale(config: RunConfig) -> LossScale:

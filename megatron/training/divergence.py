@@ -29,11 +29,11 @@ class DivergenceCheck:
         self.problem: str | None = None
 
     def after_step(self, step: StepMetrics) -> str | None:
-        """Count step number ``progress.iteration``; return a warning, if any."""
+        """Count a step; return a warning, if any."""
         progress, config = self._progress, self._config
         finite_losses = all(map(math.isfinite, step.losses.values()))
         if not step.skipped:
-            progress.last_update, progress.consecutive_skips = progress.iteration, 0
+            progress.last_update, progress.consecutive_skips = step.iteration, 0
         else:
             # A step without any counted token is skipped as well, although all its numbers are finite.
             finite = step.finite_gradients and finite_losses
@@ -51,7 +51,7 @@ class DivergenceCheck:
             self._highest_loss, self._sampled = max(self._highest_loss, step.loss), self._sampled + 1
         elif step.loss >= SPIKE_FACTOR * self._highest_loss:
             return (
-                f"warning: the loss of iteration {progress.iteration} is {step.loss:.6E}, and the highest of the "
+                f"warning: the loss of iteration {step.iteration} is {step.loss:.6E}, and the highest of the "
                 f"first {SPIKE_SAMPLES} iterations was {self._highest_loss:.6E} (--check-for-spiky-loss)"
             )
         return None

@@ -17,7 +17,9 @@ from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
+from megatron.training.flushless import flush_pipeline
 from megatron.training.loss_guard import LossGuard
+from megatron.training.metrics import StepMetrics
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
@@ -65,6 +67,7 @@ class Trainer:
         self.reporter = reporter
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck(config.training, self.progress)
+        self._unreported: StepMetrics | None = None  # of a step whose last backward passes have not run
         self.timers = reporter.timers
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
@@ -148,6 +151,7 @@ class Trainer:
                     with self._make_loader(self.train_set, progress.consumed_samples) as batches:
                         while self._may_continue(reason, self.train_iters) and not self._skips_next:
                             reason = self._run_iteration(batches, self._make_vote(signals))
+            reason = max(reason, self._flush())
             if self.engines.delayed is not None:
                 self.engines.delayed.finish()
             self.reporter.report_remaining_steps()
@@ -187,6 +191,8 @@ class Trainer:
 
     def _skip_iteration(self, votes: StopVotes) -> ExitReason:
         """Count the samples of an iteration as consumed without a step, and do all other work that is due."""
+        if (reason := self._flush()) is not ExitReason.NONE:
+            return reason
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
@@ -268,7 +274,22 @@ class Trainer:
             self.schedule_choice = None
         if not metrics.skipped:
             self.schedule.step(size, size * length)
-        warning = self.divergence.after_step(metrics)
+        assert self.train_set is not None
+        epoch_samples = self.train_set.epoch_samples
+        metrics = replace(
+            metrics,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.tokens(config.model.seq_length),
+            epoch=progress.consumed_samples / epoch_samples if epoch_samples else None,
+            curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
+            learning_rate=rates.lr,
+            weight_decay=rates.weight_decay,
+            decoupled_learning_rate=rates.decoupled_lr,
+        )
+        completed: StepMetrics | None = metrics
+        if config.parallel.overlaps_steps:
+            completed, self._unreported = self._unreported, metrics
+        warning = None if completed is None else self.divergence.after_step(completed)
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
             self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(metrics.votes))
@@ -278,54 +299,62 @@ class Trainer:
         if self.checkpoints.certificate is not None:
             self.checkpoints.certificate.end_step()
         self.checkpoints.poll()
-        every = config.training.check_replicas
-        if every and progress.iteration % every == 0:
-            with self.reporter.paused("check"):
-                check_replicas(self.engines, progress.iteration)
-        if self.loss_guard is not None and self.loss_guard.is_due(progress.iteration):
-            with self.reporter.paused("check"):
-                finding = self.loss_guard.check()
-            self.reporter.record(finding, progress.iteration)
-            if finding.values["eased"] is not None and self.reporter.step_time_check is not None:
-                self.reporter.step_time_check.restart()
-        assert self.train_set is not None
-        epoch_samples = self.train_set.epoch_samples
-        self.reporter.after_step(
-            replace(
-                metrics,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.tokens(config.model.seq_length),
-                epoch=progress.consumed_samples / epoch_samples if epoch_samples else None,
-                curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
-                learning_rate=rates.lr,
-                weight_decay=rates.weight_decay,
-                decoupled_learning_rate=rates.decoupled_lr,
-            )
-        )
+        if completed is not None:
+            self.reporter.after_step(completed)
         if warning is not None:
             self.reporter.line(warning)
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
+    def _flush(self) -> ExitReason:
+        """Run the passes that the last step has left, and report the step; return whether the run has diverged."""
+        flush_pipeline(self.engines, self.timers)
+        if self._unreported is not None:
+            metrics, self._unreported = self._unreported, None
+            warning = self.divergence.after_step(metrics)
+            self.reporter.after_step(metrics)
+            if warning is not None:
+                self.reporter.line(warning)
+        return ExitReason.NONE if self.divergence.problem is None else ExitReason.DIVERGED
+
     def _after_step(self, votes: StopVotes) -> ExitReason:
-        """Evaluate and save if due after a step; return the reason to stop now.
+        """Check, evaluate and save if due after a step; return the reason to stop now.
 
         Args:
             votes: requests of all ranks to stop.
         """
         config, progress, timers = self.config, self.progress, self.timers
-        if progress.iteration % config.validation.eval_interval == 0:
+        exit_interval, replica_interval = config.training.exit_interval, config.training.check_replicas
+        eval_interval, save_interval = config.validation.eval_interval, config.checkpoint.save_interval
+        guards = self.loss_guard is not None and self.loss_guard.is_due(progress.iteration)
+        is_due = any(n and progress.iteration % n == 0 for n in (eval_interval, replica_interval, save_interval))
+        if (guards or is_due) and (reason := self._flush()) is not ExitReason.NONE:
+            return reason
+        if replica_interval and progress.iteration % replica_interval == 0:
+            with self.reporter.paused("check"):
+                check_replicas(self.engines, progress.iteration)
+        if guards:
+            self._check_loss()
+        if progress.iteration % eval_interval == 0:
             self._validate()
         if self.rounds is not None and self.rounds.takes_local_steps:
             reason = ExitReason(self.rounds.stop_reason)  # such islands stop together at the end of a round
         else:
             reason = self.policy.reason(votes)
-        exit_interval, save_interval = config.training.exit_interval, config.checkpoint.save_interval
         if reason is ExitReason.NONE and exit_interval and progress.iteration % exit_interval == 0:
             reason = ExitReason.INTERVAL
         if save_interval and progress.iteration % save_interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
                 self._save()
         return reason
+
+    def _check_loss(self) -> None:
+        """Check what compressors that the run has chosen cost in loss."""
+        assert self.loss_guard is not None
+        with self.reporter.paused("check"):
+            finding = self.loss_guard.check()
+        self.reporter.record(finding, self.progress.iteration)
+        if finding.values["eased"] is not None and self.reporter.step_time_check is not None:
+            self.reporter.step_time_check.restart()
 
     def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
         workers = self.config.data.num_workers

@@ -21,8 +21,10 @@ from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
+from megatron.training.flushless import flush_pipeline
 from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch, train_step
+from megatron.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class _Trial:
         """Drop the engines; the garbage collection frees their memory."""
         assert self.engines is not None
         if self.engines.delayed is not None:
+            flush_pipeline(self.engines, Timers())
             self.engines.delayed.finish()
         for buffer in self.engines.buffers:
             buffer.release()

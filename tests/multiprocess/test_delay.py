@@ -42,10 +42,22 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 sharded, small buckets": {**SHARDED, "ddp_bucket_size": 3000},
         "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         "pp2 zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        "pp2 without a flush": {"pipeline_model_parallel_size": 2, "no_pipeline_flush": True},
         "pp2 virtual": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
     },
     4: {
         "pp2 dp2 sharded": {"pipeline_model_parallel_size": 2, **SHARDED},
+        "pp4 eager, without a flush": {
+            "pipeline_model_parallel_size": 4,
+            "pipeline_schedule": "eager-1f1b",
+            "no_pipeline_flush": True,
+        },
+        "pp2 dp2 sharded, without a flush": {"pipeline_model_parallel_size": 2, "no_pipeline_flush": True, **SHARDED},
+        "pp2 tp2, without a flush": {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "no_pipeline_flush": True,
+        },
         "tp2 dp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     },
 }

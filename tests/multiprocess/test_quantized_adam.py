@@ -169,7 +169,9 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
         mine = _local(full, piece.slot).flatten()[piece.start : piece.stop]
         optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
     optimizer.steps = 3
-    optimizer.step({LM_LOSS: (1.0, 1.0)}, ReducedGradients(0, 1.0, freezes_variance=True), lr=0.0, weight_decay=0.0)
+    gradients = ReducedGradients(0, 1.0, freezes_variance=True)
+    summary = optimizer.start_summary({LM_LOSS: (1.0, 1.0)}, gradients).wait()
+    optimizer.step(summary, gradients, lr=0.0, weight_decay=0.0)
     fillings: dict[str, float] = {}
     for piece in optimizer.shards:
         filled = optimizer.inner.state[piece.main]["exp_avg_sq"]

@@ -264,6 +264,33 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "iterations_to_skip": "3 6-7",
         },
     ),
+    "a pipeline without a flush, compressed": (
+        4,
+        {
+            "delay": 1,
+            "delay_correction": "lookahead",
+            "no_pipeline_flush": True,
+            "pipeline_model_parallel_size": 2,
+            "sample_order": "fixed",
+            "eval_interval": 3,
+            "compress": [
+                "dp-grad=stable-topk,density=0.2,interval=3",
+                "pp-forward=delta,bits=3,cache=9",
+                "pp-backward=lowrank,rank=2,error-feedback=lazy",
+            ],
+        },
+    ),
+    "a pipeline without a flush, sequences and batches grow, and iterations are left out": (
+        2,
+        {
+            "delay": 1,
+            "no_pipeline_flush": True,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "eager-1f1b",
+            **GROWING,
+            "iterations_to_skip": "3 6-7",
+        },
+    ),
     "tp2 pp2 with virtual stages": (
         4,
         {

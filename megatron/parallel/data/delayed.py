@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.kernels.ops import finite_norm
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.delay_correction import DelayCorrection, GradientExtrapolation
 from megatron.parallel.data.gradient_sync import GradientSync, ReducedGradients
+from megatron.parallel.data.param_versions import ParamVersions
 
 
 @dataclass
@@ -34,6 +35,26 @@ class InFlightGradients:
     settled: bool = False
 
 
+@dataclass
+class OpenStep:
+    """A step whose last backward passes run beside the next step (``--no-pipeline-flush``).
+
+    Args:
+        iteration: 0-based number of the step.
+        num_micro_batches, seq_length: its number of micro-batches on each replica, and tokens of each sample.
+        loss_scale: the loss scale in its gradients.
+        report_losses: returns the sum and the number of items of each loss on this rank, by name.
+        losses: means of the losses, once all ranks know them.
+    """
+
+    iteration: int
+    num_micro_batches: int
+    seq_length: int
+    loss_scale: float
+    report_losses: Callable[[], dict[str, tuple[float, float]]]
+    losses: dict[str, float] = field(default_factory=dict)
+
+
 class DelayedGradients:
     """Gradients of a step that wait for the next step, which applies them (``--delay 1``).
 
@@ -49,6 +70,10 @@ class DelayedGradients:
         buffers: buffers with separate memory for the reduction.
         plan: compressors of all points; while gradients are finished and applied, in the iteration that computed them.
         correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
+        versions: parameters of the last two steps, whose passes take turns; None if pipelines are flushed.
+
+    ``open_step`` is the last step, if not all its backward passes have run; ``last_usable`` whether the gradients of
+    the step before it were finite, without a flush.
     """
 
     def __init__(
@@ -57,14 +82,19 @@ class DelayedGradients:
         buffers: Sequence[FlatBuffer],
         plan: CompressionPlan,
         correction: DelayCorrection | None = None,
+        versions: ParamVersions | None = None,
     ) -> None:
         self._sync, self._buffers, self._plan = sync, buffers, plan
-        self.correction = correction
+        self.correction, self.versions = correction, versions
+        self.open_step: OpenStep | None = None
+        self.last_usable = True
         self.in_flight: InFlightGradients | None = None
 
     def check_new(self) -> Tensor:
         """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""
         self._sync.complete_gradients()
+        if self.versions is not None:  # backward passes of the next step overwrite them before ``launch``
+            self._copy_new()
         return torch.stack([finite_norm(buffer.grads_flat)[1] for buffer in self._buffers]).amin()
 
     def advance(self) -> None:
@@ -102,6 +132,7 @@ class DelayedGradients:
 
         Afterwards a checkpoint can hold the gradients and the states.
         """
+        assert self.open_step is None, "flush the pipeline first"
         gradients, in_flight = self.finish(), self.in_flight
         if gradients is None or in_flight is None or in_flight.settled:
             return
@@ -131,11 +162,16 @@ class DelayedGradients:
         self._plan.begin_step(iteration)
         if not usable:
             return
-        for buffer in self._buffers:
-            buffer.reduced_flat.copy_(buffer.grads_flat)
+        if self.versions is None:
+            self._copy_new()
         self._sync.begin_step(iteration, loss_scale, checked=True)
         self._sync.launch_reduction()
         self.in_flight = InFlightGradients(iteration, loss_scale)
+
+    def _copy_new(self) -> None:
+        """Copy this step's gradients to the memory in which they are reduced."""
+        for buffer in self._buffers:
+            buffer.reduced_flat.copy_(buffer.grads_flat)
 
     def state_dict(self) -> dict[str, Any]:
         """Properties of the gradients in flight, and the correction that has previous tensors, if any."""

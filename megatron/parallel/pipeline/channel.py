@@ -34,7 +34,7 @@ _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
-    ``newest``: the receive that was posted last, by sending rank.
+    ``newest``: the receive that was posted last, by sending rank. ``iteration``: of the message that was sent last.
     """
 
     point: Point
@@ -44,6 +44,11 @@ class Direction:
     sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
+    iteration: int | None = None
+
+    def states(self) -> Iterator[CompressorState]:
+        """Codec states of this rank's senders and receivers."""
+        yield from (*self.sent.values(), *self.received.values())
 
 
 @dataclass(frozen=True)
@@ -94,17 +99,19 @@ class PipelineChannel:
         self.backward = Direction(Point.PP_BWD, backward_link)
 
     def begin_step(self, scale: float) -> None:
-        """Begin a step, with the loss scale of its gradients; reset residuals that last a single step."""
+        """Begin a step, with the loss scale of its gradients."""
         self._scale = scale
-        for way in (self.forward, self.backward):
-            codec = self.plan.codec(way.point)
-            for state in way.sent.values():
-                codec.begin_step(state)
 
     def states(self) -> Iterator[CompressorState]:
         """Codec states of this rank's senders and receivers."""
         for way in (self.forward, self.backward):
-            yield from (*way.sent.values(), *way.received.values())
+            yield from way.states()
+
+    def forget_states(self) -> None:
+        """Begin anew with empty codec states. All ranks do so, between two steps without messages in flight."""
+        for way in (self.forward, self.backward):
+            way.sent.clear()
+            way.received.clear()
 
     def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
         """Point, name and codec state of each sender on this rank."""
@@ -166,6 +173,10 @@ class PipelineChannel:
         """Start sending ``x``, or this rank's part of it if tensor-parallel ranks split messages."""
         x = x if self.tensor_comm is None else self.tensor_comm.local_slice(x)
         way, position, key = message.way, message.position, message.key
+        if way.iteration != position.iteration:  # reset residuals that last a single step
+            way.iteration = position.iteration
+            for state in way.sent.values():
+                self.plan.codec(way.point).begin_step(state)
         codec = self._codec(way, position)
         dtype, scale = self._input_format(way, codec)
         with self.ledger.encoding(way.point):

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron.distributed.layout import Layout
-from megatron.distributed.policy import Position
-from megatron.parallel.pipeline.channel import Message, PipelineChannel
+from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
-from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route, Timetable, build_timetable
+from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, StepMessages
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, count_warm_up, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 
 
-class StageProgram(Protocol):
-    """The computation of a chunk."""
+@dataclass
+class _Step:
+    """A step on a rank, between its first forward and its last backward.
 
-    def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
-        """Compute the chunk's activation (s, b, h), or on the last virtual stage the scalar to differentiate.
+    Args:
+        messages: addresses of its messages.
+        ops: all its operations on this rank.
+        loss_grad: gradient of each micro-batch's scalar; None without backward passes.
 
-        ``x_sbh`` is None on the first virtual stage.
-        """
+    ``separate`` holds the chunks and micro-batches with weight passes, ``activations`` the inputs and outputs of
+    forward passes whose backward has not run, ``num_backwards`` the number of such passes by chunk, ``cool_down`` the
+    backward passes that are left when the next step begins.
+    """
 
-    def key(self, micro_batch: int, boundary: int) -> Hashable:
-        """Key of a micro-batch's message over a boundary, for codecs that remember samples."""
+    messages: StepMessages
+    ops: InitVar[Sequence[PipelineOp]]
+    loss_grad: Tensor | None
+    activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    cool_down: deque[PipelineOp] = field(default_factory=deque)
+
+    def __post_init__(self, ops: Sequence[PipelineOp]) -> None:
+        self.num_backwards = Counter(op.chunk for op in ops if op.is_backward)
+        self.separate = {(op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT}
 
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
@@ -44,7 +56,7 @@ class PipelineEngine:
         layout: the mesh.
         stage: this rank's pipeline coordinate.
         channel: channel to the neighboring stages; None with a single stage.
-        before_micro_batch: called with the index of a micro-batch before its forward and before its backward.
+        begin_pass: called with the iteration and the index of a micro-batch before its forward and before its backward.
         begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
         weight_grads: records of weight gradients between a backward and its weight pass.
         after_pass: called after every pass of a training step, while messages of other points may arrive.
@@ -59,7 +71,7 @@ class PipelineEngine:
         layout: Layout,
         stage: int,
         channel: PipelineChannel | None,
-        before_micro_batch: Callable[[int], None],
+        begin_pass: Callable[[int, int], None],
         begin_last_backward: Callable[[int], None],
         weight_grads: WeightGrads,
         after_pass: Callable[[], None] = lambda: None,
@@ -67,7 +79,7 @@ class PipelineEngine:
         self.layout = layout
         self.stage = stage
         self.channel = channel
-        self.before_micro_batch = before_micro_batch
+        self.begin_pass = begin_pass
         self.begin_last_backward = begin_last_backward
         self.weight_grads = weight_grads
         self.after_pass = after_pass
@@ -75,6 +87,8 @@ class PipelineEngine:
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
+        self._open_step: _Step | None = None
+        self._receives: PostedReceives | None = None
 
     def get_timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
         """Get the timetable of a schedule (``AUTO`` or from ``SCHEDULES``), or of forward passes only (None)."""
@@ -117,177 +131,153 @@ class PipelineEngine:
             span: times the sections forward-recv, forward-compute and forward-send, likewise for backward, and
                 weight-compute.
         """
+        assert self._open_step is None, "flush first"
         ops = table.schedules[self.stage]
-        activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        backwards_left = [sum(op.is_backward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
-        separate = {(op.chunk, op.micro_batch) for op in ops if op.computation is Pass.WEIGHT}
-        self.weight_grads.begin_step(bool(separate))
-        run = _StepMessages(self, table, iteration, num_micro_batches, programs, signatures)
+        messages = StepMessages(
+            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, table.epilogues
+        )
+        step = _Step(messages, ops, loss_grad)
+        self.weight_grads.begin_step(bool(step.separate))
+        signatures = self._launch_signatures(messages, ops, signatures)
+        receives = PostedReceives(self.channel, table.max_ahead, self.completed.covers(signatures))
+        receives.add(messages, sorted(ops, key=lambda op: not op.is_forward))
         if ops:
-            run.expect(ops[0])
-        for number, (op, following) in enumerate(zip(ops, [*ops[1:], None], strict=True)):
-            if number and loss_grad is not None:
-                self.after_pass()
-            run.post()
+            messages.expect(ops[0])
+        for op, following, due_receives in zip(ops, [*ops[1:], None], table.messages_due[self.stage], strict=True):
+            receives.post(due_receives)
             if following is not None:
-                run.expect(following)
-            slot = (op.chunk, op.micro_batch)
-            if op.computation is Pass.WEIGHT:
-                with span("weight-compute", op):
-                    self.weight_grads.compute(slot)
-                continue
-            self.before_micro_batch(op.micro_batch)
-            if op.is_forward:
-                with span("forward-recv", op):
-                    x_sbh = run.receive(op)
-                if x_sbh is not None and loss_grad is not None:
-                    x_sbh.requires_grad_()
-                with span("forward-compute", op):
-                    out = programs[op.chunk].forward(op.micro_batch, x_sbh)
-                with span("forward-send", op):
-                    run.send(op, out)
-                if loss_grad is not None:
-                    activations[slot] = (x_sbh, out)
-                continue
-            backwards_left[op.chunk] -= 1
-            if backwards_left[op.chunk] == 0:
-                self.begin_last_backward(op.chunk)
-            x_sbh, out = activations.pop(slot)
-            with span("backward-recv", op):
-                grad = run.receive(op)
-            recording = self.weight_grads.recording(slot) if slot in separate else nullcontext()
-            with span("backward-compute", op), recording:
-                torch.autograd.backward(out, loss_grad if grad is None else grad)
-            if x_sbh is not None:
-                assert x_sbh.grad is not None
-                with span("backward-send", op):
-                    run.send(op, x_sbh.grad)
-            del x_sbh, out, grad
-        if loss_grad is not None:
-            self.after_pass()
-        run.end()
+                messages.expect(following)
+            self._run_pass(step, op, receives, span)
+            if loss_grad is not None:
+                self.after_pass()
+        self._complete_sends()
+        self.completed.record(signatures)
 
-
-def max_pending_sends(layout: Layout) -> int:
-    """Maximum number of pending sends in a direction before a rank waits for the oldest send.
-
-    gloo does not report that a send has completed, so without a limit all messages of a step would stay in memory. No
-    schedule lets a receiver fall further behind, so a wait for an older message is short.
-    """
-    return 2 * layout.num_virtual_stages
-
-
-class _StepMessages:
-    """Messages of a step: their addresses, and the times at which receives are posted."""
-
-    def __init__(
+    def run_without_flush(
         self,
-        engine: PipelineEngine,
         table: Timetable,
+        programs: Sequence[StageProgram],
         iteration: int,
         num_micro_batches: int,
-        programs: Sequence[StageProgram],
-        signatures: Sequence[Hashable],
+        loss_grad: Tensor,
+        after_forwards: Callable[[int], None],
+        span: Span = lambda name, op: nullcontext(),
     ) -> None:
-        self.channel = engine.channel
-        self.layout = engine.layout
-        self.stage = engine.stage
-        self.iteration = iteration
-        self.num_micro_batches = num_micro_batches
-        self.programs = programs
-        self.epilogues = table.epilogues
-        self._due = iter(table.messages_due[self.stage])
-        ops = table.schedules[self.stage]
-        self._incoming: dict[Route, deque[Message]] = {}
-        for op in sorted(ops, key=lambda op: not op.is_forward):
-            if (message := self._message(op, incoming=True)) is not None:
-                self._incoming.setdefault(self._route(op), deque()).append(message)
-        self._posted = dict.fromkeys(self._incoming, 0)
-        self._received = dict.fromkeys(self._incoming, 0)
-        self._handed_over: dict[tuple[bool, int, int], Tensor] = {}
-        self._max_ahead = table.max_ahead
-        self._completed = engine.completed
-        self._signatures: list[Hashable] = []
-        self._posts_ahead = True
-        if engine.loads_kernels_lazily and self.channel is not None:
-            sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
-            received = [message for messages in self._incoming.values() for message in messages]
-            # Backward passes launch other kernels if weight gradients are computed apart.
-            separates = any(op.computation is Pass.WEIGHT for op in ops)
-            of_programs = [None if signature is None else (signature, separates) for signature in signatures]
-            self._signatures = [*of_programs, *self.channel.launch_signature(sent, received)]
-            self._posts_ahead = self._completed.covers(self._signatures)
+        """Run a step of 1F1B whose last backward passes follow the first forward passes of the next step.
 
-    def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
-        """Boundary of the input or the output of an operation.
+        1F1B ends with as many backward passes as it has forward passes before the first backward, in which stages wait
+        for each other. Here one of these backward passes of the last step follows each of those forward passes of this
+        step, so that the pipeline stays full (PipeDream-2BW, Narayanan et al. 2021, section 3.1). No message counts as
+        part of an epilogue.
 
-        None at the model's first input and last output, and for weight passes.
+        Args:
+            table, programs, iteration, num_micro_batches, loss_grad, span: see ``run``.
+            after_forwards: called with the number of forward passes after which this rank stands, from 0 on, each time
+                with the backward pass that follows the forward pass. When the last step's last backward has run, the
+                number is ``count_warm_up``.
         """
-        if op.computation is Pass.WEIGHT:
-            return None
-        stage = self.layout.virtual_stage(self.stage, op.chunk)
-        boundary = stage - 1 if op.is_forward == incoming else stage
-        return boundary if 0 <= boundary < self.layout.num_virtual_stages - 1 else None
+        ops = table.schedules[self.stage]
+        warm_up = count_warm_up(ops)
+        never = (frozenset[PipelineOp](),) * len(table.epilogues)
+        messages = StepMessages(self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, never)
+        step, last_step = _Step(messages, ops, loss_grad), self._open_step
+        self.weight_grads.begin_step(separate=False)
+        if self._receives is None:
+            self._receives = PostedReceives(self.channel, table.max_ahead, posts_ahead=True)
+        receives = self._receives
+        forwards, backwards = ([op for op in ops if op.is_forward is forward] for forward in (True, False))
+        receives.add(messages, forwards)
+        passes: list[tuple[_Step, PipelineOp]] = []
+        for number, forward in enumerate(forwards):
+            passes.append((step, forward))
+            if number >= warm_up:
+                passes.append((step, backwards[number - warm_up]))
+            elif last_step is not None:
+                passes.append((last_step, last_step.cool_down.popleft()))
+        num_forwards = 0
 
-    def _route(self, op: PipelineOp) -> Route:
-        """Route of the message with the input of an operation."""
-        boundary = self._boundary(op, incoming=True)
-        assert boundary is not None
-        return op.is_forward, self.layout.ends_of(boundary, op.is_forward)[0]
+        def begin_forward() -> None:
+            nonlocal num_forwards
+            after_forwards(num_forwards)
+            if num_forwards == warm_up:
+                receives.add(messages, backwards)
+            num_forwards += 1
 
-    def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
-        """Message with the input or the output of an operation; None if there is none, or it stays on this rank."""
-        boundary = self._boundary(op, incoming)
-        if self.channel is None or boundary is None or not self.layout.crosses(boundary):
-            return None
-        late = False
-        if not op.is_forward:
-            rank, chunk = self.layout.place_of(boundary + 1)
-            late = PipelineOp(Pass.BACKWARD, chunk, op.micro_batch) in self.epilogues[rank]
-        position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
-        way = self.channel.forward if op.is_forward else self.channel.backward
-        return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary))
+        messages.expect(forwards[0])
+        for (of_step, op), following in zip(passes, [*passes[1:], None], strict=True):
+            if op.is_forward:
+                begin_forward()
+            receives.post()
+            if following is not None:
+                following[0].messages.expect(following[1])
+            self._run_pass(of_step, op, receives, span)
+            self.after_pass()
+        after_forwards(num_forwards)
+        step.cool_down.extend(backwards[len(forwards) - warm_up :])
+        self._open_step = step
 
-    def post(self) -> None:
-        """Posts the receives that are due before the next operation, and later receives if all kernels are loaded."""
-        due_receives = next(self._due)
-        if self.channel is None:
+    def flush(self, span: Span = lambda name, op: nullcontext()) -> None:
+        """Run the backward passes that ``run_without_flush`` has left."""
+        step, receives = self._open_step, self._receives
+        if step is None or receives is None:
             return
-        posting = []
-        for route, messages in self._incoming.items():
-            ahead = self._received[route] + self._max_ahead if self._posts_ahead else 0
-            while messages and self._posted[route] < max(due_receives[route], ahead):
-                posting.append(messages.popleft())
-                self._posted[route] += 1
-        self.channel.post(posting)
-        if not self._posts_ahead:
-            self.channel.arrive()
+        while step.cool_down:
+            receives.post()
+            self._run_pass(step, step.cool_down.popleft(), receives, span)
+            self.after_pass()
+        self._complete_sends()
+        self._open_step = self._receives = None
 
-    def expect(self, op: PipelineOp) -> None:
-        """Announces the message that an operation will send, so that its codec can prefetch."""
-        message = self._message(op, incoming=False)
-        if self.channel is not None and message is not None:
-            self.channel.expect(message)
+    def _run_pass(self, step: _Step, op: PipelineOp, receives: PostedReceives, span: Span) -> None:
+        """Run an operation: receive, compute, send."""
+        messages, slot, loss_grad = step.messages, (op.chunk, op.micro_batch), step.loss_grad
+        if op.computation is Pass.WEIGHT:
+            with span("weight-compute", op):
+                self.weight_grads.compute(slot)
+            return
+        self.begin_pass(messages.iteration, op.micro_batch)
+        if op.is_forward:
+            with span("forward-recv", op):
+                x_sbh = messages.receive(op, receives)
+            if x_sbh is not None and loss_grad is not None:
+                x_sbh.requires_grad_()
+            with span("forward-compute", op):
+                out = messages.programs[op.chunk].forward(op.micro_batch, x_sbh)
+            with span("forward-send", op):
+                messages.send(op, out, receives.max_ahead)
+            if loss_grad is not None:
+                step.activations[slot] = (x_sbh, out)
+            return
+        step.num_backwards[op.chunk] -= 1
+        if step.num_backwards[op.chunk] == 0:
+            self.begin_last_backward(op.chunk)
+        x_sbh, out = step.activations.pop(slot)
+        with span("backward-recv", op):
+            grad = messages.receive(op, receives)
+        recording = self.weight_grads.recording(slot) if slot in step.separate else nullcontext()
+        with span("backward-compute", op), recording:
+            torch.autograd.backward(out, loss_grad if grad is None else grad)
+        if x_sbh is not None:
+            assert x_sbh.grad is not None
+            with span("backward-send", op):
+                messages.send(op, x_sbh.grad, receives.max_ahead)
 
-    def receive(self, op: PipelineOp) -> Tensor | None:
-        boundary, message = self._boundary(op, incoming=True), self._message(op, incoming=True)
-        if self.channel is not None and message is not None:
-            self._received[self._route(op)] += 1
-            return self.channel.recv(message)
-        return None if boundary is None else self._handed_over.pop((op.is_forward, boundary, op.micro_batch))
+    def _launch_signatures(
+        self, messages: StepMessages, ops: Sequence[PipelineOp], signatures: Sequence[Hashable]
+    ) -> list[Hashable]:
+        """Launch signatures of a step's programs and messages; none if the device loads all kernels at once."""
+        if not self.loads_kernels_lazily or self.channel is None:
+            return []
+        by_direction = sorted(ops, key=lambda op: not op.is_forward)
+        received = [message for op in by_direction if (message := messages.address(op, incoming=True)) is not None]
+        sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
+        # Backward passes launch other kernels if weight gradients are computed apart.
+        separates = any(op.computation is Pass.WEIGHT for op in ops)
+        of_programs = [None if signature is None else (signature, separates) for signature in signatures]
+        return [*of_programs, *self.channel.launch_signature(sent, received)]
 
-    def send(self, op: PipelineOp, x: Tensor) -> None:
-        boundary, message = self._boundary(op, incoming=False), self._message(op, incoming=False)
-        if self.channel is not None and message is not None:
-            self.channel.send(message, x)
-            self.channel.flush(keep=max(max_pending_sends(self.layout), self._max_ahead + 1))
-        elif boundary is not None:
-            # The next chunk is on this rank, too: there is no message, and no codec.
-            self._handed_over[op.is_forward, boundary, op.micro_batch] = x.detach()
-
-    def end(self) -> None:
-        """Ends the step after all its sends have completed."""
+    def _complete_sends(self) -> None:
+        """Wait until all sends have completed, and until all receives have completed on the device."""
         if self.channel is not None:
             self.channel.flush()
             self.channel.synchronize()
-        self._completed.record(self._signatures)

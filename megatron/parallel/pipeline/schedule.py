@@ -80,6 +80,11 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int, eager: bool = False
     )
 
 
+def count_warm_up(ops: Sequence[PipelineOp]) -> int:
+    """Count the forward passes of 1F1B before those that alternate with backward passes."""
+    return next(number for number, op in enumerate(ops) if op.is_backward) - 1
+
+
 def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B whose weight gradients fill the gaps in which a stage waits for the next stage's backward.
 

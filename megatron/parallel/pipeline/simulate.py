@@ -110,6 +110,18 @@ class Pipeline:
             return self._play(micro_batches)
         return self._lengthened(micro_batches)
 
+    def run_without_flush(self, micro_batches: int) -> list[RankTimes]:
+        """Simulate steps in which passes of two steps take turns; return the mean times once the pipeline is full.
+
+        Passes of several such steps have the order of one long step.
+        """
+        first, steps = 3, 4
+        few, many = self.run(first * micro_batches), self.run((first + steps) * micro_batches)
+        return [
+            RankTimes(*((getattr(b, name) - getattr(a, name)) / steps for name in ("end", "busy", "coding")))
+            for a, b in zip(few, many, strict=True)
+        ]
+
     def _lengthened(self, micro_batches: int) -> list[RankTimes]:
         """Simulate only the beginning of a long step, and extrapolate.
 

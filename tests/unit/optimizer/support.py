@@ -56,7 +56,8 @@ class Run:
     ) -> StepTotals:
         """Take a step; ``gradients``: properties of the reduced gradients."""
         reduced = ReducedGradients(step, self.optimizer.loss_scale.scale, **gradients)
-        return self.optimizer.step({LM_LOSS: losses}, reduced, lr, weight_decay, decoupled_lr=decoupled_lr)
+        summary = self.optimizer.start_summary({LM_LOSS: losses}, reduced).wait()
+        return self.optimizer.step(summary, reduced, lr, weight_decay, decoupled_lr)
 
 
 def build_run(

@@ -30,9 +30,20 @@ def _suggestions(gbit_per_s: float, changes: dict[str, Any], **parallel: Any) ->
 
 
 def test_a_pipeline_on_fast_links_should_not_wait_for_weight_gradients() -> None:
-    ((flags, percent, gain),) = _suggestions(100.0, {"schedule": "zb-h1"}, pipeline_model_parallel_size=8)
-    assert flags == "--pipeline-schedule zb-h1"
+    matches = {match[0]: match for match in _suggestions(100.0, {"schedule": "zb-h1"}, pipeline_model_parallel_size=8)}
+    _, percent, gain = matches["--pipeline-schedule zb-h1"]
     assert percent == pytest.approx(gain, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"), [("--delay 1 --no-pipeline-flush", {}), ("--no-pipeline-flush", {"delay": 1})], ids=str
+)
+def test_a_pipeline_with_few_micro_batches_should_stay_full(flags: str, given: dict[str, Any]) -> None:
+    changes = {"schedule": "eager-1f1b", "delay": 1, "flush": False}
+    suggested = _suggestions(100.0, changes, pipeline_model_parallel_size=8, **given)
+    _, percent, gain = {match[0]: match for match in suggested}[f"{flags} --pipeline-schedule eager-1f1b"]
+    assert percent == pytest.approx(gain, abs=0.5)
+    assert gain > 10
 
 
 def test_a_pipeline_in_v_form_waits_even_less() -> None:

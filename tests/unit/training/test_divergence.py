@@ -80,12 +80,11 @@ def test_the_check_for_nan_ends_a_run_at_once(step: StepMetrics, number: str | N
 
 
 def test_losses_ten_times_above_the_first_hundred_are_spikes() -> None:
-    check, progress = _check(check_for_spiky_loss=True)
+    check, _ = _check(check_for_spiky_loss=True)
     losses = [2.0, 3.0, *[1.0] * 98, 29.9, 30.0, math.nan, 4.0]
     warnings = []
-    for loss in losses:
-        progress.iteration += 1
-        warnings.append(check.after_step(replace(STEP, losses={"lm loss": loss})))
+    for iteration, loss in enumerate(losses, 1):
+        warnings.append(check.after_step(replace(STEP, iteration=iteration, losses={"lm loss": loss})))
     assert [number for number, line in enumerate(warnings) if line is not None] == [101]
     assert "the loss of iteration 102 is 3.000000E+01" in str(warnings[101])
     quiet, _ = _check()

@@ -26,6 +26,7 @@ from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline, rank_schedules
+from megatron.parallel.pipeline.messages import PostedReceives
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import Due, Route, Timetable, build_timetable
@@ -186,7 +187,7 @@ def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
         case.layout, forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu")
     )
     engine = PipelineEngine(
-        case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None, WeightGrads()
+        case.layout, device.rank, channel, lambda iteration, micro_batch: None, lambda chunk: None, WeightGrads()
     )
     engine.loads_kernels_lazily = True
     return engine
@@ -287,23 +288,19 @@ def test_a_schedule_that_is_chosen_after_some_steps_keeps_the_rule(pp: int, weig
     assert (rank_schedules(pipeline, 6, 2 * pp - 1)[0].kind == AUTO) == (weight_s > 0)
 
 
-class Checked(engine_module._StepMessages):
+class Checked(PostedReceives):
     """Checks that due messages are posted before each operation."""
 
-    def __init__(self, engine: PipelineEngine, table: Timetable, *args: Any) -> None:
-        super().__init__(engine, table, *args)
-        self.dues = list(table.messages_due[engine.stage])
-
-    def post(self) -> None:
-        super().post()
-        messages = self.dues.pop(0)
-        assert all(self._posted[route] >= count for route, count in messages.items())
+    def post(self, due: Due | None = None) -> None:
+        super().post(due)
+        assert due is not None
+        assert all(self._posted[route] >= count for route, count in due.items() if count)
 
 
 def test_due_messages_are_posted_in_overlapping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that loads a kernel relies on it."""
     monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", 1)
-    monkeypatch.setattr(engine_module, "_StepMessages", Checked)
+    monkeypatch.setattr(engine_module, "PostedReceives", Checked)
     results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
     assert all(ahead[1] > 0 for _, ahead, _ in results)
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.engine import max_pending_sends
 from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
+from megatron.parallel.pipeline.messages import max_pending_sends
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, PipelineOp, make_forward_schedule, make_schedule
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route

@@ -30,6 +30,24 @@ def test_the_bubble_without_messages_matches_the_formula(
     assert all(time.busy == pytest.approx(count * (forward + backward)) for time in times)
 
 
+@given(
+    st.sampled_from(("1f1b", "eager-1f1b")), st.integers(1, 6), st.integers(1, 20), st.floats(0.1, 3), st.floats(0.1, 3)
+)
+def test_a_full_pipeline_has_no_bubble(kind: str, stages: int, count: int, forward: float, backward: float) -> None:
+    times = _pipeline(kind, stages, 1, forward, backward, FREE).run_without_flush(count)
+    for time in times:
+        assert time.end == pytest.approx(count * (forward + backward))
+        assert time.busy == pytest.approx(count * (forward + backward))
+
+
+@pytest.mark.parametrize(("kind", "in_flight"), [("1f1b", 4), ("eager-1f1b", 7)])
+def test_eager_forwards_hide_messages_in_a_full_pipeline(kind: str, in_flight: int) -> None:
+    """The first stage waits for a micro-batch's way to the last stage and back, while others are in flight."""
+    times = _pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=2.0)).run_without_flush(8)
+    round_trip = 4 * (1.0 + 2.0) + 6 * 2.0
+    assert times[0].end == pytest.approx(8 * round_trip / in_flight, rel=0.02)
+
+
 @given(st.integers(1, 6), st.integers(0, 30), st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.0, 1.0))
 def test_weight_passes_fill_the_bubble(stages: int, more: int, forward: float, inputs: float, share: float) -> None:
     """All but (p - 1) (f + b - w) of idle time (Qi et al. 2024, table 2)."""

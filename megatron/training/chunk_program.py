@@ -1,0 +1,246 @@
+"""The computation of a step on this rank's chunks, and all that its passes need."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.compression.api import SampleKey
+from megatron.compression.points import Point
+from megatron.data.batch import Batch
+from megatron.distributed.ledger import Ledger
+from megatron.models.context import ForwardContext
+from megatron.models.losses import LossSum, Targets
+from megatron.models.stage import Stage
+from megatron.parallel.pipeline.engine import Span
+from megatron.parallel.pipeline.schedule import PipelineOp
+from megatron.parallel.pipeline.timetable import Timetable
+from megatron.parallel.tensor.random import DropoutKeys
+from megatron.training.assembly import Engines
+from megatron.training.timers import Timers
+
+
+class ChunkProgram:
+    """Computation of a model chunk on the micro-batches of a step.
+
+    Args:
+        stage: model chunk.
+        batches: micro-batches of the step on this rank.
+        seed: seed of the dropout masks; None without dropout.
+        engines: engines of this rank.
+        divisors: see ``Stage.loss``.
+        loss_grad: gradient of each micro-batch's objective; None in evaluation.
+
+    On the chunk with the losses, ``sums`` adds them up over the micro-batches. In an evaluation, ``outputs`` holds the
+    task-head output of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        batches: Sequence[Batch],
+        seed: int | None,
+        engines: Engines,
+        divisors: Tensor | None = None,
+        loss_grad: Tensor | None = None,
+    ) -> None:
+        self.stage = stage
+        self.batches = batches
+        self.seed = seed
+        self.engines = engines
+        self.keys_hold_tokens = engines.keys_hold_tokens
+        self.divisors = divisors
+        self.loss_grad = loss_grad
+        self.losses: list[tuple[LossSum, ...]] = []
+        self.outputs: dict[int, Tensor] = {}
+
+    def key(self, micro_batch: int, boundary: int) -> Hashable:
+        batch = self.batches[micro_batch]
+        key = SampleKey(batch.sample_ids_b.tolist())
+        if self.keys_hold_tokens:
+            topology, parallel = self.engines.topology, self.engines.config.parallel
+            after_encoder = topology.layout.follows_encoder(boundary)
+            sent = [
+                x.t() for x in ([batch.decoder_tokens_bs] if after_encoder else []) + [batch.tokens_bs] if x is not None
+            ]
+            # Sequence parallelism splits each sequence; split messages hold slices of the concatenated sequences.
+            sequences = sent if parallel.sequence_parallel else [torch.cat(sent)]
+            part_count = parallel.message_parts
+            key.tokens_sb = torch.cat([x.chunk(part_count)[topology.tp.rank % part_count] for x in sequences])
+            key.vocab_size = self.engines.vocab_size
+        return key
+
+    def _dropout_keys(self, batch: Batch) -> DropoutKeys | None:
+        return None if self.seed is None else DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
+
+    def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
+        batch = self.batches[micro_batch]
+        x = batch.tokens_bs if self.stage.stage_part.first else x_sbh
+        assert x is not None
+        replicas = self.engines.replicas
+        run: nn.Module = self.stage
+        if replicas is not None and torch.is_grad_enabled():
+            replicas.wrapped.require_backward_grad_sync = micro_batch == len(self.batches) - 1
+            run = replicas.wrapped
+        experts = self.engines.experts
+        context = ForwardContext(
+            dropout=self._dropout_keys(batch),
+            position_ids_bs=batch.position_ids_bs if self.engines.config.data.reset_position_ids else None,
+            segment_ids_bs=batch.segment_ids_bs,
+            types_bs=batch.types_bs,
+            decoder_tokens_bs=batch.decoder_tokens_bs,
+            decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
+            experts=experts.context(micro_batch, self.loss_grad) if experts.on and self.loss_grad is not None else None,
+        )
+        out_sbh: Tensor = run(x, context)
+        if not self.stage.stage_part.last:
+            return out_sbh
+        result = self.stage.loss(out_sbh, _make_targets(batch, self._dropout_keys(batch)), self.divisors)
+        self.losses.append(result.sums)
+        if result.outputs_bc is not None and not torch.is_grad_enabled():
+            self.outputs[micro_batch] = result.outputs_bc
+        return result.objective
+
+    def sums(self) -> list[tuple[float, float]]:
+        """Sum in nats and count of each loss of the model."""
+        losses = zip(*self.losses, strict=True)
+        return [
+            (_sum_scalars([term.total for term in terms]), _sum_scalars([term.count for term in terms]))
+            for terms in losses
+        ]
+
+
+def _sum_scalars(scalars: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(scalars)).double().sum())
+
+
+def _make_targets(batch: Batch, keys: DropoutKeys | None = None) -> Targets:
+    assert batch.labels_bs is not None
+    assert batch.loss_mask_bs is not None
+    return Targets(batch.labels_bs, batch.loss_mask_bs, batch.order_b, batch.lengths_b, keys)
+
+
+def batch_shapes(batches: Sequence[Batch]) -> Hashable:
+    """Shapes of all tensors of the micro-batches; None for tensors that this rank does not need."""
+    return frozenset(
+        tuple((name, None if x is None else tuple(x.shape)) for name, x in vars(batch).items()) for batch in batches
+    )
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of a training step.
+
+    Args:
+        table: operations of all pipeline stages.
+        programs: programs of this rank's chunks.
+        loss_grad: gradient of each micro-batch's objective.
+        signatures: launch signatures of the programs.
+    """
+
+    table: Timetable
+    programs: list[ChunkProgram]
+    loss_grad: Tensor
+    signatures: list[Hashable]
+
+
+def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, length: int) -> StepPasses:
+    """Begin a training step at all communication points but that of delayed gradients, and make its passes.
+
+    Args:
+        engines: engines of this rank.
+        batches: micro-batches of this rank.
+        iteration: 0-based number of the step.
+        length: tokens of each sample.
+    """
+    config, count = engines.config, len(batches)
+    engines.begin_step(iteration, length)
+    if engines.delayed is None:
+        engines.sync.begin_step(iteration, engines.optimizer.loss_scale.scale)
+    engines.experts.begin_step()
+    dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands, None
+    if config.masks_labels and (engines.holds_loss or _counts_in_world(engines)):
+        # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
+        # label is masked, micro-batches of equal size are averaged.
+        counts = _count_labels(engines, batches)
+        engines.sync_warmup.all_reduce([counts])
+        # A loss without unmasked labels is zero with any divisor.
+        divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
+    signatures = [
+        ("training", count, length, batch_shapes(batches)),
+        *engines.comm.launch_signature(length),
+        *engines.sync.launch_signature(),
+    ]
+    signatures += expert_signatures(engines)
+    if any(observer.launches_kernels for observer in engines.ledger.observers):
+        signatures.append(None)
+    # The objective of a micro-batch is its share of the batch mean, times the number of micro-batches. Auxiliary losses
+    # of expert layers are means over the tokens of a micro-batch, and have the same gradient.
+    loss_grad = torch.tensor(
+        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * islands),
+        dtype=torch.float64 if config.precision.fp64 else torch.float32,
+        device=engines.topology.device,
+    )
+    programs = [
+        ChunkProgram(stage, batches, config.training.seed, engines, divisors, loss_grad) for stage in engines.stages
+    ]
+    table = engines.pipeline.get_timetable(config.parallel.pipeline_schedule, count)
+    return StepPasses(table, programs, loss_grad, signatures)
+
+
+def report_losses(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:
+    """Sum and count of each loss, by name; zero on ranks that do not report."""
+    names = engines.config.model.loss_names
+    reports = engines.holds_loss and engines.topology.tp.rank == 0
+    return dict(zip(names, last_chunk.sums() if reports else [(0.0, 0.0)] * len(names), strict=True))
+
+
+def _counts_in_world(engines: Engines) -> bool:
+    """Whether all ranks count the unmasked labels, because the group of the replicas may be reducing gradients."""
+    return engines.delayed is not None and engines.delayed.versions is None
+
+
+def _count_labels(engines: Engines, batches: Sequence[Batch]) -> Tensor:
+    """Count the unmasked labels of the global batch, for each loss, in fp64.
+
+    A collective call of the replicas with the losses; of all ranks if ``_counts_in_world``.
+    """
+    topology, in_world = engines.topology, _counts_in_world(engines)
+    counts = torch.zeros(len(engines.config.model.loss_names), dtype=torch.float64, device=engines.topology.device)
+    if engines.holds_loss and (not in_world or topology.tp.rank == 0):
+        counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
+    engines.ledger.complete(Point.CONTROL, (topology.world if in_world else topology.dp).all_reduce(counts))
+    return counts
+
+
+def expert_signatures(engines: Engines) -> list[Hashable]:
+    """Launch signatures of expert layers: None (unpredictable), because their shapes change in every step."""
+    return [None] if engines.experts.on else []
+
+
+_SPAN_NAMES = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "weight-compute": "weight",
+    "forward-send": "send",
+    "backward-send": "send",
+}
+_COMPUTING = ("forward-compute", "backward-compute", "weight-compute")
+
+
+def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
+    """Make the span of pipeline operations: timers, the ledger's computing time, and the observers' spans."""
+
+    @contextmanager
+    def span(name: str, op: PipelineOp) -> Iterator[None]:
+        computing = ledger.computing() if name in _COMPUTING else nullcontext()
+        op_labels = {"micro_batch": op.micro_batch, "chunk": op.chunk}
+        observer_span = ledger.span(_SPAN_NAMES[name], **op_labels) if name in _SPAN_NAMES else nullcontext()
+        with computing, timers(name, level=2), observer_span:
+            yield
+
+    return span

@@ -1,0 +1,176 @@
+"""Training steps of a pipeline that is not flushed between steps (``--no-pipeline-flush``).
+
+A step ends while its last backward passes have not run; they follow the first forward passes of the next step, in
+which the gradients are completed, agreed to be finite, and reduced over replicas. The update at the step's end takes
+them: every gradient is applied one step late, as with every other layout under ``--delay 1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from megatron.compression.state import end_states
+from megatron.data.batch import Batch
+from megatron.optimizer.step_summary import PendingSummary, StepSummary, StopVotes
+from megatron.parallel.data.delayed import DelayedGradients, OpenStep
+from megatron.parallel.data.gradient_sync import ReducedGradients
+from megatron.parallel.pipeline.schedule import count_warm_up
+from megatron.parallel.pipeline.timetable import Timetable
+from megatron.training.assembly import Engines
+from megatron.training.chunk_program import begin_passes, pipeline_span, report_losses
+from megatron.training.metrics import StepMetrics
+from megatron.training.timers import Timers
+
+
+def step_without_flush(
+    engines: Engines,
+    batches: Sequence[Batch],
+    iteration: int,
+    lr: float,
+    weight_decay: float,
+    decoupled_lr: float | None,
+    votes: StopVotes,
+    timers: Timers,
+    length: int,
+) -> StepMetrics:
+    """Run a training step up to the update with the last step's gradients; see ``train_step``.
+
+    The losses of its metrics are empty, until the next step or ``flush_pipeline`` fills them in. Gradients of a step
+    that are not finite make the next step one that is skipped.
+    """
+    delayed, ledger = engines.delayed, engines.ledger
+    assert delayed is not None
+    assert delayed.versions is not None
+    last = delayed.open_step
+    if last is not None and (last.num_micro_batches, last.seq_length) != (len(batches), length):
+        flush_pipeline(engines, timers)
+    passes = begin_passes(engines, batches, iteration, length)
+    delayed.versions.begin_step(iteration)
+    updates = _Updates(engines, delayed, passes.table, votes)
+    with timers("forward-backward", level=1):
+        engines.pipeline.run_without_flush(
+            passes.table,
+            passes.programs,
+            iteration,
+            len(batches),
+            passes.loss_grad,
+            updates.after_forwards,
+            span=pipeline_span(timers, ledger),
+        )
+    delayed.versions.select(None)
+    assert updates.summary is not None
+    summary, gradients = updates.summary.wait(), updates.gradients
+    if gradients is not None:
+        engines.plan.begin_step(gradients.iteration)
+    with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
+        totals = engines.optimizer.step(summary, gradients, lr, weight_decay, decoupled_lr, delayed=True)
+    updated = totals.grad_norm is not None
+    if gradients is not None and gradients.needs_update and updated:
+        engines.sync.observe_update()
+    delayed.end_step(updated)
+    if engines.channel is not None:
+        end_states(engines.channel.forward.states(), keep=True)
+    for observer in ledger.observers:
+        observer.end_step()
+    losses = partial(report_losses, engines, passes.programs[-1])
+    delayed.open_step = OpenStep(iteration, len(batches), length, totals.loss_scale, losses)
+    skipped = not (totals.finite and delayed.last_usable)
+    engines.plan.steps.skipped += skipped
+    metrics = StepMetrics(
+        iteration=iteration + 1,
+        losses=delayed.open_step.losses,
+        global_batch_size=len(batches) * engines.config.training.micro_batch_size * engines.topology.layout.dp,
+        seq_length=length,
+        loss_scale=totals.loss_scale,
+        grad_norm=totals.grad_norm,
+        params_norm=totals.params_norm,
+        num_zeros=totals.num_zeros,
+        votes=totals.votes,
+        skipped_iterations=int(skipped),
+        finite_gradients=totals.finite and delayed.last_usable,
+    )
+    if not delayed.last_usable:
+        # What messages of that step have left in the codecs is not finite, either.
+        flush_pipeline(engines, timers)
+        if engines.channel is not None:
+            engines.channel.forget_states()
+    return metrics
+
+
+def flush_pipeline(engines: Engines, timers: Timers) -> None:
+    """Run the backward passes that the last step has left, and launch the reduction of its gradients.
+
+    A collective call. Before evaluations, saves and all else that uses the communication points or the parameters.
+    """
+    delayed = engines.delayed
+    if delayed is None or delayed.open_step is None or delayed.versions is None:
+        return
+    with timers("forward-backward", level=1):
+        engines.pipeline.flush(pipeline_span(timers, engines.ledger))
+    delayed.versions.select(None)
+    _launch(engines, delayed, delayed.open_step, _complete(engines, delayed, delayed.open_step))
+
+
+class _Updates:
+    """A step's communication for updates, between its passes.
+
+    All ranks wait for each other at points of their passes that they reach at about the same time: while a stage waits
+    for the first message from the stages after it, those have done more backward passes, which take twice as long as
+    forward passes.
+
+    Args:
+        engines, delayed: engines of this rank.
+        table: operations of all pipeline stages.
+        votes: this rank's request to stop.
+
+    ``gradients`` and ``summary`` describe the gradients to apply at the step's end.
+    """
+
+    def __init__(self, engines: Engines, delayed: DelayedGradients, table: Timetable, votes: StopVotes) -> None:
+        self._engines, self._delayed, self._votes = engines, delayed, votes
+        longest, self._complete_at = (count_warm_up(table.schedules[stage]) for stage in (0, engines.pipeline.stage))
+        num_forwards = sum(op.is_forward for op in table.schedules[0])
+        fewer_forwards = math.ceil((longest - self._complete_at) / 3)
+        self._reduce_at = num_forwards - fewer_forwards
+        self._launch_at = min(longest - fewer_forwards + 1, self._reduce_at)
+        self._completed: PendingSummary | None = None
+        self.gradients: ReducedGradients | None = None
+        self.summary: PendingSummary | None = None
+
+    def after_forwards(self, number: int) -> None:
+        """Do what is due after a number of this step's forward passes."""
+        engines, delayed = self._engines, self._delayed
+        if number == self._complete_at:
+            if delayed.open_step is not None:
+                self._completed = _complete(engines, delayed, delayed.open_step)
+            with engines.ledger.computing():
+                for buffer in engines.buffers:
+                    buffer.begin_grads()
+        if number == self._launch_at and delayed.open_step is not None and self._completed is not None:
+            _launch(engines, delayed, delayed.open_step, self._completed)
+        if number == self._reduce_at:
+            with engines.ledger.computing():
+                self.gradients = delayed.take()
+            self.summary = engines.optimizer.start_summary({}, self.gradients, self._votes)
+
+
+def _complete(engines: Engines, delayed: DelayedGradients, step: OpenStep) -> PendingSummary:
+    """Complete a step's gradients after its last backward; start to agree on its losses, and whether it was finite."""
+    if engines.channel is not None:
+        end_states(engines.channel.backward.states(), keep=True)
+    with engines.ledger.computing():
+        not_finite = 1.0 - float(delayed.check_new())
+    summary = StepSummary(step.report_losses(), not_finite=not_finite)
+    return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
+
+
+def _launch(engines: Engines, delayed: DelayedGradients, step: OpenStep, completed: PendingSummary) -> None:
+    """Launch the reduction of a step's gradients, if they are finite on all ranks."""
+    summary = completed.wait()
+    step.losses.update(summary.mean_losses)
+    delayed.last_usable = not summary.not_finite and summary.counted > 0
+    with engines.ledger.computing():
+        delayed.launch(step.iteration, step.loss_scale, usable=delayed.last_usable)
+    delayed.open_step = None

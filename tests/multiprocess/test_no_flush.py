@@ -1,0 +1,221 @@
+"""``--no-pipeline-flush``: a pipeline that stays full takes the same steps, to the bit, as one that is flushed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.steps import BatchSizeSchedule, LengthSchedule, StepSizes
+from megatron.models.losses import StageLoss
+from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.training.assembly import Engines
+from megatron.training.evaluation import evaluate
+from megatron.training.flushless import flush_pipeline
+from megatron.training.replica_check import disagreements
+from megatron.training.timers import Timers
+from tests.support.corpus import tiny_flags
+from tests.support.spawn import run_ranks
+from tests.support.tiny import T5, Trace, merge, tiny_batches, tiny_engines, tiny_train
+from tests.support.train import train
+
+pytestmark = pytest.mark.multiprocess
+
+Changes = dict[str, dict[str, Any]]
+
+PP2: Changes = {"parallel": {"pipeline_model_parallel_size": 2}}
+EAGER: Changes = {"parallel": {"pipeline_schedule": "eager-1f1b"}}
+RECOMPUTES: Changes = {"recompute": {"recompute_granularity": "full"}}
+NO_FLUSH: Changes = {"parallel": {"no_pipeline_flush": True}}
+DELAY: Changes = {"parallel": {"delay": 1}, "data": {"sample_order": "fixed"}}
+
+
+def _codecs(*specs: str) -> Changes:
+    return {"compression": {"compress": list(specs)}}
+
+
+CASES: dict[str, Changes] = {
+    "tied embedding, dropout": {"model": {"hidden_dropout": 0.1}},
+    "eager": EAGER,
+    "a single micro-batch": {"training": {"micro_batch_size": 4}},
+    "bf16, recomputed": merge({"precision": {"bf16": True}}, RECOMPUTES),
+    "bits": _codecs("pp-forward=fixpoint,bits=4,rounding=stochastic", "pp-backward=fixpoint,bits=8"),
+    "delta": merge(EAGER, _codecs("pp-forward=delta,bits=4,cache=6", "pp-backward=fixpoint,bits=8")),
+    "residuals": _codecs("pp-forward=lowrank,rank=2", "pp-backward=lowrank,rank=2,error-feedback=on"),
+    "residuals of a step": _codecs("pp-backward=lowrank,rank=2,error-feedback=lazy-reset"),
+    "warm-up": _codecs("pp-forward=fixpoint,bits=4,warmup=2", "pp-backward=fixpoint,bits=8@0/4@3"),
+    "T5": T5,
+}
+OF_FOUR: dict[str, Changes] = {
+    "four stages": {"parallel": {"pipeline_model_parallel_size": 4}, "training": {"global_batch_size": 8}},
+    "four eager stages, few micro-batches": merge(EAGER, {"parallel": {"pipeline_model_parallel_size": 4}}),
+    "replicas": merge(PP2, _codecs("dp-grad=powersgd,rank=2,min-ratio=0", "embedding=stable-topk,density=0.2")),
+    "sharded, looking ahead": merge(
+        PP2, {"parallel": {"use_distributed_optimizer": True, "delay_correction": "lookahead"}}
+    ),
+    "tensor-parallel, recomputed": merge(
+        PP2,
+        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+        RECOMPUTES,
+        _codecs("tp-forward=fixpoint,bits=6,rounding=stochastic,warmup=2"),
+    ),
+}
+
+
+def _train(changes: Changes, masked: bool, steps: int, grows: bool) -> tuple[Trace, list[str]]:
+    engines = tiny_engines(merge(changes, {"data": {"eod_mask_loss": masked}}))
+    batches = BatchSizeSchedule(8, micro_batch_size=1, dp_size=engines.topology.dp.size, rampup=(4, 4, 16))
+    sizes = StepSizes(batches, LengthSchedule((8, 12, 16), (0, 2, 3))) if grows else None
+    trace = tiny_train(engines, steps, masked, epoch=12, sizes=sizes)
+    assert engines.delayed is not None
+    engines.delayed.finish()
+    return trace, disagreements(engines)
+
+
+def _compare(cases: dict[str, Changes], steps: int) -> dict[str, tuple[Trace, Trace, list[str]]]:
+    """Traces with and without a flush, and problems of the replicas, by case."""
+    results = {}
+    for name, changes in cases.items():
+        masked = name == "T5" or changes.get("data", {}).get("eod_mask_loss", False)
+        grows = name == "batches and sequences grow"
+        flushed, _ = _train(merge(changes, DELAY), masked, steps, grows)
+        trace, problems = _train(merge(changes, DELAY, NO_FLUSH), masked, steps, grows)
+        results[name] = flushed, trace, problems
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_equal_those_with_a_flush(ranks: int) -> None:
+    cases = {name: merge(PP2, case) for name, case in CASES.items()} if ranks == 2 else OF_FOUR
+    cases["masked labels"] = merge(PP2, {"data": {"eod_mask_loss": True}})
+    cases["batches and sequences grow"] = merge(PP2, EAGER, {"training": {"global_batch_size": 8}})
+    for result in run_ranks(ranks, _compare, cases, 7, timeout=300.0):
+        for name, (flushed, trace, problems) in result.items():
+            assert trace.losses == flushed.losses, name
+            assert trace.grad_norms[1:] == flushed.grad_norms[1:], name
+            assert math.isnan(trace.grad_norms[0])
+            # Ranks agree on losses and on updates at different times.
+            sent, sent_with_flush = ({**t.bytes_by_point, "control": 0} for t in (trace, flushed))
+            assert sent == sent_with_flush, name
+            assert not problems
+
+
+def _passes(changes: Changes, steps: int) -> list[tuple[int, int]]:
+    """Iterations and micro-batches of this rank's passes, in order."""
+    engines = tiny_engines(merge(changes, DELAY, NO_FLUSH))
+    begin_pass, passes = engines.pipeline.begin_pass, list[tuple[int, int]]()
+
+    def record(iteration: int, micro_batch: int) -> None:
+        passes.append((iteration, micro_batch))
+        begin_pass(iteration, micro_batch)
+
+    engines.pipeline.begin_pass = record
+    tiny_train(engines, steps)
+    return passes
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "eager-1f1b"])
+def test_steps_have_the_order_of_one_long_step(kind: str) -> None:
+    changes: Changes = {"parallel": {"pipeline_model_parallel_size": 4, "pipeline_schedule": kind}}
+    count, steps = 8, 3
+    results = run_ranks(4, _passes, merge(changes, {"training": {"global_batch_size": count}}), steps)
+    for stage, passes in enumerate(results):
+        ops = make_schedule(kind, 4, stage, 1, steps * count)
+        assert passes == [divmod(op.micro_batch, count) for op in ops]
+
+
+def _evaluated_between(steps: int) -> tuple[list[float], list[float]]:
+    """Losses with and without flushes and evaluations between some of the steps."""
+    num_steps = 0
+
+    def evaluate_sometimes(engines: Engines) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps in (2, 3, 5):
+            flush_pipeline(engines, Timers())
+            batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
+            evaluate(engines, batches, 1, 2, 0)
+
+    changes = merge(PP2, DELAY, NO_FLUSH, _codecs("pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"))
+    plain = tiny_train(tiny_engines(changes), steps)
+    return plain.losses, tiny_train(tiny_engines(changes), steps, after_step=evaluate_sometimes).losses
+
+
+def test_evaluations_between_steps_change_nothing() -> None:
+    for plain, disturbed in run_ranks(2, _evaluated_between, 7):
+        assert plain == disturbed
+
+
+def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, list[str]]:
+    """A run in which the loss of step ``bad`` is not a number."""
+    engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, _codecs(*specs)))
+    stage, num_steps = engines.stages[-1], 0
+    loss = stage.loss
+
+    def spoil(*args: Any) -> StageLoss:
+        result = loss(*args)
+        return replace(result, objective=result.objective * torch.nan) if num_steps == bad else result
+
+    def count(engines: Engines) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    stage.loss = spoil  # type: ignore[assignment, method-assign]
+    trace = tiny_train(engines, steps, epoch=12, after_step=count)
+    return trace, engines.plan.steps.skipped, disagreements(engines)
+
+
+@pytest.mark.parametrize(
+    ("specs", "dropped"),
+    [([], [3]), (["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"], [3, 4])],
+    ids=["exact", "codecs"],
+)
+def test_gradients_that_are_not_finite_are_dropped(specs: list[str], dropped: list[int]) -> None:
+    """Also those of the next step, whose messages have passed codecs that remember them; then codecs begin anew."""
+    for trace, num_skipped, problems in run_ranks(2, _not_finite, specs, 9, 3):
+        without_update = [0, *(step + 1 for step in dropped)]
+        assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == without_update
+        assert all(map(math.isfinite, trace.losses))
+        assert trace.losses[-1] < trace.losses[0] - 0.05
+        assert num_skipped == len(dropped)
+        assert not problems
+
+
+def _events(log: Path) -> list[dict[str, Any]]:
+    """Training steps and evaluations in a log, without what depends on time."""
+    names = ("kind", "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "skipped_iterations")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{name: e.get(name) for name in names} for e in events if e["kind"] in ("train", "validation")]
+
+
+def test_a_run_logs_and_saves_the_same(prefix: Path, tmp_path: Path) -> None:
+    """Each step and evaluation once and in order, with the rates and samples of the step itself."""
+    logs, runs = [], []
+    for flushes in (True, False):
+        log, saved = tmp_path / f"{flushes}.jsonl", tmp_path / f"saved-{flushes}"
+        logs.append(log)
+        runs.append(
+            tiny_flags(
+                prefix,
+                pipeline_model_parallel_size=2,
+                delay=1,
+                no_pipeline_flush=not flushes,
+                train_iters=7,
+                eval_interval=3,
+                check_replicas=2,
+                iterations_to_skip="5",
+                lr_decay_style="cosine",
+                save=saved,
+                save_interval=4,
+                log_json_file=log,
+            )
+        )
+    train(2, *runs)
+    with_flush, without_flush = map(_events, logs)
+    assert [event["iteration"] for event in with_flush if event["kind"] == "train"] == [1, 2, 3, 4, 6, 7]
+    assert without_flush == with_flush
