@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ if __name__ == "__main__":
 
 from megatron.base.figures import COLORS, new_figure, save_figure
 from megatron.compression.points import Point
-from megatron.parallel.pipeline.schedule import find_epilogue
+from megatron.parallel.pipeline.schedule import TimedPass, find_epilogue
 from megatron.parallel.pipeline.schedule_plot import (
     Timeline,
     compute_bubble,
@@ -53,19 +54,48 @@ COLOR = {
 }
 
 
-def _simulate(kind: str) -> Timeline:
+def _simulate_passes(kind: str, micro_batches: int) -> list[Sequence[TimedPass]]:
     """Simulate a schedule whose messages take no time: forwards of 1 ms, backwards of 2 ms, half of it for weights."""
     forward_s, backward_s, weight_s = ([seconds] * STAGES for seconds in (1e-3, 2e-3, 1e-3))
     pipeline = Pipeline(kind, forward_s, backward_s, weight_s, STAGES, lambda *_: Hop())
-    rows = pipeline.simulate_passes(MICRO_BATCHES)
+    return pipeline.simulate_passes(micro_batches)
+
+
+def _make_timeline(title: str, rows: Sequence[Sequence[TimedPass]]) -> Timeline:
     start_s, end_s = find_span(rows)
-    title = f"{kind}: {summarize_times(end_s - start_s, compute_bubble(rows))}"
+    title = f"{title}: {summarize_times(end_s - start_s, compute_bubble(rows))}"
     return Timeline(title, rows, [f"stage {stage}" for stage in range(STAGES)])
+
+
+def _simulate(kind: str) -> Timeline:
+    """Simulate a step."""
+    return _make_timeline(kind, _simulate_passes(kind, MICRO_BATCHES))
 
 
 def draw_bubbles() -> Any:
     """1F1B above the zero bubble schedule that fills its gaps with weight passes."""
     return draw_schedule([_simulate("1f1b"), _simulate("zb-h1")])
+
+
+def draw_no_flush() -> Any:
+    """Two steps of 1F1B with and without a flush between them."""
+    count = MICRO_BATCHES // 2
+    first = _simulate_passes("1f1b", count)
+    _, end_s = find_span(first)
+    flushed = [[*row, *(_shift(timed, count, end_s) for timed in row)] for row in first]
+    two_steps = _simulate_passes("1f1b", 2 * count)
+    return draw_schedule(
+        [
+            _make_timeline(f"two steps of {count} micro-batches", flushed),
+            _make_timeline("the same, --delay 1 --no-pipeline-flush", two_steps),
+        ]
+    )
+
+
+def _shift(timed: TimedPass, micro_batches: int, seconds: float) -> TimedPass:
+    """Shift a pass to the next step."""
+    op = replace(timed.op, micro_batch=timed.op.micro_batch + micro_batches)
+    return TimedPass(op, timed.start_s + seconds, timed.end_s + seconds)
 
 
 def draw_epilogue() -> Any:
@@ -256,6 +286,7 @@ DIAGRAMS = {
     "communication-points": draw_points,
     "1f1b-epilogue": draw_epilogue,
     "1f1b-zb-h1": draw_bubbles,
+    "no-flush": draw_no_flush,
     "expert-legs": draw_experts,
     "islands": draw_islands,
     "delay": draw_delay,

@@ -81,6 +81,8 @@ PIPELINE = (
     NetworkCase("fp32 traffic, zero bubble", schedule="zb-h1"),
     NetworkCase("bf16 traffic, zero bubble", CAST.specs, "zb-h1"),
     NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
+    NetworkCase("fp32 traffic, zero bubble, V form", schedule="zb-v"),
+    NetworkCase("delta 4, fixpoint 8, zero bubble, V form", DELTA.specs, "zb-v"),
     NetworkCase("fp32 traffic, auto schedule", schedule="auto"),
     NetworkCase("delta 4, fixpoint 8, auto schedule", DELTA.specs, "auto"),
 )
