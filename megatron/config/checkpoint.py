@@ -76,7 +76,7 @@ class CheckpointConfig:
         minimum=1,
     )
     certificate: bool | None = derived(
-        "on with --compress auto and --save",
+        "on with --compress auto and --save, without --no-pipeline-flush",
         "Write into each checkpoint a certificate, which megatron-cc-verify checks: digests of files, configuration, "
         "code, kernels and data, the bytes sent beside the interfaces' counters, samples of what compressors sent, and "
         "whether replicas are equal.",
@@ -106,10 +106,10 @@ class CheckpointConfig:
         return self.finetune or self.no_load_optim
 
 
-def resolve_checkpoint(checkpoint: CheckpointConfig, chooses_compressors: bool, note: Note) -> CheckpointConfig:
-    """Fill the settings that follow from others, such as from ``--compress auto``."""
+def resolve_checkpoint(checkpoint: CheckpointConfig, certifies: bool, note: Note) -> CheckpointConfig:
+    """Fill the settings that follow from others; ``certifies``: a run that saves writes certificates by default."""
     if checkpoint.certificate is None:
-        checkpoint = replace(checkpoint, certificate=chooses_compressors and checkpoint.save is not None)
+        checkpoint = replace(checkpoint, certificate=certifies and checkpoint.save is not None)
     if not checkpoint.moe_use_upcycling or checkpoint.finetune:
         return checkpoint
     note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start anew")

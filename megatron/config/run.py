@@ -117,7 +117,9 @@ class RunConfig:
             recompute=resolve_recompute(config.recompute),
             training=training,
             optimizer=resolve_optimizer(config.optimizer, training, model.seq_length, note),
-            checkpoint=resolve_checkpoint(config.checkpoint, config.compression.is_auto, note),
+            checkpoint=resolve_checkpoint(
+                config.checkpoint, config.compression.is_auto and not config.parallel.overlaps_steps, note
+            ),
         )
         check_parallel(run.parallel, cuda_available)
         check_fp8(run.precision, run.parallel.distributed_backend == "nccl")

@@ -403,6 +403,7 @@ def test_settings_similar_to_refused_settings_resolve(by_iterations: list[str]) 
         ("--position-embedding-type rope --rotary-percent 0.25", 1),
         ("--position-embedding-type rope --max-position-embeddings 16", 1),
         ("--fp16 --loss-scale 128", 1),
+        (f"--delay 1 --no-pipeline-flush {PP2} --fp16 --loss-scale 128 --compress auto --save s", 2),
         ("--bf16 --initial-loss-scale 4096", 1),
         ("--lr-warmup-iters 99", 1),
         ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.1", 1),
