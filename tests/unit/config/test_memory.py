@@ -64,6 +64,13 @@ def test_muon_has_a_single_moment_of_matrices() -> None:
     assert [need.nbytes for need in plain[1:]] == [need.nbytes for need in muon[1:]]
 
 
+def test_delayed_gradients_and_the_parameters_of_two_steps_need_memory() -> None:
+    stages = "--pipeline-model-parallel-size 2"
+    flags = ["", "--delay 1", "--delay 1 --no-pipeline-flush", "--delay 1 --delay-correction extrapolate"]
+    nbytes = [least_needs(_config(f"{stages} {words}", 2), 2)[0].nbytes for words in flags]
+    assert [n * 16 / nbytes[0] for n in nbytes] == [16, 20, 28, 24]
+
+
 @pytest.mark.parametrize(
     ("options", "added_bytes", "added_bytes_sharded"),
     [

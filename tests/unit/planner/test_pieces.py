@@ -174,6 +174,16 @@ def test_a_compressor_that_cannot_be_planned_is_refused() -> None:
         predictor.predict(choice)
 
 
+def test_a_pipeline_without_a_flush_holds_the_parameters_of_two_steps() -> None:
+    parallel = {"pipeline_model_parallel_size": 2, "delay": 1}
+    bytes_of = []
+    for extra in ({}, {"no_pipeline_flush": True}):
+        predictor, choice = predictor_of(small_run(parallel={**parallel, **extra}))
+        assert choice.flush == (not extra)
+        bytes_of.append(predictor.predict(choice).memory["parameters"])
+    assert bytes_of[1] == 3 * bytes_of[0]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision", "bytes_per_number"),
     [
