@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.ledger import Ledger
@@ -19,7 +18,7 @@ from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.matrix_gather import MatrixGather
 from megatron.optimizer.norm_reducer import ParamNormReducer
-from megatron.optimizer.step_summary import NO_VOTES, PendingSummary, StepSummary, StopVotes
+from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.delay_correction import LookAhead
@@ -140,36 +139,31 @@ class Optimizer:
         """Whether main parameters have separate memory from the model's parameters."""
         return self.publisher.separate_main
 
-    def start_summary(
-        self,
-        losses: Mapping[str, tuple[float, float]],
-        gradients: ReducedGradients | None,
-        votes: StopVotes = NO_VOTES,
-        new_finite: Tensor | None = None,
-    ) -> PendingSummary:
-        """Start the sum over all ranks of the numbers that ``step`` needs.
+    def summarize(
+        self, completed: StepSummary, gradients: ReducedGradients | None, votes: StopVotes = NO_VOTES
+    ) -> StepSummary:
+        """Add the numbers of the gradients to apply, and the votes, to this rank's numbers of a step.
 
         Args:
-            losses: sum in nats and number of items of each loss on this rank, by name; zero if another rank reports
-                them.
-            gradients: properties of the gradients; None if delayed gradients are not there yet.
+            completed: losses of a step, and whether its gradients are finite if a later step applies them.
+            gradients: properties of the gradients to apply; None if delayed gradients are not there yet.
             votes: this rank's request to stop.
-            new_finite: 1 if this step's gradients, which a later step applies, are finite on this rank, else 0; None if
-                they are the gradients to apply.
+
+        Returns:
+            Numbers whose sums over all ranks ``step`` needs.
         """
         counted_shards = [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
         counted_grads = [] if gradients is None else [shard.grad for shard in counted_shards]
         num_zeros = 0.0
         if self.log_num_zeros and counted_grads:  # with a single synchronization of the device
             num_zeros = float(torch.stack([(grad == 0).sum() for grad in counted_grads]).sum())
-        return StepSummary(
-            losses,
-            votes,
-            sum_of_squares(counted_grads),
-            sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
-            num_zeros,
-            0.0 if new_finite is None else 1.0 - float(new_finite),
-        ).start_all_reduce(self.topology, self.ledger, self.sync_warmup)
+        return replace(
+            completed,
+            votes=votes,
+            grad_sq=sum_of_squares(counted_grads),
+            params_sq=sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
+            num_zeros=num_zeros,
+        )
 
     def step(
         self,
@@ -187,7 +181,7 @@ class Optimizer:
         parameters, including weight decay, divided by the learning rate. It is defined for learning rate 0, too.
 
         Args:
-            summary: sums of ``start_summary``.
+            summary: sums of ``summarize`` over all ranks.
             gradients: properties of the gradients; None if delayed gradients are not there yet.
             lr, weight_decay: learning rate and weight decay of this step.
             decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron.compression.state import end_states
@@ -60,8 +61,7 @@ def step_without_flush(
             span=pipeline_span(timers, ledger),
         )
     delayed.versions.select(None)
-    assert updates.summary is not None
-    summary, gradients = updates.summary.wait(), updates.gradients
+    summary, gradients = updates.finish()
     if gradients is not None:
         engines.plan.begin_step(gradients.iteration)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
@@ -110,22 +110,22 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
     with timers("forward-backward", level=1):
         engines.pipeline.flush(pipeline_span(timers, engines.ledger))
     delayed.versions.select(None)
-    _launch(engines, delayed, delayed.open_step, _complete(engines, delayed, delayed.open_step))
+    summary = _complete(engines, delayed).all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
+    _tell_losses(delayed, delayed.open_step, summary)
+    _launch(engines, delayed, usable=delayed.last_usable)
 
 
 class _Updates:
     """A step's communication for updates, between its passes.
 
-    All ranks wait for each other at points of their passes that they reach at about the same time: while a stage waits
-    for the first message from the stages after it, those have done more backward passes, which take twice as long as
-    forward passes.
+    All ranks take part at points of their passes that they reach at about the same time: while a stage waits for the
+    first message from the stages after it, those have done more backward passes, which take twice as long as forward
+    passes. They wait for each other only at later points, since small messages queue behind those of the pipeline.
 
     Args:
         engines, delayed: engines of this rank.
         table: operations of all pipeline stages.
         votes: this rank's request to stop.
-
-    ``gradients`` and ``summary`` describe the gradients to apply at the step's end.
     """
 
     def __init__(self, engines: Engines, delayed: DelayedGradients, table: Timetable, votes: StopVotes) -> None:
@@ -133,44 +133,71 @@ class _Updates:
         longest, self._complete_at = (count_warm_up(table.schedules[stage]) for stage in (0, engines.pipeline.stage))
         num_forwards = sum(op.is_forward for op in table.schedules[0])
         fewer_forwards = math.ceil((longest - self._complete_at) / 3)
-        self._reduce_at = num_forwards - fewer_forwards
-        self._launch_at = min(longest - fewer_forwards + 1, self._reduce_at)
-        self._completed: PendingSummary | None = None
-        self.gradients: ReducedGradients | None = None
-        self.summary: PendingSummary | None = None
+        self._launch_at = min(longest + 1, num_forwards) - fewer_forwards
+        has_replicas = any(buffer.group.size > 1 for buffer in engines.buffers)
+        reduced = (longest + 1 + num_forwards) // 2 if has_replicas else longest
+        self._reduce_at = max(reduced - fewer_forwards, self._launch_at)
+        self._step: OpenStep | None = None
+        self._completed = StepSummary()
+        self._agreement: PendingSummary | None = None
+        self._gradients: ReducedGradients | None = None
+        self._pending: PendingSummary | None = None
 
     def after_forwards(self, number: int) -> None:
         """Do what is due after a number of this step's forward passes."""
-        engines, delayed = self._engines, self._delayed
+        engines, delayed, step = self._engines, self._delayed, self._delayed.open_step
         if number == self._complete_at:
-            if delayed.open_step is not None:
-                self._completed = _complete(engines, delayed, delayed.open_step)
+            if step is not None:
+                self._step, self._completed = step, _complete(engines, delayed)
+                if engines.sync.needs_finite(step.iteration):
+                    agreement = replace(self._completed, losses={})
+                    self._agreement = _start(engines, agreement)
+                else:
+                    _launch(engines, delayed, usable=True)
             with engines.ledger.computing():
                 for buffer in engines.buffers:
                     buffer.begin_grads()
-        if number == self._launch_at and delayed.open_step is not None and self._completed is not None:
-            _launch(engines, delayed, delayed.open_step, self._completed)
+        if number == self._launch_at and self._agreement is not None:
+            _launch(engines, delayed, usable=not self._agreement.wait().not_finite)
         if number == self._reduce_at:
             with engines.ledger.computing():
-                self.gradients = delayed.take()
-            self.summary = engines.optimizer.start_summary({}, self.gradients, self._votes)
+                self._gradients = delayed.take()
+            numbers = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
+            self._pending = _start(engines, numbers)
+
+    def finish(self) -> tuple[StepSummary, ReducedGradients | None]:
+        """Wait for the sums over all ranks; return them and the gradients to apply, if they may be applied."""
+        assert self._pending is not None
+        summary = self._pending.wait()
+        if self._step is not None:
+            _tell_losses(self._delayed, self._step, summary)
+        return summary, self._gradients if self._delayed.last_usable else None
 
 
-def _complete(engines: Engines, delayed: DelayedGradients, step: OpenStep) -> PendingSummary:
-    """Complete a step's gradients after its last backward; start to agree on its losses, and whether it was finite."""
+def _start(engines: Engines, summary: StepSummary) -> PendingSummary:
+    return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
+
+
+def _complete(engines: Engines, delayed: DelayedGradients) -> StepSummary:
+    """Complete the open step's gradients after its last backward; return its losses and whether they are finite."""
+    assert delayed.open_step is not None
     if engines.channel is not None:
         end_states(engines.channel.backward.states(), keep=True)
     with engines.ledger.computing():
         not_finite = 1.0 - float(delayed.check_new())
-    summary = StepSummary(step.report_losses(), not_finite=not_finite)
-    return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
+    return StepSummary(delayed.open_step.report_losses(), not_finite=not_finite)
 
 
-def _launch(engines: Engines, delayed: DelayedGradients, step: OpenStep, completed: PendingSummary) -> None:
-    """Launch the reduction of a step's gradients, if they are finite on all ranks."""
-    summary = completed.wait()
+def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> None:
+    """Launch the reduction of the open step's gradients, if they are finite."""
+    step = delayed.open_step
+    assert step is not None
+    with engines.ledger.computing():
+        delayed.launch(step.iteration, step.loss_scale, usable=usable)
+    delayed.open_step = None
+
+
+def _tell_losses(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
+    """Fill in the losses of a step, and note whether its gradients may be applied."""
     step.losses.update(summary.mean_losses)
     delayed.last_usable = not summary.not_finite and summary.counted > 0
-    with engines.ledger.computing():
-        delayed.launch(step.iteration, step.loss_scale, usable=delayed.last_usable)
-    delayed.open_step = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.data.loader import MicroBatches, build_loader
 from megatron.data.source import SampleSource
-from megatron.optimizer.step_summary import NO_VOTES, StopVotes
+from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.chunk_program import (
     ChunkProgram,
@@ -129,7 +129,7 @@ def train_step(
     delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
         losses = report_losses(engines, passes.programs[-1])
-        new_finite = delayed.check_new() if delayed is not None else None
+        not_finite = 1.0 - float(delayed.check_new()) if delayed is not None else 0.0
         if delayed is not None:
             gradients = delayed.take()
         else:
@@ -141,7 +141,8 @@ def train_step(
             with sync_warmup.explain_errors():
                 engines.outer.sum_gradients(sync_warmup.group, iteration, loss_scale)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
-        summary = engines.optimizer.start_summary(losses, gradients, votes, new_finite).wait()
+        numbers = engines.optimizer.summarize(StepSummary(losses, not_finite=not_finite), gradients, votes)
+        summary = numbers.all_reduce(engines.topology, ledger, sync_warmup)
         totals = engines.optimizer.step(summary, gradients, lr, weight_decay, decoupled_lr, delayed=delayed is not None)
     updated = totals.grad_norm is not None
     if gradients is not None and gradients.needs_update and updated:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import LM_LOSS
+from megatron.optimizer.step_summary import StepSummary
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradient_sync import ReducedGradients, local_share
 from megatron.training.assembly import Engines
@@ -170,7 +171,8 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
         optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
     optimizer.steps = 3
     gradients = ReducedGradients(0, 1.0, freezes_variance=True)
-    summary = optimizer.start_summary({LM_LOSS: (1.0, 1.0)}, gradients).wait()
+    summary = optimizer.summarize(StepSummary({LM_LOSS: (1.0, 1.0)}), gradients)
+    summary = summary.all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
     optimizer.step(summary, gradients, lr=0.0, weight_decay=0.0)
     fillings: dict[str, float] = {}
     for piece in optimizer.shards:

@@ -139,9 +139,7 @@ class GradientSync:
         # embedding is not divided into shares.
         sums_islands = self.sync_warmup.active and not self.sync_warmup.compressed
         self._reduces_shares = self.sharded or (sums_islands and not self.plan.fused_embedding)
-        # Independent of the stage, so that either all ranks check or none.
-        points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.is_active(point, iteration))
-        self._checks_finite = any(self.plan.rounds(point).finalizes for point in points)
+        self._checks_finite = self.needs_finite(iteration)
         # A gradient that is not finite must not enter the residual of the islands' compressor.
         self._checks_finite |= self.sync_warmup.active and self.sync_warmup.compressed
         self._checks_finite &= not checked
@@ -150,6 +148,12 @@ class GradientSync:
             reducer.begin_step(iteration, scale, self._checks_finite)
         for tied in self.ties:
             tied.sync.begin_step(iteration)
+
+    def needs_finite(self, iteration: int) -> bool:
+        """Whether a compressor must not see gradients of this step that are not finite; the same on all ranks."""
+        # Independent of the stage, so that either all ranks check or none.
+        points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.is_active(point, iteration))
+        return any(self.plan.rounds(point).finalizes for point in points)
 
     def launch_signature(self) -> list[Hashable]:
         """Launch signatures of the kernels that buckets launch during backward, by chunk."""

@@ -16,6 +16,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron.optimizer.optimizer import Optimizer, StepTotals
+from megatron.optimizer.step_summary import StepSummary
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.tensor.shards import ParamSpec
@@ -56,7 +57,7 @@ class Run:
     ) -> StepTotals:
         """Take a step; ``gradients``: properties of the reduced gradients."""
         reduced = ReducedGradients(step, self.optimizer.loss_scale.scale, **gradients)
-        summary = self.optimizer.start_summary({LM_LOSS: losses}, reduced).wait()
+        summary = self.optimizer.summarize(StepSummary({LM_LOSS: losses}), reduced)
         return self.optimizer.step(summary, reduced, lr, weight_decay, decoupled_lr)
 
 
