@@ -98,7 +98,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
             figures[kind] = sum(account[kind] for account in accounts.values())
         nested = sum(accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in _IN_LAYERS if p in accounts)
         figures["compute_s"] = inside - nested
-        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", *_IN_LAYERS):
+        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "control", *_IN_LAYERS):
             figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
         return figures
 
