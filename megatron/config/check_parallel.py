@@ -136,13 +136,11 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
             raise UserError(f"--delay {parallel.delay} does not go with {problem}")
 
 
-def check_flush(
-    parallel: ParallelConfig, precision: PrecisionConfig, has_experts: bool, certificate: bool, has_epilogue: bool
-) -> None:
+def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, has_epilogue: bool) -> None:
     """Check that --no-pipeline-flush goes with the other settings; raise UserError otherwise.
 
     Args:
-        parallel, precision: resolved configuration.
+        parallel: resolved configuration.
         has_experts: layers have experts.
         certificate: the run writes a certificate.
         has_epilogue: a compressor is active in epilogues only.
@@ -157,10 +155,6 @@ def check_flush(
             "virtual stages; leave one of them out",
         ),
         (has_experts, "experts; leave one of them out"),
-        (
-            precision.fp16 and precision.loss_scale is None,
-            "a loss scale that changes between steps; use --bf16 or --loss-scale",
-        ),
         (
             has_epilogue,
             "when=epilogue, since no message is in an epilogue; leave one of them out",

@@ -142,7 +142,6 @@ class RunConfig:
         check_delay(run.parallel, run.islands.several or Point.OUTER in specs, Point.PARAM_GATHER in specs)
         check_flush(
             run.parallel,
-            run.precision,
             run.model.has_experts,
             run.checkpoint.certificate is True,
             any(spec.activation.epilogue for spec in specs.values()),

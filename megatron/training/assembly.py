@@ -99,7 +99,6 @@ class Engines:
             iteration: 0-based; -1 for an evaluation.
             seq_length: tokens of each sample, which determine the shapes of messages; None for the full length.
         """
-        scale = self.optimizer.loss_scale.scale
         self.ledger.clock.report_known()
         for observer in self.ledger.observers:
             observer.begin_step(iteration)
@@ -109,7 +108,6 @@ class Engines:
         self.expert_comm.begin_step(iteration)
         if self.channel is not None:
             self.channel.shapes = _message_shapes(self.config, self.topology.layout, seq_length)
-            self.channel.begin_step(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
         """Compressor states of this rank."""

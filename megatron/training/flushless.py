@@ -47,6 +47,7 @@ def step_without_flush(
     last = delayed.open_step
     if last is not None and (last.num_micro_batches, last.seq_length) != (len(batches), length):
         flush_pipeline(engines, timers)
+    scale = engines.optimizer.loss_scale.scale
     passes = begin_passes(engines, batches, iteration, length)
     delayed.versions.begin_step(iteration)
     updates = _Updates(engines, delayed, passes.table, votes)
@@ -58,7 +59,8 @@ def step_without_flush(
             len(batches),
             passes.loss_grad,
             updates.after_forwards,
-            span=pipeline_span(timers, ledger),
+            pipeline_span(timers, ledger),
+            scale,
         )
     delayed.versions.select(None)
     summary, gradients = updates.finish()
@@ -75,9 +77,9 @@ def step_without_flush(
     for observer in ledger.observers:
         observer.end_step()
     losses = partial(report_losses, engines, passes.programs[-1])
-    delayed.open_step = OpenStep(iteration, len(batches), length, totals.loss_scale, losses)
-    skipped = not (totals.finite and delayed.last_usable)
-    engines.plan.steps.skipped += skipped
+    delayed.open_step = OpenStep(iteration, len(batches), length, scale, losses)
+    finite = totals.finite and delayed.last_usable
+    engines.plan.steps.skipped += not finite
     metrics = StepMetrics(
         iteration=iteration + 1,
         losses=delayed.open_step.losses,
@@ -88,8 +90,9 @@ def step_without_flush(
         params_norm=totals.params_norm,
         num_zeros=totals.num_zeros,
         votes=totals.votes,
-        skipped_iterations=int(skipped),
-        finite_gradients=totals.finite and delayed.last_usable,
+        skipped_iterations=int(not finite),
+        finite_gradients=finite,
+        searches_loss_scale=not finite and totals.scale_can_fall,
     )
     if not delayed.last_usable:
         # What messages of that step have left in the codecs is not finite, either.
@@ -169,9 +172,14 @@ class _Updates:
         """Wait for the sums over all ranks; return them and the gradients to apply, if they may be applied."""
         assert self._pending is not None
         summary = self._pending.wait()
+        delayed = self._delayed
         if self._step is not None:
-            _tell_losses(self._delayed, self._step, summary)
-        return summary, self._gradients if self._delayed.last_usable else None
+            _tell_losses(delayed, self._step, summary)
+        last = delayed.last_completed
+        # An overflow under an earlier, larger scale says nothing of the present one.
+        overflows = last is not None and not last.finite and last.loss_scale <= self._engines.optimizer.loss_scale.scale
+        summary = replace(summary, not_finite=float(overflows))
+        return summary, self._gradients if delayed.last_usable else None
 
 
 def _start(engines: Engines, summary: StepSummary) -> PendingSummary:
@@ -200,4 +208,6 @@ def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> Non
 def _tell_losses(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
     """Fill in the losses of a step, and note whether its gradients may be applied."""
     step.losses.update(summary.mean_losses)
-    delayed.last_usable = not summary.not_finite and summary.counted > 0
+    step.finite = not summary.not_finite
+    step.usable = step.finite and summary.counted > 0
+    delayed.last_completed = step

@@ -122,7 +122,8 @@ def train_step(
             len(batches),
             passes.loss_grad,
             passes.signatures,
-            span=pipeline_span(timers, ledger),
+            pipeline_span(timers, ledger),
+            engines.optimizer.loss_scale.scale,
         )
     replicas = engines.topology.layout.dp * engines.sync_warmup.count
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"

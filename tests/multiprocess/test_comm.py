@@ -223,17 +223,16 @@ def _channel(scale: float) -> list[str]:
     channel = PipelineChannel(Layout(pp=2), group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
     wrong = []
     for step in range(2):
-        channel.begin_step(scale)
         positions = [Position(step, 0, m, 3) for m in range(3)]
         sending, receiving = (
             (channel.forward, channel.backward) if group.rank == 0 else (channel.backward, channel.forward)
         )
-        channel.post([Message(receiving, position, position.micro_batch) for position in positions])
+        channel.post([Message(receiving, position, position.micro_batch, scale) for position in positions])
         for position in positions:
             x = _values(position.micro_batch + 10 * group.rank, SHAPE).float() * 1e-4 * scale
-            channel.send(Message(sending, position, position.micro_batch), x)
+            channel.send(Message(sending, position, position.micro_batch, scale), x)
         for position in reversed(positions):
-            got = channel.recv(Message(receiving, position, position.micro_batch))
+            got = channel.recv(Message(receiving, position, position.micro_batch, scale))
             sent = _values(position.micro_batch + 10 * (1 - group.rank), SHAPE).float() * 1e-4 * scale
             unscaled = sent / scale if receiving.point is Point.PP_BWD else sent
             expected = unscaled.half().float() * (scale if receiving.point is Point.PP_BWD else 1.0)

@@ -18,6 +18,7 @@ from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.flushless import flush_pipeline
 from megatron.training.replica_check import disagreements
+from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
@@ -171,19 +172,64 @@ def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, lis
 
 
 @pytest.mark.parametrize(
-    ("specs", "dropped"),
-    [([], [3]), (["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"], [3, 4])],
-    ids=["exact", "codecs"],
+    ("ranks", "specs", "dropped"),
+    [
+        (2, [], [3]),
+        (2, ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"], [3, 4]),
+        (4, ["dp-grad=topk,density=0.5"], [3]),
+    ],
+    ids=["exact", "codecs", "residuals of replicas"],
 )
-def test_gradients_that_are_not_finite_are_dropped(specs: list[str], dropped: list[int]) -> None:
+def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str], dropped: list[int]) -> None:
     """Also those of the next step, whose messages have passed codecs that remember them; then codecs begin anew."""
-    for trace, num_skipped, problems in run_ranks(2, _not_finite, specs, 9, 3):
+    for trace, num_skipped, problems in run_ranks(ranks, _not_finite, specs, 9, 3):
         without_update = [0, *(step + 1 for step in dropped)]
         assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == without_update
         assert all(map(math.isfinite, trace.losses))
         assert trace.losses[-1] < trace.losses[0] - 0.05
         assert num_skipped == len(dropped)
         assert not problems
+
+
+def _without_labels(changes: Changes, steps: int, empty: int) -> tuple[list[float], list[float | None]]:
+    """Losses and norms of a run in which no label counts in step ``empty``."""
+    engines = tiny_engines(merge(PP2, DELAY, {"data": {"eod_mask_loss": True}}, changes))
+    batches, outcomes = tiny_batches(engines.config, engines.topology, masked=True), []
+    for step in range(steps):
+        step_batches = take_batches(batches, 4, engines.topology.device)
+        for batch in step_batches if step == empty else ():
+            assert batch.loss_mask_bs is not None
+            batch.loss_mask_bs.zero_()
+        outcomes.append(train_step(engines, step_batches, step, lr=3e-3, weight_decay=0.1))
+    flush_pipeline(engines, Timers())
+    return [outcome.loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]
+
+
+def test_a_step_without_labels_is_not_applied() -> None:
+    flushed, results = (run_ranks(2, _without_labels, changes, 7, 3) for changes in ({}, NO_FLUSH))
+    assert results == flushed
+    for _, norms in results:
+        assert [step for step, norm in enumerate(norms) if norm is None] == [0, 4]
+
+
+def _fp16(exponent: int, window: int) -> Trace:
+    """A run whose loss scale is too large at first, and grows after ``window`` steps."""
+    precision = {"fp16": True, "initial_loss_scale": 2.0**exponent, "hysteresis": 1, "loss_scale_window": window}
+    specs = _codecs("pp-forward=fixpoint,bits=8", "pp-backward=lowrank,rank=4")
+    return tiny_train(tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, specs, {"precision": precision})), 30)
+
+
+@pytest.mark.parametrize(("exponent", "window"), [(24, 1000), (20, 3)])
+def test_a_loss_scale_that_is_too_large_falls_until_gradients_are_finite(exponent: int, window: int) -> None:
+    for trace in run_ranks(2, _fp16, exponent, window):
+        updates = [math.isfinite(norm) for norm in trace.grad_norms]
+        first = updates.index(True)
+        assert 3 < first < 20
+        assert all(map(math.isfinite, trace.losses))
+        assert sum(updates[first:]) > (30 - first) / 2
+        assert trace.losses[-1] < trace.losses[0] - 0.05
+        # Norms are those of gradients without the scale.
+        assert max(norm for norm in trace.grad_norms if math.isfinite(norm)) < 10
 
 
 def _events(log: Path) -> list[dict[str, Any]]:

@@ -45,6 +45,8 @@ class OpenStep:
         loss_scale: the loss scale in its gradients.
         report_losses: returns the sum and the number of items of each loss on this rank, by name.
         losses: means of the losses, once all ranks know them.
+        finite: whether its gradients are finite on all ranks, once they know it.
+        usable: whether its gradients may be applied: they are finite, and the losses have items.
     """
 
     iteration: int
@@ -53,6 +55,8 @@ class OpenStep:
     loss_scale: float
     report_losses: Callable[[], dict[str, tuple[float, float]]]
     losses: dict[str, float] = field(default_factory=dict)
+    finite: bool = True
+    usable: bool = True
 
 
 class DelayedGradients:
@@ -72,8 +76,8 @@ class DelayedGradients:
         correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
         versions: parameters of the last two steps, whose passes take turns; None if pipelines are flushed.
 
-    ``open_step`` is the last step, if not all its backward passes have run; ``last_usable`` whether the gradients of
-    the step before it were finite, without a flush.
+    ``open_step`` is the last step, if not all its backward passes have run; ``last_completed`` the last step whose
+    passes have all run and of which all ranks know it.
     """
 
     def __init__(
@@ -87,8 +91,13 @@ class DelayedGradients:
         self._sync, self._buffers, self._plan = sync, buffers, plan
         self.correction, self.versions = correction, versions
         self.open_step: OpenStep | None = None
-        self.last_usable = True
+        self.last_completed: OpenStep | None = None
         self.in_flight: InFlightGradients | None = None
+
+    @property
+    def last_usable(self) -> bool:
+        """Whether the gradients of ``last_completed`` may be applied."""
+        return self.last_completed is None or self.last_completed.usable
 
     def check_new(self) -> Tensor:
         """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""

@@ -53,11 +53,19 @@ class Direction:
 
 @dataclass(frozen=True)
 class Message:
-    """Address of a pipeline message: direction, position, and key of the content (see ``Codec``)."""
+    """Address of a pipeline message.
+
+    Args:
+        way: direction.
+        position: position in the run.
+        key: key of the content (see ``Codec``).
+        scale: loss scale in the step's gradients.
+    """
 
     way: Direction
     position: Position
     key: Hashable
+    scale: float = 1.0
 
 
 class PipelineChannel:
@@ -94,13 +102,8 @@ class PipelineChannel:
         self.dtype = dtype
         self.device = device
         self.tensor_comm = tensor_comm
-        self._scale = 1.0
         self.forward = Direction(Point.PP_FWD, forward_link)
         self.backward = Direction(Point.PP_BWD, backward_link)
-
-    def begin_step(self, scale: float) -> None:
-        """Begin a step, with the loss scale of its gradients."""
-        self._scale = scale
 
     def states(self) -> Iterator[CompressorState]:
         """Codec states of this rank's senders and receivers."""
@@ -132,12 +135,13 @@ class PipelineChannel:
         # ``should_compress`` takes the dtype before widening.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 
-    def _input_format(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
+    def _input_format(self, message: Message, codec: Codec) -> tuple[torch.dtype, float]:
         """Dtype of a codec's input, fp32 (or fp64) unless the codec takes any dtype, and the loss scale to remove."""
-        if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
+        backward = message.way.point is Point.PP_BWD
+        if codec.traits.exact or not (backward or codec.traits.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return wide, self._scale if way.point is Point.PP_BWD else 1.0
+        return wide, message.scale if backward else 1.0
 
     def launch_signature(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
         """Launch signatures of a step's messages on this rank, one for each sender and receiver.
@@ -159,7 +163,7 @@ class PipelineChannel:
                 keys.setdefault(codec, []).append(message.key)
             shape = self.shapes[boundary]
             of_codecs = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
-            signature = end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(of_codecs)
+            signature = end, tuple(shape), messages[0].scale == 1.0, tuple(codecs), tuple(of_codecs)
             signatures.append(None if None in of_codecs else signature)
         if self.tensor_comm is not None:
             signatures += [
@@ -178,7 +182,7 @@ class PipelineChannel:
             for state in way.sent.values():
                 self.plan.codec(way.point).begin_step(state)
         codec = self._codec(way, position)
-        dtype, scale = self._input_format(way, codec)
+        dtype, scale = self._input_format(message, codec)
         with self.ledger.encoding(way.point):
             wide = x.detach().to(dtype)
             state = way.sent.setdefault(position.boundary, CompressorState())
@@ -206,7 +210,7 @@ class PipelineChannel:
             way, position = message.way, message.position
             codec = self._codec(way, position)
             state = way.received.setdefault(position.boundary, CompressorState())
-            dtype, _ = self._input_format(way, codec)
+            dtype, _ = self._input_format(message, codec)
             shape = self.shapes[position.boundary]
             payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
         for message, payload in zip(messages, payloads, strict=True):
@@ -236,7 +240,7 @@ class PipelineChannel:
         if not pending.waited:
             self.ledger.wait_for(way.point, pending)
         codec = self._codec(way, position)
-        dtype, scale = self._input_format(way, codec)
+        dtype, scale = self._input_format(message, codec)
         with self.ledger.decoding(way.point):
             x = codec.decode(payload, self.shapes[position.boundary], dtype, way.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)

@@ -118,6 +118,7 @@ class PipelineEngine:
         loss_grad: Tensor | None,
         signatures: Sequence[Hashable],
         span: Span = lambda name, op: nullcontext(),
+        scale: float = 1.0,
     ) -> None:
         """Runs a step.
 
@@ -130,11 +131,12 @@ class PipelineEngine:
             signatures: launch signatures (``first_launches``) of the programs; the engine adds those of the messages.
             span: times the sections forward-recv, forward-compute and forward-send, likewise for backward, and
                 weight-compute.
+            scale: loss scale in ``loss_grad``.
         """
         assert self._open_step is None, "flush first"
         ops = table.schedules[self.stage]
         messages = StepMessages(
-            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, table.epilogues
+            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, table.epilogues, scale
         )
         step = _Step(messages, ops, loss_grad)
         self.weight_grads.begin_step(bool(step.separate))
@@ -162,6 +164,7 @@ class PipelineEngine:
         loss_grad: Tensor,
         after_forwards: Callable[[int], None],
         span: Span = lambda name, op: nullcontext(),
+        scale: float = 1.0,
     ) -> None:
         """Run a step of 1F1B whose last backward passes follow the first forward passes of the next step.
 
@@ -171,7 +174,7 @@ class PipelineEngine:
         part of an epilogue.
 
         Args:
-            table, programs, iteration, num_micro_batches, loss_grad, span: see ``run``.
+            table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
             after_forwards: called with the number of forward passes after which this rank stands, from 0 on, each time
                 with the backward pass that follows the forward pass. When the last step's last backward has run, the
                 number is ``count_warm_up``.
@@ -179,7 +182,9 @@ class PipelineEngine:
         ops = table.schedules[self.stage]
         warm_up = count_warm_up(ops)
         never = (frozenset[PipelineOp](),) * len(table.epilogues)
-        messages = StepMessages(self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, never)
+        messages = StepMessages(
+            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, never, scale
+        )
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
         self.weight_grads.begin_step(separate=False)
         if self._receives is None:

@@ -48,6 +48,7 @@ class StepMessages:
         num_micro_batches: number of micro-batches in the step.
         programs: programs of this rank's chunks.
         epilogues: for every stage the operations with exposed messages.
+        scale: loss scale in the step's gradients.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class StepMessages:
     num_micro_batches: int
     programs: Sequence[StageProgram]
     epilogues: Sequence[frozenset[PipelineOp]]
+    scale: float = 1.0
     _handed_over: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
 
     def boundary(self, op: PipelineOp, incoming: bool) -> int | None:
@@ -87,7 +89,7 @@ class StepMessages:
             late = PipelineOp(Pass.BACKWARD, chunk, op.micro_batch) in self.epilogues[rank]
         position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
         way = self.channel.forward if op.is_forward else self.channel.backward
-        return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary))
+        return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary), self.scale)
 
     def expect(self, op: PipelineOp) -> None:
         """Announce the message that an operation will send, so that its codec can prefetch."""

@@ -224,7 +224,6 @@ def _rank(
             ]
             table = engine.get_timetable(None if evaluates else case.kind, count)
             engine.channel.shapes = [case.shape(step)] * (case.layout.num_virtual_stages - 1)
-            engine.channel.begin_step(1.0)
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):
                 engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
