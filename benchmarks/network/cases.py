@@ -120,10 +120,14 @@ DELAYED = tuple(
     for prompt in (FP32, BF16_SUMS, FIXPOINT_SUMS, POWERSGD_32)
     for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late", delay=1))
 )
-FLUSHLESS = tuple(
-    case
-    for prompt in (DELTA, DELTA_EAGER, FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"))
-    for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late, no flush", delay=1, flush=False))
+FLUSHLESS = (
+    *(
+        case
+        for prompt in (DELTA, DELTA_EAGER, FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"))
+        for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late, no flush", delay=1, flush=False))
+    ),
+    NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
+    NetworkCase("delta 4, fixpoint 8, auto schedule", DELTA.specs, "auto"),
 )
 
 
@@ -214,6 +218,7 @@ class Bench:
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
     "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), FLUSHLESS),
+    "pp8-flush": Bench(8, 1, 1, 8, (8, 512, 256), 16, tuple(aqsgd_pipeline()), FLUSHLESS),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
