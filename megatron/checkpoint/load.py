@@ -200,6 +200,7 @@ def load_tensors(
     *,
     allow_unexpected: bool | Callable[[str], bool] = False,
     differing: Collection[str] = (),
+    reads_data: bool = True,
     log: Log = silent,
 ) -> list[str]:
     """Load tensors into the memory that ``tensors`` describes. A collective call on the group.
@@ -216,6 +217,7 @@ def load_tensors(
         allow_unexpected: checkpoint tensors that may be omitted even if ``strict``: True for all, or a function that
             is true for their names.
         differing: model flags with other values than in the checkpoint, if known.
+        reads_data: False to check names and shapes only.
         log: prints progress lines, on rank 0.
 
     Returns:
@@ -253,6 +255,9 @@ def load_tensors(
         shared = {name: kinds for name, kinds in requested.items() if name in manifest.tensors}
         _check_model(folder, manifest, shared, True, differing)
     present = {name for name in requested if name in manifest.tensors}
+    missing = sorted(name for name in requested if name not in present)
+    if not reads_data:
+        return missing
     # Each rank checks a contiguous share of the items, of about equal bytes.
     present_items = manifest.items_of(present)
     total = max(1, sum(item.length for item in present_items))
@@ -276,7 +281,7 @@ def load_tensors(
     with torch.no_grad():
         dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     _raise_damage(root, iteration, group, reader.problem)
-    return sorted(name for name in requested if name not in present)
+    return missing
 
 
 def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:

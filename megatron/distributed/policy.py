@@ -123,12 +123,13 @@ class CompressionPlan:
 
         Args:
             point: a point with a compressor.
-            spec: the same compressor with other options; None for exact traffic.
+            spec: the same compressor with other options, also after exact traffic; None for exact traffic.
             text: the value of ``--compress``; unused for exact traffic.
         """
         if spec is None:
             self._turned_off.add(point)
             return
+        self._turned_off.discard(point)
         self.substitutes[point] = text
         assert spec.name == self.specs[point].name
         self.specs[point] = spec

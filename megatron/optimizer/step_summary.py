@@ -17,14 +17,16 @@ from megatron.parallel.data.sync_warmup import SyncWarmup
 
 @dataclass(frozen=True)
 class StopVotes:
-    """Number of ranks that ask to stop the run, by reason.
+    """Number of ranks that ask to stop the run, or to pause it, by reason.
 
     Args:
+        choice: the compressors are to be chosen again.
         duration: the time limit is over.
         signal: a signal has come.
         kill_switch: the kill-switch file exists.
     """
 
+    choice: float = 0.0
     duration: float = 0.0
     signal: float = 0.0
     kill_switch: float = 0.0

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -43,7 +44,9 @@ from megatron.planner.cluster import Cluster, Device
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Predictor
 from megatron.planner.suggestions import suggestions
+from megatron.training.loss_guard import LossGuard
 from megatron.training.saved_run import SavedRun
+from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.trial_steps import SetTime
 
 CHOICE = "compression_choice"
@@ -72,18 +75,41 @@ def check_auto(config: RunConfig, world_size: int) -> None:
         plannable(config, world_size)
     except UserError as error:
         raise UserError(f"--compress auto: cannot predict this run ({error}); name the specs") from error
+    if config.compression.compress_adapt and (config.checkpoint.save is None or config.checkpoint.no_save_optim):
+        raise UserError("--compress-adapt: a run saves itself before it chooses again; add --save, all of it")
 
 
-def with_chosen_compressors(
+def keep_choice(
+    config: RunConfig, topology: Topology, saved: SavedRun | None, log: Callable[[str], None]
+) -> RunConfig | None:
+    """The configuration with the specs of the user and those that the checkpoint's run chose; None if ``--compress
+    auto`` has to choose. A collective call.
+
+    Args:
+        config: resolved configuration.
+        topology: the ranks.
+        saved: the checkpoint that the run begins with, if any.
+        log: prints lines for the user, on one rank.
+
+    Raises:
+        UserError: on every rank, when the checkpoint's values are damaged.
+    """
+    if not config.compression.is_auto:
+        return config
+    if saved is None or config.checkpoint.finetune:
+        return None
+    return together(topology.control.pg, lambda: _kept_config(config, topology, saved, log))
+
+
+def choose_compressors(
     config: RunConfig,
     topology: Topology,
     env: LaunchEnvironment,
     vocab_size: int,
-    saved: SavedRun | None,
     time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool], Sequence[SetTime]] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
-    """Choose the compressors of ``--compress auto``, or keep those of the checkpoint. A collective call.
+    """Choose the compressors of ``--compress auto``. A collective call.
 
     The planner predicts all sets of compressors with measured rates; then training steps are timed with the best and
     without any.
@@ -93,25 +119,17 @@ def with_chosen_compressors(
         topology: the ranks.
         env: environment of this process.
         vocab_size: entries of the vocabulary.
-        saved: the checkpoint that the run begins with, if any.
         time_sets: times training steps with several configurations of predicted times, the first without compressors;
             with or without the engines of all at the same time. None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
-        The configuration with the chosen specs, the same on all ranks; and the choice, unless it was the checkpoint's
-        or the user's.
+        The configuration with the chosen specs, the same on all ranks; and the choice, if there was any.
 
     Raises:
         UserError: on every rank, when the run cannot be predicted.
     """
-    if not config.compression.is_auto:
-        return config, None
     group, user_specs = topology.control.pg, config.compression.spec_texts
-    if saved is not None and not config.checkpoint.finetune:
-        kept_config = together(group, lambda: _kept_config(config, topology, saved, log))
-        if kept_config is not None:
-            return kept_config, None
     if time_sets is None:
         log("--compress auto: chooses nothing, since no step is left to train")
         return _with_choice(config, [], topology), None
@@ -146,13 +164,18 @@ def with_chosen_compressors(
     return _with_choice(config, chosen.specs, topology), result
 
 
-def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) -> dict[str, Any]:
+def describe_choice(
+    config: RunConfig,
+    layout: Layout,
+    plan: CompressionPlan,
+    loss_guard: LossGuard | None = None,
+    time_check: StepTimeCheck | None = None,
+) -> dict[str, Any]:
     """Describe the chosen specs, or what has replaced them, for checkpoints, with the layout and the budget that they
-    were chosen for; empty without ``--compress auto``."""
+    were chosen for, and what their checks have found; empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}
-    budget = compression.max_loss_increase
     specs = {Point(point_name(spec)): spec for spec in compression.chosen_specs}
     specs |= {point: text for point, text in plan.substitutes.items() if point in specs}
     turned_off = [point.value for point in specs if plan.is_turned_off(point)]
@@ -160,22 +183,46 @@ def describe_choice(config: RunConfig, layout: Layout, plan: CompressionPlan) ->
         "specs": list(specs.values()),
         "turned_off": turned_off,
         "layout": _sizes(layout),
-        "max_loss_increase": budget,
+        "max_loss_increase": compression.max_loss_increase,
+        "adapts": compression.compress_adapt,
+        "loss_checks": {} if loss_guard is None else loss_guard.state_dict(),
+        "s_per_token": None if time_check is None else time_check.expected_s_per_token,
     }
+
+
+@dataclass(frozen=True)
+class SavedChecks:
+    """What the checks of a choice had found when the checkpoint was saved.
+
+    Args:
+        loss: value of ``LossGuard.state_dict``, by point.
+        s_per_token: expected seconds of a step over its tokens; None if they were not known yet.
+    """
+
+    loss: Mapping[str, Values] = field(default_factory=dict)
+    s_per_token: float | None = None
+
+
+def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> SavedChecks:
+    """Turn the compressors off that were turned off in the checkpoint's run, in a run that keeps its choice, and return
+    what the checks had found.
+
+    Raises:
+        UserError: when the checkpoint's values are damaged.
+    """
+    chosen_points = {point_name(spec) for spec in config.compression.chosen_specs}
+    choice = Values(saved.common[CHOICE], config.checkpoint.source, _REMEDY)
+    for point in _turned_off(choice):
+        if point.value in chosen_points:
+            plan.substitute(point, None)
+    checks = Values(choice.table("loss_checks", {}), config.checkpoint.source, _REMEDY)
+    loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
+    return SavedChecks(loss, choice.number("s_per_token") if choice.has("s_per_token") else None)
 
 
 def specs_in_use(choice: Mapping[str, Any]) -> list[str]:
     """Specs of a description from ``describe_choice`` whose compressors are not turned off."""
     return [spec for spec in choice["specs"] if point_name(spec) not in choice["turned_off"]]
-
-
-def turn_off_as_saved(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> None:
-    """Turn the compressors off that were turned off in the checkpoint's run, in a run that keeps its choice."""
-    chosen_points = {point_name(spec) for spec in config.compression.chosen_specs}
-    if chosen_points:
-        for point in _turned_off(Values(saved.common[CHOICE], config.checkpoint.source, _REMEDY)):
-            if point.value in chosen_points:
-                plan.substitute(point, None)
 
 
 def _turned_off(choice: Values) -> list[Point]:
@@ -214,7 +261,7 @@ def _kept_config(
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
     reason, kept_config = "", None
-    if config.compression.compress_adapt:
+    if config.compression.compress_adapt and not values.flag("adapts", False):
         reason = "--compress-adapt is given"
     elif sizes != _sizes(topology.layout):
         reason = "the layout has changed"

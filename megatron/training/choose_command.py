@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compression = parsed.config.compression
         if not compression.is_auto:
             compression = replace(compression, compress=[*compression.compress, "auto"])
+        compression = replace(compression, compress_adapt=False)
         checkpoint = replace(parsed.config.checkpoint, save=None, load=None)
         parsed.config = replace(parsed.config, compression=compression, checkpoint=checkpoint)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)

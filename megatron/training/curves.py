@@ -58,6 +58,13 @@ class CurveSink(Sink, ABC):
         values = {**metrics.losses, **drop_missing(optional), **imbalances}
         self._curves(metrics.iteration, values, samples=metrics.consumed_samples)
 
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        if kind == "loss_check":
+            curves = {"expected loss increase in percent": values["expected_increase"]}
+            curves |= {f"expected loss increase in percent/{name}": cost for name, cost in values["points"].items()}
+            curves |= {f"compressor setting/{name}": position for name, position in values["settings"].items()}
+            self._curves(iteration, curves)
+
     def window(self, metrics: StepMetrics) -> None:
         seconds = {"iteration-time": metrics.seconds_per_iteration}
         self._curves(metrics.iteration, seconds, samples=metrics.consumed_samples, tokens=metrics.consumed_tokens)
@@ -218,6 +225,7 @@ class WandbSink(CurveSink):
             ) from error
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        super().event(kind, iteration, values)
         if kind == "config":
             self._try(lambda: self._run.config.update(dict(values), allow_val_change=True))
 

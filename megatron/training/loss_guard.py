@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+from megatron.base.values import Values
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -20,18 +24,46 @@ from megatron.training.evaluation import evaluate
 from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch
 
+_EXACT = CandidateSpec("", 0.0)
+"""Exact traffic, behind the gentlest setting."""
+
+CALM_CHECKS = 5
+"""Successive checks that must find room for a bolder setting before it is taken."""
+
+_CALM_SHARE = 2 / 3
+"""A bolder setting has room if its measured increase of the loss is at most this share of what the budget leaves to its
+point. Settings go when they exceed all of it: what lies between changes nothing."""
+
+_MOST_BREAKS = 2
+"""A setting that has exceeded the budget so many times is not taken again."""
+
 
 @dataclass
 class _GuardedPoint:
     """A point with a chosen compressor.
 
     Args:
-        candidate: its setting, as declared.
-        gentler: declared settings with a lower cost, with their specs, from the boldest to the gentlest.
+        settings: declared settings with their specs, from the one that was chosen to the gentlest.
+        position: index of the setting in use; behind the last for exact traffic.
+        breaks: how many times each setting has exceeded the budget.
+        calm_checks: latest successive checks that found room for the next bolder setting.
     """
 
-    candidate: CandidateSpec
-    gentler: list[tuple[CandidateSpec, Spec]]
+    settings: list[tuple[CandidateSpec, Spec]]
+    position: int
+    breaks: list[int]
+    calm_checks: int = 0
+
+    @property
+    def candidate(self) -> CandidateSpec:
+        """The setting in use, as declared."""
+        return self.settings[self.position][0] if self.position < len(self.settings) else _EXACT
+
+    @property
+    def bolder(self) -> CandidateSpec | None:
+        """The next bolder setting; None if it has exceeded the budget too often, or none was chosen."""
+        position = self.position - 1
+        return self.settings[position][0] if position >= 0 and self.breaks[position] < _MOST_BREAKS else None
 
 
 class LossGuard:
@@ -44,15 +76,24 @@ class LossGuard:
       the mean increase was measured: the increase then grows in proportion.
 
     If the sum over the points exceeds the budget, the point with the greatest increase takes the next gentler setting
-    of its compressor, or exact traffic if there is none.
+    of its compressor, or exact traffic if there is none. If instead ``CALM_CHECKS`` checks in a row find room for the
+    setting before, the point goes back to it: never beyond the setting that was chosen, and not to a setting that has
+    exceeded the budget twice.
 
     Args:
         engines: engines of this rank.
         batches: this rank's micro-batches of the held-out samples.
         length: length of the run, for warm-ups in fractions of it.
+        saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
     """
 
-    def __init__(self, engines: Engines, batches: Sequence[Batch], length: RunLength) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        batches: Sequence[Batch],
+        length: RunLength,
+        saved: Mapping[str, Values] = MappingProxyType({}),
+    ) -> None:
         compression = engines.config.compression
         self.interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
         self._engines = engines
@@ -69,14 +110,14 @@ class LossGuard:
         for text in compression.chosen_specs:
             spec, point = read(text), Point(point_name(text))
             ladder = candidates_of(registry, spec.name, point, engines.config.model.hidden_size)
-            candidate = next((candidate for candidate in ladder if candidate.spec == text), None)
-            if candidate is None or engines.plan.is_turned_off(point):
+            if text not in [candidate.spec for candidate in ladder]:
                 continue  # an earlier version's setting, or one without further cost
-            lower = [(rung, read(rung.spec)) for rung in ladder if rung.increase < candidate.increase]
             # Groups are split by node, or not, for the whole run.
-            lower = [pair for pair in lower if _is_in_levels(pair[1]) == _is_in_levels(spec)]
-            lower.sort(key=lambda pair: pair[0].increase, reverse=True)
-            self._points[point] = _GuardedPoint(candidate, lower)
+            settings = [(candidate, read(candidate.spec)) for candidate in ladder]
+            settings = [pair for pair in settings if _is_in_levels(pair[1]) == _is_in_levels(spec)]
+            self._points[point] = _guard_point(
+                settings, text, engines.plan.is_turned_off(point), saved.get(point.value)
+            )
             if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
                 self._forward_points.append(point)
 
@@ -86,54 +127,106 @@ class LossGuard:
         compression = engines.config.compression
         return bool(compression.chosen_specs) and compression.loss_check_interval > 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the checks have found so far, by point."""
+        return {
+            point.value: {
+                "chosen": guarded.settings[0][0].spec,
+                "breaks": list(guarded.breaks),
+                "calm_checks": guarded.calm_checks,
+            }
+            for point, guarded in self._points.items()
+        }
+
     def is_due(self, iteration: int) -> bool:
         """Whether a check is due after an iteration (1-based)."""
         return bool(self._points) and iteration % self.interval == 0
 
     def check(self) -> Finding:
-        """Estimate the increase of the loss, and replace a compressor if it exceeds the budget. A collective call."""
+        """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
+        it. A collective call."""
         costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
-        for point, measured in (*self._forward_costs().items(), *self._residual_costs().items()):
-            costs[point] = max(costs[point], measured)
+        measured, bolder_measured = self._measure()
+        for point, cost in measured.items():
+            costs[point] = max(costs[point], cost)
         total = sum(costs.values())
-        worst = max(costs, key=lambda point: costs[point]).value if total > self._budget else ""
         # All ranks take the decision of rank 0: their sums may round differently.
-        eased = gather_texts(self._engines.topology.control.pg, worst)[0]
-        line = None
-        if eased:
+        text = json.dumps(self._decide(costs, bolder_measured))
+        decision = json.loads(gather_texts(self._engines.topology.control.pg, text)[0])
+        for name, count in decision["calm_checks"].items():
+            self._points[Point(name)].calm_checks = count
+        eased, emboldened, line = decision["eased"], decision["emboldened"], None
+        if eased or emboldened:
             costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
+            place = "above" if eased else f"in {CALM_CHECKS} checks far below"
             line = (
-                f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), above "
-                f"--max-loss-increase {self._budget:g}: {self._ease(Point(eased))}"
+                f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {place} "
+                f"--max-loss-increase {self._budget:g}: {self._move(Point(eased or emboldened), 1 if eased else -1)}"
             )
-        values = {"expected_increase": total, "points": {point.value: cost for point, cost in costs.items()}}
-        return Finding("loss_check", {**values, "eased": eased or None}, line)
+        values = {
+            "expected_increase": total,
+            "points": {point.value: cost for point, cost in costs.items()},
+            "settings": {point.value: guarded.position for point, guarded in self._points.items()},
+        }
+        return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
 
-    def _ease(self, point: Point) -> str:
-        """Replace the compressor of a point by a gentler setting, and describe the change."""
-        guarded, plan = self._points[point], self._engines.plan
-        if not guarded.gentler:
-            del self._points[point]
-            if point in self._forward_points:
-                self._forward_points.remove(point)
-            plan.substitute(point, None)
+    def _decide(self, costs: Mapping[Point, float], bolder_measured: Mapping[Point, float]) -> dict[str, Any]:
+        """The point that takes a gentler setting, or a bolder one, if any; and the calm checks of all points."""
+        total, eased, emboldened = sum(costs.values()), None, None
+        calm_checks = dict.fromkeys(costs, 0)
+        if total > self._budget:
+            eased = max(costs, key=lambda point: costs[point])
+        else:
+            for point, guarded in self._points.items():
+                room, bolder = self._budget - (total - costs[point]), guarded.bolder
+                if bolder is not None and bolder.increase <= room:
+                    increase = bolder_measured.get(point, bolder.mean_increase)
+                    calm_checks[point] = guarded.calm_checks + 1 if increase <= _CALM_SHARE * room else 0
+            calmest = max(calm_checks, key=lambda point: calm_checks[point])
+            if calm_checks[calmest] >= CALM_CHECKS:
+                emboldened = calmest
+                calm_checks = dict.fromkeys(costs, 0)  # the others have less room from now on
+        return {
+            "eased": eased and eased.value,
+            "emboldened": emboldened and emboldened.value,
+            "calm_checks": {point.value: count for point, count in calm_checks.items()},
+        }
+
+    def _move(self, point: Point, step: int) -> str:
+        """Go to the next gentler setting of a point (1), or the next bolder one (-1), and describe the change."""
+        guarded = self._points[point]
+        if step > 0:
+            guarded.breaks[guarded.position] += 1
+        guarded.position += step
+        self._put(point, guarded.position)
+        if guarded.candidate is _EXACT:
             return f"{point.value} goes on uncompressed"
-        guarded.candidate, spec = guarded.gentler.pop(0)
-        plan.substitute(point, spec, guarded.candidate.spec)
         return f"{point.value} goes on with {guarded.candidate.spec.partition('=')[2]}"
 
-    def _forward_costs(self) -> dict[Point, float]:
-        """Increase of the loss on held-out samples, in percent, by compressing at each point of forward messages."""
-        if not self._forward_points:
-            return {}
-        exact_loss = self._loss(None)
-        losses = {point: self._loss(point) for point in self._forward_points}
+    def _put(self, point: Point, position: int) -> None:
+        """Put a setting of a point, or behind the last exact traffic, in the place of that in use."""
+        plan, settings = self._engines.plan, self._points[point].settings
+        candidate, spec = settings[min(position, len(settings) - 1)]
+        plan.substitute(point, spec, candidate.spec)
+        if position == len(settings):
+            plan.substitute(point, None)
+
+    def _measure(self) -> tuple[dict[Point, float], dict[Point, float]]:
+        """Measured increase of the loss, in percent, with the settings in use, and with the next bolder ones."""
+        measured, bolder_measured = self._residual_costs()
+        points = {point: self._points[point] for point in self._forward_points}
+        compressed = [point for point, guarded in points.items() if guarded.candidate is not _EXACT]
+        eased = [point for point, guarded in points.items() if guarded.bolder is not None]
+        exact_loss = self._loss(None) if compressed or eased else math.nan
         if not math.isfinite(exact_loss) or exact_loss <= 0.0:
-            return {}
-        return {
-            point: 100.0 * (loss / exact_loss - 1.0) if math.isfinite(loss) else math.inf
-            for point, loss in losses.items()
-        }
+            return measured, bolder_measured | dict.fromkeys(eased, math.inf)
+        for point in compressed:
+            measured[point] = _increase(self._loss(point), exact_loss)
+        for point in eased:
+            self._put(point, points[point].position - 1)
+            bolder_measured[point] = _increase(self._loss(point), exact_loss)
+            self._put(point, points[point].position)
+        return measured, bolder_measured
 
     def _loss(self, compressed_point: Point | None) -> float:
         """Loss on the held-out samples, with compressed forward messages at one point or at none."""
@@ -143,11 +236,12 @@ class LossGuard:
         plan.evaluation_overrides = {}
         return next(iter(losses.values()))
 
-    def _residual_costs(self) -> dict[Point, float]:
-        """Expected increase of the loss, in percent, by the residuals of reduced gradients."""
+    def _residual_costs(self) -> tuple[dict[Point, float], dict[Point, float]]:
+        """Expected increase of the loss, in percent, by the residuals of reduced gradients; with the setting in use,
+        and with the next bolder one."""
         guarded = self._points.get(Point.DP_GRAD)
         if guarded is None or not guarded.candidate.residual:
-            return {}
+            return {}, {}
         gradient = residual = 0.0
         for reducer in self._engines.sync.reducers:
             for _, state in reducer.residuals():
@@ -157,11 +251,42 @@ class LossGuard:
         rows = gather_rows(self._engines.topology.control, self._engines.ledger, [gradient, residual])
         gradient, residual = (sum(column) for column in zip(*rows, strict=True))
         if not gradient or not math.isfinite(gradient):
-            return {}
+            return {}, {Point.DP_GRAD: math.inf}
         if not math.isfinite(residual):
-            return {Point.DP_GRAD: math.inf}
+            return {Point.DP_GRAD: math.inf}, {Point.DP_GRAD: math.inf}
         ratio = residual / gradient / guarded.candidate.residual**2
-        return {Point.DP_GRAD: guarded.candidate.mean_increase * ratio}
+        bolder_mean = 0.0 if guarded.bolder is None else guarded.bolder.mean_increase
+        return {Point.DP_GRAD: guarded.candidate.mean_increase * ratio}, {Point.DP_GRAD: bolder_mean * ratio}
+
+
+def _guard_point(
+    ladder: Sequence[tuple[CandidateSpec, Spec]], text: str, is_exact: bool, saved: Values | None
+) -> _GuardedPoint:
+    """A point with its settings and the results of earlier checks.
+
+    Args:
+        ladder: the compressor's declared settings.
+        text: the setting in use, or that in use before exact traffic.
+        is_exact: whether the traffic is exact.
+        saved: the point's state in the checkpoint; None for a setting that was chosen now.
+    """
+    increases = {candidate.spec: candidate.increase for candidate, _ in ladder}
+    chosen = text if saved is None else saved.text("chosen")
+    if increases.get(chosen, 0.0) < increases[text]:
+        chosen = text  # the settings are of an earlier version
+    settings = [pair for pair in ladder if pair[0].spec == chosen or pair[0].increase < increases[chosen]]
+    settings.sort(key=lambda pair: pair[0].increase, reverse=True)
+    texts = [candidate.spec for candidate, _ in settings]
+    position = len(settings) if is_exact else texts.index(text)
+    breaks = [] if saved is None else saved.integers("breaks")
+    if saved is None or len(breaks) != len(settings):
+        return _GuardedPoint(settings, position, [0] * len(settings))
+    return _GuardedPoint(settings, position, breaks, saved.integer("calm_checks", least=0))
+
+
+def _increase(loss: float, exact_loss: float) -> float:
+    """Increase of a loss over the exact one, in percent."""
+    return 100.0 * (loss / exact_loss - 1.0) if math.isfinite(loss) else math.inf
 
 
 def _is_in_levels(spec: Spec) -> bool:

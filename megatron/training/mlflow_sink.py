@@ -78,6 +78,7 @@ class MlflowSink(CurveSink):
         return run_id
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        super().event(kind, iteration, values)
         if kind == "config" and self._describes:
             params = [self._param(name, str(value)[:_LONGEST_VALUE]) for name, value in _flat("", values)]
             for begin in range(0, len(params), _BATCH):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,10 @@ from megatron.training.assembly import Engines
 from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
 from megatron.training.changed_samples import SECTIONS, sample_warnings
+from megatron.training.loss_guard import LossGuard
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
+from megatron.training.step_time_check import StepTimeCheck
 
 
 class RunCheckpoints:
@@ -57,6 +59,7 @@ class RunCheckpoints:
         log: prints lines for the user, on rank 0.
         lock: lock of the folder of ``--save``, on rank 0.
         certificate: collects the statements of ``--certificate``; None without.
+        loss_guard, time_check: checks of compressors that the run has chosen; None without any.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class RunCheckpoints:
         log: Callable[[str], None],
         lock: FolderLock | None = None,
         certificate: RunCertificate | None = None,
+        loss_guard: LossGuard | None = None,
+        time_check: StepTimeCheck | None = None,
     ) -> None:
         self.run_config = config = engines.config
         self.config = config.checkpoint
@@ -90,6 +95,8 @@ class RunCheckpoints:
             engines.outer,
         )
         self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
+        describe = partial(describe_choice, config, layout, engines.plan, loss_guard, time_check)
+        self.stateful_parts.register_value(CHOICE, describe, None, Scope.DESCRIPTION)
         self.stateful_parts.register("certificate", self.certificate_record, Scope.LOGS)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
@@ -174,12 +181,13 @@ class RunCheckpoints:
                 return step if self.run_config.islands.several else f"--load {folder} {step}"
         return None
 
-    def load(self, saved: SavedRun, islands: Sequence[str] = ()) -> None:
+    def load(self, saved: SavedRun, islands: Sequence[str] = (), reads_data: bool = True) -> None:
         """Restore a checkpoint of ``--load``.
 
         Args:
             saved: the checkpoint.
             islands: folders of all islands that saved it, if this run has other islands; its own folder comes last.
+            reads_data: False to check only, with engines for nothing else, whether it can be loaded.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -187,7 +195,7 @@ class RunCheckpoints:
         root = self.config.load
         assert root is not None
         try:
-            self._restore(root, saved, islands)
+            self._restore(root, saved, islands, reads_data)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -221,7 +229,7 @@ class RunCheckpoints:
         self._sync_weights(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
-    def _restore(self, root: str, saved: SavedRun, islands: Sequence[str]) -> None:
+    def _restore(self, root: str, saved: SavedRun, islands: Sequence[str], reads_data: bool) -> None:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
         if not weights_only:
@@ -253,11 +261,10 @@ class RunCheckpoints:
 
         saved_model = together(self.group, lambda: saved_section(root, iteration, "model"))
         differing = differing_flags(self.run_config.model, saved_model, self.config.moe_use_upcycling)
-        load_tensors(
-            root, iteration, tensors, self.group, allow_unexpected=unused, differing=differing.keys(), log=self.log
-        )
+        load = partial(load_tensors, root, iteration, tensors, self.group, log=self.log)
+        load(allow_unexpected=unused, differing=differing.keys(), reads_data=reads_data)
         self._sync_weights(saved_main)
-        if not weights_only:
+        if reads_data and not weights_only:
             # Residuals of several islands are averaged, so that their sum over the number of islands does not
             # change.
             folders = islands or (root,)
@@ -382,12 +389,6 @@ def _stateful_parts(
         Scope.OPTIMIZER,
     )
     stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
-    stateful.register_value(
-        CHOICE,
-        lambda: describe_choice(engines.config, engines.topology.layout, engines.plan),
-        None,
-        Scope.DESCRIPTION,
-    )
     stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     stateful.register_value(
         "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER

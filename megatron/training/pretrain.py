@@ -34,39 +34,32 @@ from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.process_group import LaunchEnvironment, pick_device
 from megatron.distributed.topology import Topology, build_topology, single_process
-from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
-from megatron.training.announce import log_config, log_engines, rank_0_log
-from megatron.training.assembly import build_engines, groups_by_node, make_layout
-from megatron.training.auto_compression import check_auto, turn_off_as_saved, with_chosen_compressors
-from megatron.training.certificate import RunCertificate
-from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.announce import log_config, rank_0_log
+from megatron.training.assembly import groups_by_node, make_layout
+from megatron.training.auto_compression import (
+    check_auto,
+)
+from megatron.training.compression_notes import run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
 from megatron.training.evaluation import test_sets, validation_sets
 from megatron.training.islands import (
-    begin_rounds,
-    folders_of_others,
-    meet_islands,
     of_island,
     reach_islands,
     refusing,
 )
 from megatron.training.kernel_check import check_kernels
-from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
-from megatron.training.report import Reporter
 from megatron.training.run_plan import Judge, RunPlan
+from megatron.training.run_segment import RunParts, choose_or_keep, resuming_config, train_segment
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
-from megatron.training.step_time_check import StepTimeCheck
-from megatron.training.timers import Timers
-from megatron.training.trainer import Trainer
-from megatron.training.trial_steps import time_sets
+from megatron.training.signals import ExitReason
+from megatron.training.trial_steps import free_memory
 
 
 @dataclass(frozen=True)
@@ -222,53 +215,16 @@ def run(
         )
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
-        trains = not config.validation.skip_train and position.iteration < train_iters
-        timer = partial(time_sets, topology, vocab_size, length, plan, position.consumed_samples) if trains else None
-        config, choice = with_chosen_compressors(config, topology, env, vocab_size, saved, timer, rank_0_log(topology))
+        from_job = job.sections, job.pretrained
+        parts = RunParts(env, topology, plan, datasets, vocab_size, length, islands, lock, *from_job, log)
+        chosen = choose_or_keep(parts, config, saved)
         if job.chooses_only:
             return
-        engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-        if saved is not None and choice is None:
-            turn_off_as_saved(saved, config, engines.plan)
-        about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
-        log_engines(engines, datasets, about_compression, log)
-        schedule = LRSchedule.from_options(
-            config.optimizer,
-            global_batch_size=training.global_batch_size,
-            seq_length=model.seq_length,
-            train_iters=training.train_iters,
-            train_samples=training.train_samples,
-            train_tokens=training.train_tokens,
-        )
-        progress = Progress()
-        timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
-        reporter = Reporter(engines, plan, progress, timers)
-        if config.compression.chosen_specs or choice is not None:
-            reporter.step_time_check = StepTimeCheck(None if choice is None else choice.chosen, engines.plan)
-        certificate = None
-        if config.checkpoint.certificate:
-            certificate = RunCertificate(engines, job.sections, choice, reporter.step_time_check)
-        checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock, certificate)
-        island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
-        if saved is not None:
-            checkpoints.load(saved, island_folders)
-        elif job.pretrained is not None:
-            checkpoints.load_pretrained(*job.pretrained)
-        elif config.checkpoint.load:
-            log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
-        guard = None
-        if trains and LossGuard.is_needed(engines):
-            guard = together(topology.control.pg, lambda: LossGuard(engines, held_out_batches(engines, plan), length))
-    met = meet_islands(engines, env, position.iteration, islands)
-    # Raises UserError on every rank when a log cannot be opened.
-    together(topology.control.pg, reporter.open)
-    reporter.share_tracked_runs()
-    try:
-        rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
-        Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()
-    finally:
-        met.leave()
-        reporter.close()
+    while train_segment(parts, chosen) is ExitReason.CHOICE:
+        free_memory()
+        config = resuming_config(config)
+        saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
+        chosen = choose_or_keep(parts, config, saved, again=True)
 
 
 def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:

@@ -118,6 +118,11 @@ class Reporter:
             self.line(f"note: no MFU is logged, since the peak rate of {name} is unknown; give --peak-tflops")
         self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
+    @property
+    def needs_choice(self) -> bool:
+        """Whether the compressors are to be chosen again, by the times that this rank reports; false on all others."""
+        return self._logs and self.step_time_check is not None and self.step_time_check.needs_choice
+
     def share_tracked_runs(self) -> None:
         """Share the run's ids in tracking services with all ranks, for checkpoints. A collective call."""
         texts = gather_texts(self.engines.topology.control.pg, json.dumps(self.sinks.tracked_runs))

@@ -18,14 +18,15 @@ from megatron.optimizer.step_summary import StopVotes
 
 
 class ExitReason(IntEnum):
-    """The reason why a run ends before its last iteration. The greatest reason wins when ranks differ."""
+    """The reason why a run ends, or pauses, before its last iteration. The greatest reason wins when ranks differ."""
 
     NONE = 0
-    INTERVAL = 1
-    DURATION = 2
-    SIGNAL = 3
-    KILL_SWITCH = 4
-    DIVERGED = 5
+    CHOICE = 1
+    INTERVAL = 2
+    DURATION = 3
+    SIGNAL = 4
+    KILL_SWITCH = 5
+    DIVERGED = 6
 
 
 class ExitSignals:
@@ -95,13 +96,20 @@ class ExitPolicy:
             return ExitReason.INTERVAL
         return ExitReason.NONE
 
-    def vote(self, iteration: int, signalled: bool) -> StopVotes:
-        """This rank's request to stop after ``iteration`` iterations; those of all ranks are summed."""
+    def vote(self, iteration: int, signalled: bool, needs_choice: bool = False) -> StopVotes:
+        """This rank's request to stop after ``iteration`` iterations; those of all ranks are summed.
+
+        Args:
+            iteration: number of iterations.
+            signalled: whether a signal has come.
+            needs_choice: whether the compressors are to be chosen again.
+        """
         if self.kill_switch_file is not None and os.path.exists(self.kill_switch_file):
             return StopVotes(kill_switch=1.0)
         if signalled:
             return StopVotes(signal=1.0)
-        return StopVotes(duration=float(self.decide(iteration) is ExitReason.DURATION))
+        duration = self.decide(iteration) is ExitReason.DURATION
+        return StopVotes(duration=float(duration), choice=float(needs_choice))
 
     @staticmethod
     def reason(votes: StopVotes) -> ExitReason:
@@ -110,12 +118,15 @@ class ExitPolicy:
             return ExitReason.KILL_SWITCH
         if votes.signal:
             return ExitReason.SIGNAL
-        return ExitReason.DURATION if votes.duration else ExitReason.NONE
+        if votes.duration:
+            return ExitReason.DURATION
+        return ExitReason.CHOICE if votes.choice else ExitReason.NONE
 
     def explain(self, reason: ExitReason, iteration: int, saved_to: str | None = None) -> str:
         """A log line that explains a reason, and says where the run is saved."""
         why = {
             ExitReason.NONE: "the run goes on",
+            ExitReason.CHOICE: "to choose the compressors again",
             ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",
             ExitReason.DURATION: f"--exit-duration-in-mins {self.exit_duration_in_mins}",
             ExitReason.SIGNAL: "a termination signal",
@@ -123,4 +134,5 @@ class ExitPolicy:
             ExitReason.DIVERGED: "it has diverged",
         }[reason]
         saved = "not saved (no --save)" if saved_to is None else f"saved to {saved_to}"
-        return f"exiting after iteration {iteration}: {why}; {saved}"
+        verb = "pausing" if reason is ExitReason.CHOICE else "exiting"
+        return f"{verb} after iteration {iteration}: {why}; {saved}"

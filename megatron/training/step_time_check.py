@@ -25,51 +25,65 @@ class StepTimeCheck:
     Args:
         chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
         plan: the compressors of the run; steps of their warm-ups are not measured.
+        adapts: whether the run chooses again when steps take much longer.
+        expected_s_per_token: seconds of a step over its tokens in the run that saved the checkpoint.
 
-    ``measured_s`` are the seconds of the first steps with the chosen set, None before.
+    ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` says that steps
+    take much longer in a run that chooses again then.
     """
 
-    def __init__(self, chosen: CompressorSet | None, plan: CompressionPlan) -> None:
-        self._chosen = chosen
+    def __init__(
+        self,
+        chosen: CompressorSet | None,
+        plan: CompressionPlan,
+        adapts: bool = False,
+        expected_s_per_token: float | None = None,
+    ) -> None:
+        self._chosen, self._adapts = chosen, adapts
         self.measured_s: float | None = None
+        self.needs_choice = False
         self._warmup_iters = plan.warmup_iters
         self._first_steps: list[StepMetrics] = []
-        self._expected_s_per_token: float | None = None
+        self.expected_s_per_token = expected_s_per_token
         self._latest_s_per_token: deque[float] = deque(maxlen=_LATEST_STEPS)
 
     def after_step(self, step: StepMetrics) -> Finding | None:
         """Count a step with its seconds."""
         if step.iteration <= self._warmup_iters or step.skipped_iterations:
             return None
-        if self._expected_s_per_token is None:
+        if self.expected_s_per_token is None:
             self._first_steps.append(step)
             if len(self._first_steps) < _SETTLING_STEPS + _FIRST_STEPS:
                 return None
             return self._compare_first_steps()
         self._latest_s_per_token.append(_s_per_token(step))
         latest_s_per_token = statistics.median_low(self._latest_s_per_token)
-        if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self._expected_s_per_token:
+        if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self.expected_s_per_token:
             return None
         tokens = step.global_batch_size * step.seq_length
-        values = {"expected_s": self._expected_s_per_token * tokens, "measured_s": latest_s_per_token * tokens}
-        self._expected_s_per_token = latest_s_per_token
+        values = {"expected_s": self.expected_s_per_token * tokens, "measured_s": latest_s_per_token * tokens}
         self._latest_s_per_token.clear()
+        if self._adapts:
+            # The checkpoint keeps the time that was expected: a run that resumes before it has chosen notices as well.
+            self.needs_choice, remedy = True, "the compressors are chosen again"
+        else:
+            self.expected_s_per_token = latest_s_per_token
+            remedy = "to choose again, stop the run and resume it with --compress-adapt"
         line = (
             f"--compress auto: an iteration takes {values['measured_s']:.3g} s by now, up from "
-            f"{values['expected_s']:.3g} s: links or devices are slower; to choose again, stop the run and resume it "
-            "with --compress-adapt"
+            f"{values['expected_s']:.3g} s: links or devices are slower; {remedy}"
         )
         return Finding("slowdown", values, line)
 
     def restart(self) -> None:
         """Expect the time of the next steps, after a change of compressors."""
-        self._chosen, self._expected_s_per_token = None, None
+        self._chosen, self.expected_s_per_token = None, None
         self._first_steps.clear()
         self._latest_s_per_token.clear()
 
     def _compare_first_steps(self) -> Finding | None:
         steps = self._first_steps[_SETTLING_STEPS:]
-        self._expected_s_per_token = statistics.median(map(_s_per_token, steps))
+        self.expected_s_per_token = statistics.median(map(_s_per_token, steps))
         if self._chosen is None:
             return None
         self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)

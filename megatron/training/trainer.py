@@ -76,8 +76,9 @@ class Trainer:
             started=plan.started,
         )
 
-    def run(self) -> None:
-        """Train (unless ``--skip-train``), save, and evaluate.
+    def run(self) -> ExitReason:
+        """Train (unless ``--skip-train``), save, and evaluate; return the reason why the run ends before its last
+        iteration.
 
         Raises:
             NothingLearnedError: on every rank, at the end, if every step was skipped.
@@ -108,6 +109,7 @@ class Trainer:
             self.reporter.line(self.policy.explain(reason, self.progress.iteration, self.checkpoints.saved_to))
         elif not self.config.validation.skip_train:
             self._check_learned(start, skipped)
+        return reason
 
     def _check_learned(self, start_iteration: int, skipped_before: int) -> None:
         """Check that not all steps were skipped.
@@ -246,7 +248,9 @@ class Trainer:
 
     def _make_vote(self, signals: ExitSignals | None) -> StopVotes:
         """Make this rank's vote to stop after the next iteration."""
-        return self.policy.vote(self.progress.iteration + 1, signals is not None and signals.received is not None)
+        iteration = self.progress.iteration + 1
+        needs_choice = self.reporter.needs_choice and iteration < self.train_iters
+        return self.policy.vote(iteration, signals is not None and signals.received is not None, needs_choice)
 
     def _run_iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
         """Run a training step and the work that is due after it."""
@@ -353,7 +357,8 @@ class Trainer:
         with self.reporter.paused("check"):
             finding = self.loss_guard.check()
         self.reporter.record(finding, self.progress.iteration)
-        if finding.values["eased"] is not None and self.reporter.step_time_check is not None:
+        is_changed = finding.values["eased"] or finding.values["emboldened"]
+        if is_changed and self.reporter.step_time_check is not None:
             self.reporter.step_time_check.restart()
 
     def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:

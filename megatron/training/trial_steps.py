@@ -148,11 +148,7 @@ class _Trial:
     def drop_engines(self) -> None:
         """Drop the engines; the garbage collection frees their memory."""
         assert self.engines is not None
-        if self.engines.delayed is not None:
-            flush_pipeline(self.engines, Timers())
-            self.engines.delayed.finish()
-        for buffer in self.engines.buffers:
-            buffer.release()
+        release_engines(self.engines)
         self.engines, self._batches = None, ()
 
 
@@ -162,6 +158,20 @@ def _drop_engines(trials: Sequence[_Trial]) -> None:
     for trial in trials:
         trial.drop_engines()
     if trials:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
+
+
+def release_engines(engines: Engines) -> None:
+    """Release engines after their last use: the garbage collection frees their memory then."""
+    if engines.delayed is not None:
+        flush_pipeline(engines, Timers())
+        engines.delayed.finish()
+    for buffer in engines.buffers:
+        buffer.release()
+
+
+def free_memory() -> None:
+    """Free the memory of released engines that nothing refers to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

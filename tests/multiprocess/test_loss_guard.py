@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from megatron.base.values import Values
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import describe_choice, specs_in_use, turn_off_as_saved
+from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate
-from megatron.training.loss_guard import LossGuard
+from megatron.training.loss_guard import CALM_CHECKS, LossGuard
 from megatron.training.saved_run import find_saved
 from megatron.training.step import take_batches
 from megatron.training.traffic import TrafficMeter
@@ -59,10 +62,10 @@ def _auto(specs: list[str], module: str | None = None, budget: float = 0.5) -> d
     return {"compression": {"compress": ["auto", *specs], "compress_module": modules, "max_loss_increase": budget}}
 
 
-def _guard(engines: Engines) -> LossGuard:
+def _guard(engines: Engines, saved: Mapping[str, Values] = MappingProxyType({})) -> LossGuard:
     batches = tiny_batches(engines.config, engines.topology, False, start=5000)
     count = 4 // engines.topology.layout.dp
-    return LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(30))
+    return LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(30), saved)
 
 
 def _check_harmful_codec(module: str) -> tuple[dict[str, Any], str | None, float, list[float], list[str]]:
@@ -121,7 +124,8 @@ def _check_residuals(
     ratio, guard = ratios[-1], _guard(engines)
     if declared_residual is not None:
         guarded = guard._points[Point.DP_GRAD]
-        guarded.candidate = replace(guarded.candidate, residual=declared_residual)
+        candidate, spec = guarded.settings[0]
+        guarded.settings[0] = replace(candidate, residual=declared_residual), spec
     assert ratio is not None
     values, lines, residuals = [], [], []
     for check in range(3):
@@ -160,6 +164,84 @@ def test_the_settings_of_a_compressor_are_followed_to_exact_traffic() -> None:
     assert used_specs == []
 
 
+def _check_bolder_codec(module: str) -> list[tuple[int, str | None, list[int]]]:
+    """Setting after each check, the change in the log, and how often settings have exceeded the budget."""
+    engines = tiny_engines(merge(STAGES, _auto(["pp-forward=scaled,factor=0.02"], module)))
+    tiny_train(engines, 7)
+    guard, steps = _guard(engines), []
+
+    def check(budget: float, count: int = 1) -> float:
+        guard._budget = budget
+        for _ in range(count):
+            finding = guard.check()
+            change = finding.line and finding.line.partition(f"{budget:g}: ")[2]
+            guarded = guard._points[Point.PP_FWD]
+            steps.append((finding.values["settings"]["pp-forward"], change, list(guarded.breaks)))
+            assert (finding.values["emboldened"] is not None) == ("far below" in (finding.line or ""))
+        return float(finding.values["points"]["pp-forward"])
+
+    increase = check(0.5)
+    check(increase * 1.4, 6)  # within the budget, but not far below it
+    check(increase * 2.0, 4)
+    check(increase * 1.4)  # not in a row
+    check(increase * 2.0, 5)
+    assert check(increase * 1.01) == pytest.approx(increase, rel=1e-6)  # bold again, and within the budget
+    check(increase * 2.0, 5)  # and never beyond what was chosen
+    check(increase * 0.9)
+    check(increase * 2.0, 6)
+    return steps
+
+
+def test_a_setting_comes_back_when_its_harm_has_long_been_far_below_the_budget(tmp_path: Path) -> None:
+    """Not one that has exceeded the budget twice."""
+    module = tmp_path / "scaled.py"
+    module.write_text(HARMFUL)
+    steps, other = run_ranks(2, _check_bolder_codec, str(module))
+    assert steps == other
+    gentler, bolder = "pp-forward goes on with scaled,factor=1.0", "pp-forward goes on with scaled,factor=0.02"
+    once, twice = [1, 0], [2, 0]
+    assert steps == [
+        (1, gentler, once),
+        *[(1, None, once)] * 15,
+        (0, bolder, once),
+        *[(0, None, once)] * 6,
+        (1, gentler, twice),
+        *[(1, None, twice)] * 6,
+    ]
+
+
+def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
+    """Settings and costs of a check after each step: 4 bits look harmful at first, 8 bits as measured, and later as
+    harmful as to say that 4 bits cost too much. Beside them, the residual over the gradient in each step."""
+    engines, ratios = tiny_engines(_auto([FOUR_BITS])), []
+    guard, meter = _guard(engines), TrafficMeter(engines)
+    guarded = guard._points[Point.DP_GRAD]
+    (four, four_spec), (eight, eight_spec) = guarded.settings
+
+    def declare(four_residual: float, eight_residual: float) -> None:
+        guarded.settings[0] = replace(four, residual=four_residual), four_spec
+        guarded.settings[1] = replace(eight, residual=eight_residual), eight_spec
+
+    positions, costs = [], []
+    for step in range(16):
+        declare(0.05 if step in (0, 8) else 0.161, 0.0089 if step < 10 else 0.0075)
+        tiny_train(engines, 1, first=step, after_step=lambda _: ratios.append(meter.collect(1)[0]["dp-grad"].residual))
+        finding = guard.check()
+        positions.append(finding.values["settings"]["dp-grad"])
+        costs.append(finding.values["points"]["dp-grad"])
+    return positions, costs, ratios
+
+
+def test_gradients_go_back_to_fewer_bits_by_the_residuals_of_more() -> None:
+    """With 8 bits, whose residual stands for that of 4: 0.2553% in proportion must be below 2/3 of 0.5%."""
+    (positions, costs, ratios), other = run_ranks(2, _check_bolder_gradients)
+    assert (positions, costs) == other[:2]
+    assert positions == [1, 1, 1, 1, 1, 0, 0, 0, *[1] * 8]
+    assert all(0.2553 * (ratio / 0.0089) ** 2 < 0.5 * 2 / 3 for ratio in ratios[1:6])
+    assert all(0.2553 * (ratio / 0.0075) ** 2 > 0.5 * 2 / 3 for ratio in ratios[10:])
+    assert costs[6] == pytest.approx(0.4767, rel=1e-3)  # 4 bits, whose residual is as declared
+
+
 RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {
     "4 to 8 bits": (FOUR_BITS, 0.2, {}),
     "8 bits to exact": ("dp-grad=fixpoint,bits=8,error-feedback=on", 1e-9, {}),
@@ -172,19 +254,29 @@ RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {
 """Chosen spec, budget, and other changes."""
 
 
-def _resume_after_easing(folder: str) -> dict[str, tuple[list[float], list[float], list[str]]]:
-    """Losses of four steps after a check and a save, without a break and in a resumed run, and its warnings."""
+def _resume_after_a_change(folder: str, goes_back: bool) -> dict[str, tuple[list[float], list[float], list[str]]]:
+    """Losses of four steps after a check and a save, without a break and in a resumed run, and its warnings; after a
+    change to a gentler setting, or also after one back to the setting before."""
     losses = {}
     for number, (name, (spec, budget, changes)) in enumerate(RESUMED.items()):
-        saved_folder = f"{folder}{number}"
+        saved_folder = f"{folder}{number}{goes_back}"
         base = merge(changes, {"checkpoint": {"save": saved_folder, "load": saved_folder}})
         engines = tiny_engines(merge(base, _auto([spec], budget=budget)))
         tiny_train(engines, 3)
-        assert _guard(engines).check().values["eased"] == spec.partition("=")[0]
-        checkpoints = tiny_checkpoints(engines, 3)
+        guard, point = _guard(engines), spec.partition("=")[0]
+        assert guard.check().values["eased"] == point
+        done = 3
+        if goes_back:
+            guard._budget = 100.0
+            for _ in range(CALM_CHECKS):
+                tiny_train(engines, 1, first=done)
+                done += 1
+                finding = guard.check()
+            assert finding.values["emboldened"] == point
+        checkpoints = tiny_checkpoints(engines, done, guard)
         checkpoints.save()
         checkpoints.close()
-        whole = tiny_train(engines, 4, first=3).losses
+        whole = tiny_train(engines, 4, first=done).losses
         kept = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
         resumed = tiny_engines(merge(base, _auto(kept, budget=budget)))
         lines: list[str] = []
@@ -192,16 +284,19 @@ def _resume_after_easing(folder: str) -> dict[str, tuple[list[float], list[float
         assert saved is not None
         loaded = tiny_checkpoints(resumed)
         loaded.log = lines.append
-        turn_off_as_saved(saved, resumed.config, resumed.plan)
+        checks = restore_choice(saved, resumed.config, resumed.plan)
         loaded.load(saved)
-        assert _guard(engines)._points.keys() == _guard(resumed)._points.keys()
-        assert bool(_guard(resumed)._points) is ("exact" not in name)  # what is off costs nothing more
-        losses[name] = whole, tiny_train(resumed, 4, first=3).losses, [line for line in lines if "warning" in line]
+        resumed_guard = _guard(resumed, checks.loss)
+        assert resumed_guard.state_dict() == guard.state_dict()
+        positions = [each._points[Point(point)].position for each in (guard, resumed_guard)]
+        assert positions == [0, 0] if goes_back else [1, 1]
+        losses[name] = whole, tiny_train(resumed, 4, first=done).losses, [line for line in lines if "warning" in line]
     return losses
 
 
-def test_a_run_that_resumes_right_after_a_change_is_exact(tmp_path: Path) -> None:
-    for losses in run_ranks(2, _resume_after_easing, str(tmp_path / "saved")):
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_run_that_resumes_right_after_a_change_is_exact(tmp_path: Path, goes_back: bool) -> None:
+    for losses in run_ranks(2, _resume_after_a_change, str(tmp_path / "saved"), goes_back):
         for whole, resumed, warnings in losses.values():
             assert whole == resumed
             assert not warnings

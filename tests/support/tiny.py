@@ -18,6 +18,7 @@ from megatron.models.gpt import GPTStage
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines, build_engines, groups_by_node, make_layout
 from megatron.training.flushless import flush_pipeline
+from megatron.training.loss_guard import LossGuard
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.step import take_batches, train_step
@@ -201,7 +202,7 @@ def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
     return stage
 
 
-def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
+def tiny_checkpoints(engines: Engines, iteration: int = 0, loss_guard: LossGuard | None = None) -> RunCheckpoints:
     """The checkpoints of a run after some iterations of its engines."""
     config, training = engines.config, engines.config.training
     schedule = LRSchedule.from_options(
@@ -214,9 +215,8 @@ def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
     )
     consumed = iteration * training.global_batch_size
     schedule.step(consumed)
-    return RunCheckpoints(
-        engines, schedule, Progress(iteration=iteration, consumed_samples=consumed), lambda line: None
-    )
+    progress = Progress(iteration=iteration, consumed_samples=consumed)
+    return RunCheckpoints(engines, schedule, progress, lambda line: None, loss_guard=loss_guard)
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:

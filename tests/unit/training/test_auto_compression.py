@@ -19,11 +19,13 @@ from megatron.planner.auto import AutoChoice
 from megatron.training import auto_compression
 from megatron.training.auto_compression import (
     CHOICE,
+    SavedChecks,
     check_auto,
+    choose_compressors,
     describe_choice,
+    keep_choice,
+    restore_choice,
     specs_in_use,
-    turn_off_as_saved,
-    with_chosen_compressors,
 )
 from megatron.training.saved_run import SavedRun
 from megatron.training.trial_steps import SetTime
@@ -44,15 +46,11 @@ def _no_trial(configs: Sequence[RunConfig], predicted_s: Sequence[float], all_at
 def _choose(config: RunConfig, choice: Any, trains: bool = True) -> tuple[RunConfig, AutoChoice | None, list[str]]:
     saved = cast(SavedRun, SimpleNamespace(common={CHOICE: choice}))
     lines: list[str] = []
-    chosen = with_chosen_compressors(
-        config,
-        single_process(),
-        LaunchEnvironment(0, 1, 0, 1),
-        100,
-        saved,
-        _no_trial if trains else None,
-        lambda line: lines.append(line),
-    )
+    kept_config = keep_choice(config, single_process(), saved, lines.append)
+    if kept_config is not None:
+        return kept_config, None, lines
+    timer = _no_trial if trains else None
+    chosen = choose_compressors(config, single_process(), LaunchEnvironment(0, 1, 0, 1), 100, timer, lines.append)
     return *chosen, lines
 
 
@@ -71,10 +69,9 @@ def test_compressors_that_were_turned_off_stay_off_where_the_choice_is_kept() ->
     config, _, lines = _choose(tiny_config(AUTO, 1), choice)
     assert lines[0].endswith("checkpoint's run: dp-grad=fixpoint,bits=4; turned off since: dp-grad")
     plan = CompressionPlan(config.compression.specs(RunLength(10)))
-    turn_off_as_saved(cast(SavedRun, SimpleNamespace(common={CHOICE: choice})), config, plan)
+    checks = restore_choice(cast(SavedRun, SimpleNamespace(common={CHOICE: choice})), config, plan)
+    assert checks == SavedChecks()  # of a checkpoint before there were any
     assert [point for point in plan.specs if plan.is_turned_off(point)] == [Point.DP_GRAD]
-    by_hand = tiny_config({"compression": {"compress": ["dp-grad=cast"]}}, 1)
-    turn_off_as_saved(cast(SavedRun, SimpleNamespace(common={CHOICE: "damaged"})), by_hand, plan)
     assert specs_in_use(choice) == []
 
 
@@ -105,12 +102,35 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
         "turned_off": [],
         "layout": [1, 1, 1, 1],
         "max_loss_increase": 0.5,
+        "adapts": False,
+        "loss_checks": {},
+        "s_per_token": None,
     }
 
 
-def test_adapting_chooses_again() -> None:
+def test_adapting_chooses_again_unless_the_run_adapted_before() -> None:
+    """Such a run has chosen by its links, and is exact when it resumes."""
     adapting = {"compression": {**AUTO["compression"], "compress_adapt": True}}
     assert "chooses again, since --compress-adapt is given; " in _choose(tiny_config(adapting, 1), KEPT)[2][0]
+    assert "keeps the choice" in _choose(tiny_config(adapting, 1), {**KEPT, "adapts": True})[2][0]
+    assert "keeps the choice" in _choose(tiny_config(AUTO, 1), {**KEPT, "adapts": True})[2][0]
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"save": "somewhere", "no_save_optim": True}])
+def test_a_run_that_adapts_saves_itself(checkpoint: dict[str, Any]) -> None:
+    compression = {"compression": {"compress": ["auto"], "compress_adapt": True}}
+    with pytest.raises(UserError, match="--compress-adapt: a run saves itself before it chooses again"):
+        check_auto(tiny_config({**compression, "checkpoint": checkpoint}, 1), 1)
+    check_auto(tiny_config({**compression, "checkpoint": {"save": "somewhere"}}, 1), 1)
+
+
+def test_the_results_of_checks_are_kept() -> None:
+    config = _choose(tiny_config(AUTO, 1), KEPT)[0]
+    entry = {"chosen": "dp-grad=fixpoint,bits=4", "breaks": [1], "calm_checks": 3}
+    saved = SimpleNamespace(common={CHOICE: {**KEPT, "loss_checks": {"dp-grad": entry}, "s_per_token": 0.25}})
+    checks = restore_choice(cast(SavedRun, saved), config, CompressionPlan({}))
+    assert checks.s_per_token == 0.25
+    assert {name: dict(values) for name, values in checks.loss.items()} == {"dp-grad": entry}
 
 
 def test_a_run_without_steps_keeps_the_choice_or_chooses_nothing() -> None:

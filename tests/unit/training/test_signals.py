@@ -63,6 +63,18 @@ def test_ranks_that_differ_agree_on_the_maximum() -> None:
     assert ExitReason(int(ExitReason.SIGNAL)) is ExitReason.SIGNAL
 
 
+def test_a_run_pauses_to_choose_unless_it_ends() -> None:
+    clock = Clock()
+    policy = ExitPolicy(exit_duration_in_mins=2, clock=clock)
+    assert policy.reason(policy.vote(7, False)) is ExitReason.NONE
+    assert policy.reason(policy.vote(7, False, needs_choice=True)) is ExitReason.CHOICE
+    line = "pausing after iteration 7: to choose the compressors again; saved to runs/gpt"
+    assert policy.explain(ExitReason.CHOICE, 7, "runs/gpt") == line
+    clock.now += 121.0
+    assert policy.reason(policy.vote(7, False, needs_choice=True)) is ExitReason.DURATION
+    assert policy.reason(policy.vote(7, True, needs_choice=True)) is ExitReason.SIGNAL
+
+
 def test_each_reason_has_its_line() -> None:
     policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190, kill_switch_file="/x/stop")
     lines = {policy.explain(reason, 7) for reason in ExitReason}

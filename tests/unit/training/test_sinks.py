@@ -25,6 +25,13 @@ from megatron.training.sinks import Sinks, TextFileSink, open_sinks
 from tests.support.disk import largest_file
 from tests.unit.training.support import read_curves
 
+
+def loss_check(cost: float, setting: int) -> dict[str, Any]:
+    """Values of a check of two points, of which a point's cost and setting change."""
+    points, settings = {"dp-grad": cost, "pp-forward": 0.25}, {"dp-grad": setting, "pp-forward": 2}
+    return {"expected_increase": cost + 0.25, "points": points, "settings": settings, "eased": None}
+
+
 WINDOW = StepMetrics(
     iteration=20,
     losses={"lm loss": 3.5},
@@ -241,6 +248,20 @@ def test_tensorboard_curves_of_replicas_and_residuals(tmp_path: Path) -> None:
     }
     assert {tag: curves[tag] for tag in expected} == {tag: [(20, value)] for tag, value in expected.items()}
     assert "residual over gradient/control" not in curves
+
+
+def test_tensorboard_has_the_checks_of_chosen_compressors(tmp_path: Path) -> None:
+    sinks = opened(tensorboard_dir=str(tmp_path))
+    for iteration, cost, setting in ((100, 0.75, 1), (200, 0.125, 0)):
+        sinks.event("loss_check", iteration, **loss_check(cost, setting))
+    sinks.close()
+    assert read_curves(tmp_path) == {
+        "expected loss increase in percent": [(100, 1.0), (200, 0.375)],
+        "expected loss increase in percent/dp-grad": [(100, 0.75), (200, 0.125)],
+        "expected loss increase in percent/pp-forward": [(100, 0.25), (200, 0.25)],
+        "compressor setting/dp-grad": [(100, 1.0), (200, 0.0)],
+        "compressor setting/pp-forward": [(100, 2.0), (200, 2.0)],
+    }
 
 
 def test_tensorboard_has_the_steps_of_its_interval(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -19,11 +19,11 @@ SKIPPED = 0.25
 """Seconds of a skipped step."""
 
 
-def _check(trial_s: float | None, warmup_iters: int = 0, chosen: bool = True) -> StepTimeCheck:
+def _check(trial_s: float | None, warmup_iters: int = 0, chosen: bool = True, **options: Any) -> StepTimeCheck:
     spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=warmup_iters)))
     compressors = SimpleNamespace(prediction=SimpleNamespace(seconds=1.5), trial_s=trial_s)
     plan = CompressionPlan({Point.DP_GRAD: spec})
-    return StepTimeCheck(cast(CompressorSet, compressors) if chosen else None, plan)
+    return StepTimeCheck(cast(CompressorSet, compressors) if chosen else None, plan, **options)
 
 
 def _findings(check: StepTimeCheck, seconds: list[float], batch: int = 4, first: int = 1) -> dict[int, Finding]:
@@ -97,3 +97,25 @@ def test_a_change_of_compressors_is_no_slowdown() -> None:
     assert list(_findings(check, [2.0] * 30)) == [7]
     check.restart()
     assert not _findings(check, [5.0] * 60, first=31)
+
+
+def test_a_run_that_adapts_asks_for_a_choice_and_keeps_what_it_expected() -> None:
+    """So that a run that resumes before it has chosen notices, too."""
+    check = _check(1.9, chosen=False, adapts=True)
+    assert not _findings(check, [2.0] * 30)
+    assert not check.needs_choice
+    ((_, finding),) = _findings(check, [3.1] * 11, first=31).items()
+    assert check.needs_choice
+    assert finding.line is not None
+    assert finding.line.endswith("links or devices are slower; the compressors are chosen again")
+    assert check.expected_s_per_token == pytest.approx(2.0 / 64)
+    resumed = _check(1.9, chosen=False, adapts=True, expected_s_per_token=check.expected_s_per_token)
+    assert list(_findings(resumed, [3.1] * 20, first=42)) == [61]
+    assert resumed.needs_choice
+
+
+def test_a_run_that_does_not_adapt_expects_the_longer_time() -> None:
+    check = _check(1.9, chosen=False)
+    _findings(check, [2.0] * 30 + [3.1] * 11)
+    assert not check.needs_choice
+    assert check.expected_s_per_token == pytest.approx(3.1 / 64)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from tests.unit.training.test_sinks import WINDOW, check_only_curves_are_lost, evaluation_at, opened, step_at
+from tests.unit.training.test_sinks import (
+    WINDOW,
+    check_only_curves_are_lost,
+    evaluation_at,
+    loss_check,
+    opened,
+    step_at,
+)
 
 
 class FakeWandb(types.ModuleType):
@@ -80,6 +87,7 @@ def test_wandb_gets_the_curves_of_tensorboard(fake: FakeWandb, tmp_path: Path) -
     assert folder.is_dir()
     sinks.event("config", 0, config={"model": {"num_layers": 4}}, size={})
     sinks.event("gradients", 0, density=0.1)
+    sinks.event("loss_check", 20, **loss_check(0.75, 1))
     sinks.step(step_at(20))
     sinks.window(WINDOW)
     sinks.evaluation(evaluation_at(20))
@@ -88,6 +96,8 @@ def test_wandb_gets_the_curves_of_tensorboard(fake: FakeWandb, tmp_path: Path) -
     values = {name: value for row in fake.rows for name, value in row.items()}
     assert {row["iteration"] for row in fake.rows} == {20}
     assert [values[name] for name in ("lm loss", "grad-norm", "learning-rate", "samples")] == [1.0, 2.0, 1e-3, 160]
+    names = ("expected loss increase in percent/dp-grad", "compressor setting/dp-grad")
+    assert [values[name] for name in names] == [0.75, 1]
     assert values["tokens per second"] == WINDOW.tokens_per_second
     assert values["bytes per iteration/dp-grad"] == 4096.0
     assert values["lm loss validation ppl"] == pytest.approx(math.exp(3.25))

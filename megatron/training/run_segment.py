@@ -1,0 +1,222 @@
+"""A run from its start, or from a choice of its compressors, to its end or to the next choice.
+
+When links become slower, a run with ``--compress-adapt`` saves itself, chooses as at its start, and goes on as a run
+that resumes from that checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.folder_lock import FolderLock
+from megatron.compression.schedule import RunLength
+from megatron.config.run import RunConfig
+from megatron.data.build import Datasets
+from megatron.diloco.membership import Islands
+from megatron.distributed.agreement import together
+from megatron.distributed.process_group import LaunchEnvironment
+from megatron.distributed.topology import Topology
+from megatron.optimizer.schedules import LRSchedule
+from megatron.planner.auto import AutoChoice
+from megatron.training.announce import log_engines, rank_0_log
+from megatron.training.assembly import Engines, build_engines
+from megatron.training.auto_compression import SavedChecks, choose_compressors, keep_choice, restore_choice
+from megatron.training.certificate import RunCertificate
+from megatron.training.compression_notes import compression_notes
+from megatron.training.islands import begin_rounds, folders_of_others, meet_islands, refusing
+from megatron.training.loss_guard import LossGuard, held_out_batches
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.progress_state import Progress
+from megatron.training.report import Reporter
+from megatron.training.run_plan import RunPlan
+from megatron.training.saved_run import SavedRun
+from megatron.training.signals import ExitReason
+from megatron.training.step_time_check import StepTimeCheck
+from megatron.training.timers import Timers
+from megatron.training.trainer import Trainer
+from megatron.training.trial_steps import free_memory, release_engines, time_sets
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Parts of a run that stay when it chooses its compressors again.
+
+    Args:
+        env, topology: this process, and the ranks.
+        plan: steps and data of the run.
+        datasets: data sets for training, validation and test.
+        vocab_size: entries of the vocabulary.
+        length: length of the run, for warm-ups in fractions of it.
+        islands: membership of the islands; None for a single one.
+        lock: lock of the folder that rank 0 saves to.
+        sections: more sections of the flags, by name.
+        pretrained: folder and iteration of a language model that a new run starts from.
+        log: prints lines for the user, on the last rank.
+    """
+
+    env: LaunchEnvironment
+    topology: Topology
+    plan: RunPlan
+    datasets: Datasets
+    vocab_size: int
+    length: RunLength
+    islands: Islands | None
+    lock: FolderLock | None
+    sections: Mapping[str, Any]
+    pretrained: tuple[str, Iteration] | None
+    log: Callable[[str], None]
+
+    def build_engines(self, config: RunConfig) -> Engines:
+        """Build this rank's engines. A collective call."""
+        return together(
+            self.topology.control.pg, lambda: build_engines(config, self.topology, self.vocab_size, self.length)
+        )
+
+    def trains(self, config: RunConfig, saved: SavedRun | None) -> bool:
+        """Whether steps are left to take."""
+        iteration = 0 if saved is None else saved.progress.iteration
+        return not config.validation.skip_train and iteration < self.plan.train_iters
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """A run with its compressors.
+
+    Args:
+        config: resolved configuration with the specs of the user and those that were chosen.
+        saved: the checkpoint that it begins with, if any.
+        choice: the choice of ``--compress auto``, if it was made now.
+        is_kept: whether the choice is the checkpoint's.
+    """
+
+    config: RunConfig
+    saved: SavedRun | None
+    choice: AutoChoice | None = None
+    is_kept: bool = False
+
+
+def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, again: bool = False) -> ChosenRun:
+    """Choose the compressors of ``--compress auto``, or keep those of the checkpoint. A collective call.
+
+    Args:
+        parts: parts of the run.
+        config: resolved configuration.
+        saved: the checkpoint that the run begins with, if any.
+        again: choose even if the checkpoint, which this run has saved, has a choice.
+
+    Raises:
+        UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
+    """
+    topology, log, consumed = parts.topology, rank_0_log(parts.topology), 0
+    kept_config = None if again else keep_choice(config, topology, saved, log)
+    if kept_config is not None:
+        return ChosenRun(kept_config, saved, is_kept=config.compression.is_auto)
+    if saved is not None:
+        consumed = saved.progress.consumed_samples
+        if not again:
+            _check_checkpoint(parts, config, saved)
+            free_memory()
+    timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed)
+    used_timer = timer if parts.trains(config, saved) else None
+    chosen_config, choice = choose_compressors(config, topology, parts.env, parts.vocab_size, used_timer, log)
+    return ChosenRun(chosen_config, saved, choice)
+
+
+def _check_checkpoint(parts: RunParts, config: RunConfig, saved: SavedRun) -> None:
+    """Check that the run can begin with a checkpoint, before the choice takes its time. A collective call.
+
+    Raises:
+        UserError: on every rank, when it cannot.
+    """
+    engines = parts.build_engines(config)
+    RunCheckpoints(engines, _schedule(config), Progress(), lambda line: None).load(saved, reads_data=False)
+    release_engines(engines)
+
+
+def resuming_config(config: RunConfig) -> RunConfig:
+    """The configuration of a run that resumes from its own newest checkpoint."""
+    checkpoint = replace(
+        config.checkpoint,
+        load=config.checkpoint.save,
+        ckpt_step=None,
+        pretrained_checkpoint=None,
+        finetune=False,
+        moe_use_upcycling=False,
+        no_load_optim=False,
+        no_load_lr_state=False,
+    )
+    return replace(config, checkpoint=checkpoint)
+
+
+def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
+    """Build the engines, and train to the end or until the compressors are to be chosen again.
+
+    Args:
+        parts: parts of the run.
+        run: the run with its compressors.
+
+    Raises:
+        UserError: on every rank, for data, files or checkpoints that cannot be used.
+    """
+    topology, plan, config, saved = parts.topology, parts.plan, run.config, run.saved
+    with refusing(config, topology):
+        engines = parts.build_engines(config)
+        checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
+        about_compression = compression_notes(
+            config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
+        )
+        log_engines(engines, parts.datasets, about_compression, parts.log)
+        progress, schedule = Progress(), _schedule(config)
+        timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
+        reporter = Reporter(engines, plan, progress, timers)
+        if run.is_kept or run.choice is not None:
+            chosen, adapts = None if run.choice is None else run.choice.chosen, config.compression.compress_adapt
+            reporter.step_time_check = StepTimeCheck(chosen, engines.plan, adapts, checks.s_per_token)
+        guard = None
+        if parts.trains(config, saved) and LossGuard.is_needed(engines):
+            batches = together(topology.control.pg, lambda: held_out_batches(engines, plan))
+            guard = together(topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss))
+        certificate = None
+        if config.checkpoint.certificate:
+            certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check)
+        log = rank_0_log(topology)
+        checkpoints = RunCheckpoints(
+            engines, schedule, progress, log, parts.lock, certificate, guard, reporter.step_time_check
+        )
+        island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
+        if saved is not None:
+            checkpoints.load(saved, island_folders)
+        elif parts.pretrained is not None:
+            checkpoints.load_pretrained(*parts.pretrained)
+        elif config.checkpoint.load:
+            parts.log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+    start = 0 if saved is None else saved.progress.iteration
+    met = meet_islands(engines, parts.env, start, parts.islands)
+    # Raises UserError on every rank when a log cannot be opened.
+    together(topology.control.pg, reporter.open)
+    reporter.share_tracked_runs()
+    try:
+        rounds = begin_rounds(engines, checkpoints, reporter, met, plan.train_iters)
+        reason = Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()
+    finally:
+        met.leave()
+        reporter.close()
+    release_engines(engines)
+    return reason
+
+
+def _schedule(config: RunConfig) -> LRSchedule:
+    """Build the schedules of learning rate and weight decay."""
+    training = config.training
+    return LRSchedule.from_options(
+        config.optimizer,
+        global_batch_size=training.global_batch_size,
+        seq_length=config.model.seq_length,
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
+        train_tokens=training.train_tokens,
+    )
