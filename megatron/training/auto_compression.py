@@ -132,12 +132,12 @@ def choose_compressors(
     group, user_specs = topology.control.pg, config.compression.spec_texts
     if time_sets is None:
         log("--compress auto: chooses nothing, since no step is left to train")
-        return _with_choice(config, [], topology), None
+        return with_specs(config, [], topology), None
     cluster = _cluster(topology, env)
     ladders = together(group, lambda: read_ladders(config, choice_of(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
-        return _with_choice(config, [], topology), None
+        return with_specs(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
     specs = [*user_specs, *candidate_specs(affordable(ladders, config.compression.max_loss_increase))]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
@@ -148,7 +148,7 @@ def choose_compressors(
     search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
     contenders = _agree_on_sets(group, search.contenders(), search.sets)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
-    trial_configs = [_with_choice(config, contender.specs, topology) for contender in contenders]
+    trial_configs = [with_specs(config, contender.specs, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
     trials = [
         dataclasses.replace(contender, trial_s=set_time.seconds, gains=set_time.gains)
@@ -161,7 +161,7 @@ def choose_compressors(
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     (chosen,) = _agree_on_sets(group, [result.chosen], search.sets)
-    return _with_choice(config, chosen.specs, topology), result
+    return with_specs(config, chosen.specs, topology), result
 
 
 def describe_choice(
@@ -269,7 +269,7 @@ def _kept_config(
         reason = f"--max-loss-increase is below {budget:g}"
     else:
         try:
-            kept_config = _with_choice(config, kept_specs, topology)
+            kept_config = with_specs(config, kept_specs, topology)
         except UserError as error:
             reason = f"its choice no longer fits ({error})"
     specs_text = " ".join(kept_specs) or "nothing"
@@ -320,7 +320,8 @@ def _memory_gib(device: torch.device, ranks_here: int) -> float:
     return memory_of_this_machine() / ranks_here / 2**30
 
 
-def _with_choice(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:
+def with_specs(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:
+    """The resolved configuration with chosen specs beside those of the user."""
     compression = config.compression.with_choice(config.compression.spec_texts, chosen_specs)
     config = dataclasses.replace(config, compression=compression)
     return config.resolve(topology.layout.world_size, cuda_available=torch.cuda.is_available())

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from tests.support.corpus import tiny_flags
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[2]
+ADAPTING: dict[str, Any] = {
+    "hidden_size": 64,
+    "train_iters": 40,
+    "compress": ["auto"],
+    "compress_adapt": True,
+    "max_loss_increase": 5,
+}
 STAGES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "pipeline_model_parallel_size": 2}
 
 
@@ -119,6 +127,104 @@ def test_another_layout_chooses_again(chosen: tuple[Path, str], prefix: Path, tm
     assert f"since the layout has changed; the checkpoint's run had {' '.join(specs)}" in resumed.stdout
     assert "pp-forward" not in resumed.stdout.partition("chooses again")[2].partition("\n")[2]
     assert "s an iteration" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"lr": 2e-2}, "--lr: max_lr is 0.02 on the command line and 0.01 in the checkpoint"),
+        ({"hidden_size": 32}, "is a checkpoint of another model"),
+        ({"optimizer": "lamb"}, "has the state of another optimizer; give --optimizer adam"),
+    ],
+)
+def test_flags_that_do_not_fit_the_checkpoint_are_refused_before_the_choice(
+    changes: dict[str, Any], line: str, chosen: tuple[Path, str], prefix: Path
+) -> None:
+    """The lower budget needs a new choice."""
+    flags = tiny_flags(
+        prefix, **{**STAGES, "compress": ["auto"], "load": chosen[0] / "saved", "max_loss_increase": 20, **changes}
+    )
+    result = run_cli(4, ["pretrain_gpt.py", *flags])
+    assert result.returncode == 2
+    assert line in result.stderr
+    assert "chooses again, since --max-loss-increase is below 50" in result.stdout
+    assert "measured" not in result.stdout
+
+
+@pytest.fixture(scope="module")
+def adapted(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """A run of 40 iterations on two hosts, whose links become slow after 16 of them: its folder, what it printed, and
+    the iteration of its last choice."""
+    try:
+        netlab.check_permission()
+    except netlab.LabError as problem:
+        pytest.skip(str(problem))
+    folder = tmp_path_factory.mktemp("adapted")
+    log = folder / "log.jsonl"
+    flags = tiny_flags(prefix, **ADAPTING, save=folder / "saved", save_interval=35, log_json_file=log)
+    program = textwrap.dedent(
+        f"""
+        import threading, time
+        from pathlib import Path
+        from benchmarks.lab.hosts import Lab
+
+        def slow_down(lab):
+            log = Path({str(log)!r})
+            while not log.exists() or '"kind": "train", "iteration": 16' not in log.read_text():
+                time.sleep(0.02)
+            for host in range(2):
+                lab.shape(host, 10_000_000)
+
+        with Lab([None, None]) as lab:
+            threading.Thread(target=slow_down, args=[lab], daemon=True).start()
+            raise SystemExit(lab.run({["pretrain_gpt.py", *flags]!r}, timeout=150))
+        """
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    pauses = re.findall(r"pausing after iteration (\d+): to choose the compressors again", result.stdout)
+    assert pauses, result.stdout
+    return folder, result.stdout, int(pauses[-1])
+
+
+def test_a_run_on_slower_links_chooses_again_and_goes_on(adapted: tuple[Path, str, int], prefix: Path) -> None:
+    """To the last digit as one without compressors up to there, and as one that resumes with what was chosen."""
+    folder, text, paused = adapted
+    assert 17 < paused < 35
+    before, _, after = text.rpartition("pausing after iteration")
+    assert "links or devices are slower; the compressors are chosen again" in before
+    assert "the same by hand" not in before
+    (by_hand,) = re.findall(r"the same by hand: (.*)", after)
+    specs = re.findall(r"--compress (\S+)", by_hand)
+    assert any(spec.startswith("dp-grad=") for spec in specs)
+    losses = _losses(folder / "log.jsonl")
+    assert sorted(losses) == list(range(1, 41))
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    slowdowns = [event for event in events if event["kind"] == "slowdown"]
+    assert slowdowns[-1]["iteration"] == paused - 1
+    assert slowdowns[-1]["measured_s"] > 1.5 * slowdowns[-1]["expected_s"]
+    plain = {**ADAPTING, "compress": [], "compress_adapt": None, "max_loss_increase": None}
+    run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **plain, log_json_file=folder / "plain.jsonl")]).check()
+    uncompressed = _losses(folder / "plain.jsonl")
+    assert all(losses[iteration] == uncompressed[iteration] for iteration in range(1, paused + 1))
+    assert losses[40] != uncompressed[40]
+    resumed = {**plain, "compress": specs, "load": folder / "saved", "ckpt_step": paused}
+    run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **resumed, log_json_file=folder / "by_hand.jsonl")]).check()
+    by_hand_losses = _losses(folder / "by_hand.jsonl")
+    assert by_hand_losses == {iteration: losses[iteration] for iteration in range(paused + 1, 41)}
+
+
+def test_a_run_that_has_adapted_resumes_exactly(adapted: tuple[Path, str, int], prefix: Path, tmp_path: Path) -> None:
+    """With the choice of its links, though they are fast now."""
+    folder, text, _ = adapted
+    specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[-1])
+    resumed = {**ADAPTING, "load": folder / "saved", "ckpt_step": 35, "save": tmp_path / "saved"}
+    flags = tiny_flags(prefix, **resumed, log_json_file=tmp_path / "log.jsonl")
+    result = run_cli(2, ["pretrain_gpt.py", *flags]).check()
+    assert f"keeps the choice of the checkpoint's run: {' '.join(specs)}" in result.stdout
+    assert "measured" not in result.stdout
+    losses = _losses(folder / "log.jsonl")
+    assert _losses(tmp_path / "log.jsonl") == {iteration: losses[iteration] for iteration in range(36, 41)}
 
 
 def test_both_choices_of_a_pipeline_work_together(prefix: Path, tmp_path: Path) -> None:

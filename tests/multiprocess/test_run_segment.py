@@ -1,0 +1,68 @@
+"""A run that chooses its compressors again: what it frees, how often it chooses, and what it keeps."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.distributed.observer import Finding
+from megatron.distributed.topology import Topology
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.planner.auto import AutoChoice
+from megatron.training import pretrain, run_segment
+from megatron.training.auto_compression import with_specs
+from megatron.training.metrics import StepMetrics
+from megatron.training.step_time_check import StepTimeCheck
+from tests.multiprocess.test_resume import _losses
+from tests.support.corpus import tiny_flags
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+class ImpatientCheck(StepTimeCheck):
+    """Asks for a choice after iterations 3 and 9, on the last rank."""
+
+    def after_step(self, step: StepMetrics) -> Finding | None:
+        self.needs_choice = step.iteration in (3, 9)
+        return None
+
+
+def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
+    """Trains with choices of nothing, then of 8-bit gradients if they gain, and then of nothing. Returns the exit
+    status, at each choice the buffers of engines that are left, and the samples that the trial steps begin with."""
+    buffers, positions = [], []
+
+    def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
+        gc.collect()
+        buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
+        positions.append(args[2].args[-1])
+        specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
+        return with_specs(config, specs, topology), cast(AutoChoice, SimpleNamespace(chosen=None))
+
+    run_segment.choose_compressors = choose  # type: ignore[assignment]
+    run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
+    return pretrain.main(flags), buffers, positions
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(prefix: Path, tmp_path: Path, gains: bool) -> None:
+    """And with the same compressors it takes the same steps as without a break."""
+    adapting = {"compress": ["auto"], "compress_adapt": True, "save": tmp_path / "saved", "certificate": "false"}
+    log, plain_log = tmp_path / "log.jsonl", tmp_path / "plain.jsonl"
+    base = {"train_iters": 12, "hidden_size": 32, "log_json_file": log}
+    results = run_ranks(2, _train, tiny_flags(prefix, **base, **adapting), gains, init=False)
+    assert results[0] == results[1]
+    assert results[0] == (0, [0, 0, 0], [0, 16, 40])
+    folders = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
+    assert folders == ["iter_0000004", "iter_0000010", "iter_0000012"]
+    run_ranks(2, _train, tiny_flags(prefix, **{**base, "log_json_file": plain_log}), gains, init=False)
+    losses, plain_losses = _losses(log), _losses(plain_log)
+    assert sorted(losses) == list(range(1, 13))
+    equal = [iteration for iteration in losses if losses[iteration] == plain_losses[iteration]]
+    assert equal == (list(range(1, 5)) if gains else list(range(1, 13)))
