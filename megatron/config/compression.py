@@ -56,13 +56,15 @@ class CompressionConfig:
     loss_check_interval: int = option(
         100,
         "Iterations between checks of what the compressors chosen by --compress auto cost in loss; above "
-        "--max-loss-increase, one of them takes a gentler setting. 0 for no checks.",
+        "--max-loss-increase, one of them takes a gentler setting, and long far below it takes its setting back. 0 for "
+        "no checks.",
         minimum=0,
         only_if=(_AUTO_CHOICE,),
     )
     compress_adapt: bool = option(
         False,
-        "Choose the compressors of --compress auto again when the run resumes, as after a change of its links.",
+        "Choose the compressors of --compress auto again when links become slower: the run saves itself, chooses, and "
+        "goes on. It chooses at once if it resumes from a run without this flag.",
         only_if=(_AUTO_CHOICE,),
     )
     compress_module: list[str] = option(  # noqa: RUF009

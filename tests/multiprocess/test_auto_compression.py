@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import command as netlab
+from megatron.checkpoint.load import load_common
+from megatron.training.auto_compression import CHOICE
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
@@ -203,6 +205,10 @@ def test_a_run_on_slower_links_chooses_again_and_goes_on(adapted: tuple[Path, st
     slowdowns = [event for event in events if event["kind"] == "slowdown"]
     assert slowdowns[-1]["iteration"] == paused - 1
     assert slowdowns[-1]["measured_s"] > 1.5 * slowdowns[-1]["expected_s"]
+    # A run that is killed while it measures resumes from here: it knows what was expected, and will choose again.
+    kept = load_common(folder / "saved", paused)[CHOICE]
+    assert kept["specs"] == []
+    assert kept["s_per_token"] * 4 * 16 == pytest.approx(slowdowns[-1]["expected_s"], rel=0.2)
     plain = {**ADAPTING, "compress": [], "compress_adapt": None, "max_loss_increase": None}
     run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **plain, log_json_file=folder / "plain.jsonl")]).check()
     uncompressed = _losses(folder / "plain.jsonl")

@@ -177,6 +177,8 @@ def _check_bolder_codec(module: str) -> list[tuple[int, str | None, list[int]]]:
             change = finding.line and finding.line.partition(f"{budget:g}: ")[2]
             guarded = guard._points[Point.PP_FWD]
             steps.append((finding.values["settings"]["pp-forward"], change, list(guarded.breaks)))
+            choice = describe_choice(engines.config, engines.topology.layout, engines.plan)
+            assert choice["specs"] == [guarded.settings[guarded.position][0].spec]
             assert (finding.values["emboldened"] is not None) == ("far below" in (finding.line or ""))
         return float(finding.values["points"]["pp-forward"])
 
@@ -211,9 +213,10 @@ def test_a_setting_comes_back_when_its_harm_has_long_been_far_below_the_budget(t
 
 
 def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
-    """Settings and costs of a check after each step: 4 bits look harmful at first, 8 bits as measured, and later as
-    harmful as to say that 4 bits cost too much. Beside them, the residual over the gradient in each step."""
-    engines, ratios = tiny_engines(_auto([FOUR_BITS])), []
+    """Settings and costs of a check after each step: 4 bits look harmful at first; then 8 bits look so harmful that 4
+    would cost too much; from step 7 on less so. Beside them, the residual over the gradient in each step."""
+    engines = tiny_engines(_auto([FOUR_BITS]))
+    ratios: list[float | None] = []
     guard, meter = _guard(engines), TrafficMeter(engines)
     guarded = guard._points[Point.DP_GRAD]
     (four, four_spec), (eight, eight_spec) = guarded.settings
@@ -223,23 +226,23 @@ def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
         guarded.settings[1] = replace(eight, residual=eight_residual), eight_spec
 
     positions, costs = [], []
-    for step in range(16):
-        declare(0.05 if step in (0, 8) else 0.161, 0.0089 if step < 10 else 0.0075)
+    for step in range(14):
+        declare(0.161 if step else 0.05, 0.011 if step >= 7 else 0.0075)
         tiny_train(engines, 1, first=step, after_step=lambda _: ratios.append(meter.collect(1)[0]["dp-grad"].residual))
         finding = guard.check()
         positions.append(finding.values["settings"]["dp-grad"])
         costs.append(finding.values["points"]["dp-grad"])
-    return positions, costs, ratios
+    return positions, costs, [ratio for ratio in ratios if ratio is not None]
 
 
 def test_gradients_go_back_to_fewer_bits_by_the_residuals_of_more() -> None:
     """With 8 bits, whose residual stands for that of 4: 0.2553% in proportion must be below 2/3 of 0.5%."""
     (positions, costs, ratios), other = run_ranks(2, _check_bolder_gradients)
     assert (positions, costs) == other[:2]
-    assert positions == [1, 1, 1, 1, 1, 0, 0, 0, *[1] * 8]
-    assert all(0.2553 * (ratio / 0.0089) ** 2 < 0.5 * 2 / 3 for ratio in ratios[1:6])
-    assert all(0.2553 * (ratio / 0.0075) ** 2 > 0.5 * 2 / 3 for ratio in ratios[10:])
-    assert costs[6] == pytest.approx(0.4767, rel=1e-3)  # 4 bits, whose residual is as declared
+    assert positions == [1] * 11 + [0] * 3
+    assert all(0.2553 * (ratio / 0.0075) ** 2 > 0.5 * 2 / 3 for ratio in ratios[1:7])
+    assert all(0.2553 * (ratio / 0.011) ** 2 < 0.5 * 2 / 3 for ratio in ratios[7:12])
+    assert costs[12] == pytest.approx(0.4767, rel=1e-3)  # 4 bits, whose residual is as declared
 
 
 RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {
