@@ -52,19 +52,16 @@ class Trainer:
         loss_guard: LossGuard | None = None,
     ) -> None:
         self.config = config = engines.config
-        self.rounds = rounds
-        self.loss_guard = loss_guard
+        self.rounds, self.loss_guard = rounds, loss_guard
         self.judge = plan.judge
         self._judged_at: int | None = None
         self.engines = engines
         self.topology: Topology = engines.topology
         self.sizes = plan.sizes
-        self.schedule = checkpoints.schedule
         self.train_set, self.valid_sets, self.test_sets = plan.train_set, plan.valid_sets, plan.test_sets
         self.train_iters = plan.train_iters
-        self.progress = checkpoints.progress
-        self.checkpoints = checkpoints
-        self.reporter = reporter
+        self.progress, self.schedule = checkpoints.progress, checkpoints.schedule
+        self.checkpoints, self.reporter = checkpoints, reporter
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck(config.training, self.progress)
         self._unreported: StepMetrics | None = None  # of a step whose last backward passes have not run
@@ -77,8 +74,7 @@ class Trainer:
         )
 
     def run(self) -> ExitReason:
-        """Train (unless ``--skip-train``), save, and evaluate; return the reason why the run ends before its last
-        iteration.
+        """Train (unless ``--skip-train``), save, and evaluate; return the reason to stop before the last iteration.
 
         Raises:
             NothingLearnedError: on every rank, at the end, if every step was skipped.
@@ -357,8 +353,7 @@ class Trainer:
         with self.reporter.paused("check"):
             finding = self.loss_guard.check()
         self.reporter.record(finding, self.progress.iteration)
-        is_changed = finding.values["eased"] or finding.values["emboldened"]
-        if is_changed and self.reporter.step_time_check is not None:
+        if finding.line is not None and self.reporter.step_time_check is not None:  # a compressor has changed
             self.reporter.step_time_check.restart()
 
     def _make_loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
