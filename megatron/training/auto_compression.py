@@ -76,7 +76,9 @@ def check_auto(config: RunConfig, world_size: int) -> None:
     except UserError as error:
         raise UserError(f"--compress auto: cannot predict this run ({error}); name the specs") from error
     if config.compression.compress_adapt and (config.checkpoint.save is None or config.checkpoint.no_save_optim):
-        raise UserError("--compress-adapt: a run saves itself before it chooses again; add --save, all of it")
+        raise UserError(
+            "--compress-adapt: the run saves itself before it chooses again; give --save, and leave --no-save-optim out"
+        )
 
 
 def keep_choice(
@@ -190,6 +192,11 @@ def describe_choice(
     }
 
 
+def specs_in_use(choice: Mapping[str, Any]) -> list[str]:
+    """Specs of a description from ``describe_choice`` whose compressors are not turned off."""
+    return [spec for spec in choice["specs"] if point_name(spec) not in choice["turned_off"]]
+
+
 @dataclass(frozen=True)
 class SavedChecks:
     """What the checks of a choice had found when the checkpoint was saved.
@@ -217,12 +224,7 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
             plan.substitute(point, None)
     checks = Values(choice.table("loss_checks", {}), config.checkpoint.source, _REMEDY)
     loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
-    return SavedChecks(loss, choice.number("s_per_token") if choice.has("s_per_token") else None)
-
-
-def specs_in_use(choice: Mapping[str, Any]) -> list[str]:
-    """Specs of a description from ``describe_choice`` whose compressors are not turned off."""
-    return [spec for spec in choice["specs"] if point_name(spec) not in choice["turned_off"]]
+    return SavedChecks(loss, choice.number("s_per_token", least=0.0) if choice.has("s_per_token") else None)
 
 
 def _turned_off(choice: Values) -> list[Point]:

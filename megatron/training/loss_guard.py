@@ -272,7 +272,7 @@ def _guard_point(
     """
     increases = {candidate.spec: candidate.increase for candidate, _ in ladder}
     chosen = text if saved is None else saved.text("chosen")
-    if increases.get(chosen, 0.0) < increases[text]:
+    if chosen not in increases or increases[chosen] < increases[text]:
         chosen = text  # the settings are of an earlier version
     settings = [pair for pair in ladder if pair[0].spec == chosen or pair[0].increase < increases[chosen]]
     settings.sort(key=lambda pair: pair[0].increase, reverse=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,10 +15,12 @@ from megatron.base.values import Values
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
+from megatron.compression.spec import Spec
+from megatron.planner.auto import CandidateSpec
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate
-from megatron.training.loss_guard import CALM_CHECKS, LossGuard
+from megatron.training.loss_guard import CALM_CHECKS, LossGuard, _guard_point
 from megatron.training.saved_run import find_saved
 from megatron.training.step import take_batches
 from megatron.training.traffic import TrafficMeter
@@ -324,3 +326,15 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
         assert diverged["eased"] is None
         assert destroyed["eased"] == "pp-forward"
         assert destroyed["points"]["pp-forward"] == math.inf
+
+
+def test_settings_of_another_version_begin_with_the_one_in_use() -> None:
+    ladder = [(CandidateSpec("gentle", 0.1), cast(Spec, None)), (CandidateSpec("bold", 0.3), cast(Spec, None))]
+    state = {"chosen": "bold", "breaks": [1, 2], "calm_checks": 3}
+    known = _guard_point(ladder, "gentle", True, Values(state))
+    assert ([candidate.spec for candidate, _ in known.settings], known.position) == (["bold", "gentle"], 2)
+    assert (known.breaks, known.calm_checks) == ([1, 2], 3)
+    assert known.bolder is None
+    unknown = _guard_point(ladder, "gentle", False, Values({**state, "chosen": "boldest"}))
+    assert ([candidate.spec for candidate, _ in unknown.settings], unknown.position) == (["gentle"], 0)
+    assert (unknown.breaks, unknown.calm_checks) == ([0], 0)

@@ -119,7 +119,7 @@ def test_adapting_chooses_again_unless_the_run_adapted_before() -> None:
 @pytest.mark.parametrize("checkpoint", [{}, {"save": "somewhere", "no_save_optim": True}])
 def test_a_run_that_adapts_saves_itself(checkpoint: dict[str, Any]) -> None:
     compression = {"compression": {"compress": ["auto"], "compress_adapt": True}}
-    with pytest.raises(UserError, match="--compress-adapt: a run saves itself before it chooses again"):
+    with pytest.raises(UserError, match="--compress-adapt: the run saves itself before it chooses again; give --save"):
         check_auto(tiny_config({**compression, "checkpoint": checkpoint}, 1), 1)
     check_auto(tiny_config({**compression, "checkpoint": {"save": "somewhere"}}, 1), 1)
 
