@@ -6,6 +6,7 @@ that resumes from that checkpoint.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,12 +92,14 @@ class ChosenRun:
         saved: the checkpoint that it begins with, if any.
         choice: the choice of ``--compress auto``, if it was made now.
         is_kept: whether the choice is the checkpoint's.
+        choice_s: seconds that a choice within the run took.
     """
 
     config: RunConfig
     saved: SavedRun | None
     choice: AutoChoice | None = None
     is_kept: bool = False
+    choice_s: float = 0.0
 
 
 def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, again: bool = False) -> ChosenRun:
@@ -111,7 +114,7 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
     Raises:
         UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
     """
-    topology, log, consumed = parts.topology, rank_0_log(parts.topology), 0
+    start, topology, log, consumed = time.perf_counter(), parts.topology, rank_0_log(parts.topology), 0
     kept_config = None if again else keep_choice(config, topology, saved, log)
     if kept_config is not None:
         return ChosenRun(kept_config, saved, is_kept=config.compression.is_auto)
@@ -123,7 +126,7 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
     timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed)
     used_timer = timer if parts.trains(config, saved) else None
     chosen_config, choice = choose_compressors(config, topology, parts.env, parts.vocab_size, used_timer, log)
-    return ChosenRun(chosen_config, saved, choice)
+    return ChosenRun(chosen_config, saved, choice, choice_s=time.perf_counter() - start if again else 0.0)
 
 
 def _check_checkpoint(parts: RunParts, config: RunConfig, saved: SavedRun) -> None:
@@ -175,7 +178,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         reporter = Reporter(engines, plan, progress, timers)
         if run.is_kept or run.choice is not None:
             chosen, adapts = None if run.choice is None else run.choice.chosen, config.compression.compress_adapt
-            reporter.step_time_check = StepTimeCheck(chosen, engines.plan, adapts, checks.s_per_token)
+            reporter.step_time_check = StepTimeCheck(chosen, engines.plan, adapts, checks.s_per_token, run.choice_s)
         guard = None
         if parts.trains(config, saved) and LossGuard.is_needed(engines):
             batches = together(topology.control.pg, lambda: held_out_batches(engines, plan))

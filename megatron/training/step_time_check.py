@@ -16,6 +16,10 @@ _SETTLING_STEPS, _FIRST_STEPS = 2, 5
 _LATEST_STEPS, _SLOWDOWN = 20, 1.5
 """A lower median of so many steps that exceeds the expected time by this factor is reported."""
 
+_TRAINING_PER_CHOICE = 50.0
+"""A run that has chosen again does so once more after this many times as long of training as the choice took: choices
+take at most 2% of its time, even where other programs slow a machine down again and again."""
+
 
 class StepTimeCheck:
     """Reports the time of the first steps beside what was expected, and later steps that take much longer.
@@ -27,6 +31,7 @@ class StepTimeCheck:
         plan: the compressors of the run; steps of their warm-ups are not measured.
         adapts: whether the run chooses again when steps take much longer.
         expected_s_per_token: seconds of a step over its tokens in the run that saved the checkpoint.
+        choice_s: seconds that the choice took, if this run had trained before.
 
     ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` says that steps
     take much longer in a run that chooses again then.
@@ -38,10 +43,12 @@ class StepTimeCheck:
         plan: CompressionPlan,
         adapts: bool = False,
         expected_s_per_token: float | None = None,
+        choice_s: float = 0.0,
     ) -> None:
         self._chosen, self._adapts = chosen, adapts
         self.measured_s: float | None = None
         self.needs_choice = False
+        self._seconds_left = _TRAINING_PER_CHOICE * choice_s
         self._warmup_iters = plan.warmup_iters
         self._first_steps: list[StepMetrics] = []
         self.expected_s_per_token = expected_s_per_token
@@ -49,6 +56,7 @@ class StepTimeCheck:
 
     def after_step(self, step: StepMetrics) -> Finding | None:
         """Count a step with its seconds."""
+        self._seconds_left -= step.seconds_per_iteration
         if step.iteration <= self._warmup_iters or step.skipped_iterations:
             return None
         if self.expected_s_per_token is None:
@@ -59,6 +67,8 @@ class StepTimeCheck:
         self._latest_s_per_token.append(_s_per_token(step))
         latest_s_per_token = statistics.median_low(self._latest_s_per_token)
         if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self.expected_s_per_token:
+            return None
+        if self._adapts and self._seconds_left > 0.0:
             return None
         tokens = step.global_batch_size * step.seq_length
         values = {"expected_s": self.expected_s_per_token * tokens, "measured_s": latest_s_per_token * tokens}

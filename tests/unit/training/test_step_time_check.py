@@ -119,3 +119,12 @@ def test_a_run_that_does_not_adapt_expects_the_longer_time() -> None:
     _findings(check, [2.0] * 30 + [3.1] * 11)
     assert not check.needs_choice
     assert check.expected_s_per_token == pytest.approx(3.1 / 64)
+
+
+def test_choices_within_a_run_take_a_small_share_of_its_time() -> None:
+    """2% of it: after a choice of 2 s not before 100 s of steps, though 20 slow steps have passed by 54 s."""
+    check = _check(1.9, chosen=False, adapts=True, choice_s=2.0)
+    assert list(_findings(check, [2.0] * 7 + [3.1] * 27)) == []
+    assert not check.needs_choice
+    assert list(_findings(check, [3.1], first=35)) == [35]
+    assert check.needs_choice
