@@ -50,12 +50,14 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     return pretrain.main(flags), buffers, positions
 
 
-@pytest.mark.parametrize("gains", [True, False])
-def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(prefix: Path, tmp_path: Path, gains: bool) -> None:
-    """And with the same compressors it takes the same steps as without a break."""
+@pytest.mark.parametrize(("gains", "delay"), [(True, 0), (False, 1)])
+def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(
+    prefix: Path, tmp_path: Path, gains: bool, delay: int
+) -> None:
+    """And with the same compressors it takes the same steps as without a break, also while gradients are under way."""
     adapting = {"compress": ["auto"], "compress_adapt": True, "save": tmp_path / "saved", "certificate": "false"}
     log, plain_log = tmp_path / "log.jsonl", tmp_path / "plain.jsonl"
-    base = {"train_iters": 12, "hidden_size": 32, "log_json_file": log}
+    base = {"train_iters": 12, "hidden_size": 32, "delay": delay, "log_json_file": log}
     results = run_ranks(2, _train, tiny_flags(prefix, **base, **adapting), gains, init=False)
     assert results[0] == results[1]
     assert results[0] == (0, [0, 0, 0], [0, 16, 40])
