@@ -174,7 +174,7 @@ def describe_choice(
     time_check: StepTimeCheck | None = None,
 ) -> dict[str, Any]:
     """Describe the chosen specs, or what has replaced them, for checkpoints, with the layout and the budget that they
-    were chosen for, and what their checks have found; empty without ``--compress auto``."""
+    were chosen for, and the results of their checks; empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}
@@ -199,7 +199,7 @@ def specs_in_use(choice: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class SavedChecks:
-    """What the checks of a choice had found when the checkpoint was saved.
+    """Results of the checks of a choice when the checkpoint was saved.
 
     Args:
         loss: value of ``LossGuard.state_dict``, by point.
@@ -212,7 +212,7 @@ class SavedChecks:
 
 def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> SavedChecks:
     """Turn the compressors off that were turned off in the checkpoint's run, in a run that keeps its choice, and return
-    what the checks had found.
+    the results of its checks.
 
     Raises:
         UserError: when the checkpoint's values are damaged.

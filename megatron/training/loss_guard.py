@@ -31,8 +31,8 @@ CALM_CHECKS = 5
 """Successive checks that must find room for a bolder setting before it is taken."""
 
 _CALM_SHARE = 2 / 3
-"""A bolder setting has room if its measured increase of the loss is at most this share of what the budget leaves to its
-point. Settings go when they exceed all of it: what lies between changes nothing."""
+"""A bolder setting has room if its measured increase of the loss is at most this share of the rest of the budget,
+beside the other points. Settings go when they exceed all of it, so costs between the two change nothing."""
 
 _MOST_BREAKS = 2
 """A setting that has exceeded the budget so many times is not taken again."""
@@ -128,7 +128,7 @@ class LossGuard:
         return bool(compression.chosen_specs) and compression.loss_check_interval > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checks have found so far, by point."""
+        """Results of the checks so far, by point."""
         return {
             point.value: {
                 "chosen": guarded.settings[0][0].spec,
