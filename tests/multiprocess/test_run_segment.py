@@ -50,19 +50,26 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     return pretrain.main(flags), buffers, positions
 
 
-@pytest.mark.parametrize(("gains", "delay"), [(True, 0), (False, 1)])
+FULL = {"delay": 1, "no_pipeline_flush": True, "pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("gains", "settings", "pauses"),
+    [(True, {}, (4, 10)), (False, {"delay": 1}, (4, 10)), (False, FULL, (5, 11))],
+    ids=["gradients", "delayed gradients", "a full pipeline"],
+)
 def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(
-    prefix: Path, tmp_path: Path, gains: bool, delay: int
+    prefix: Path, tmp_path: Path, gains: bool, settings: dict[str, Any], pauses: tuple[int, int]
 ) -> None:
     """And with the same compressors it takes the same steps as without a break, also while gradients are under way."""
     adapting = {"compress": ["auto"], "compress_adapt": True, "save": tmp_path / "saved", "certificate": "false"}
     log, plain_log = tmp_path / "log.jsonl", tmp_path / "plain.jsonl"
-    base = {"train_iters": 12, "hidden_size": 32, "delay": delay, "log_json_file": log}
+    base = {"train_iters": 12, "hidden_size": 32, "log_json_file": log, **settings}
     results = run_ranks(2, _train, tiny_flags(prefix, **base, **adapting), gains, init=False)
     assert results[0] == results[1]
-    assert results[0] == (0, [0, 0, 0], [0, 16, 40])
+    assert results[0] == (0, [0, 0, 0], [0, *(4 * pause for pause in pauses)])
     folders = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
-    assert folders == ["iter_0000004", "iter_0000010", "iter_0000012"]
+    assert folders == [f"iter_{iteration:07d}" for iteration in (*pauses, 12)]
     run_ranks(2, _train, tiny_flags(prefix, **{**base, "log_json_file": plain_log}), gains, init=False)
     losses, plain_losses = _losses(log), _losses(plain_log)
     assert sorted(losses) == list(range(1, 13))
