@@ -134,33 +134,6 @@ class KnownFlag(OldFlag):
         return Meaning()
 
 
-def known_flags(
-    reason: str,
-    *,
-    refused: bool,
-    switches: str = "",
-    values: str = "",
-    lists: str = "",
-    program: str = "",
-    feature: str = "",
-) -> list[KnownFlag]:
-    """Build flags that share a reason from their names; ``name=VALUE`` gives the neutral value of a flag, and
-    ``name=VALUE|VALUE`` several spellings of it."""
-    return [
-        KnownFlag(
-            name=name,
-            arity=arity,
-            refused=refused,
-            reason=reason,
-            neutral=tuple(filter(None, neutral.split("|"))),
-            program=program,
-            feature=feature,
-        )
-        for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
-        for name, _, neutral in (word.partition("=") for word in words.split())
-    ]
-
-
 def _is_false(words: Sequence[str]) -> bool:
     return list(map(str.lower, words)) == ["false"]
 
