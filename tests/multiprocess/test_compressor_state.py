@@ -23,7 +23,7 @@ def _changes(*specs: str, **parallel: Any) -> dict[str, dict[str, Any]]:
     return {
         "parallel": parallel,
         "compression": {"compress": list(specs)},
-        "training": {"global_batch_size": 8},
+        "training": {"global_batch_size": 4},
         "precision": {"fp64": True},
     }
 
@@ -58,7 +58,7 @@ def _load(changes: dict[str, dict[str, Any]], root: Path) -> tuple[Boxes, list[s
     lines: list[str] = []
     state.load(root, 4, engines.topology.control.pg, lines.append)
     boxes = _boxes(state)
-    tiny_train(engines, 2)
+    tiny_train(engines, 1)
     return boxes, lines
 
 

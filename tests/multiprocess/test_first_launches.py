@@ -69,9 +69,6 @@ FIXED: Changes = {"data": {"sample_order": "fixed", "data_path": ["unused"]}}
 
 RUNS: dict[str, Run] = {
     "1f1b": Run(2, _run()),
-    "eager": Run(2, _run(pipeline_schedule="eager-1f1b")),
-    "gpipe": Run(2, _run(pipeline_schedule="gpipe")),
-    "interleaved": Run(2, _run(**VIRTUAL)),
     "four stages, eager": Run(4, _run(pp=4, pipeline_schedule="eager-1f1b"), counts=(6,) * 6),
     "recomputation and dropout": Run(2, {**_run(), **UNIFORM, **DROPOUT}),
     "codecs after a warm-up": Run(2, _run(*LATE), counts=(4,) * 7),
@@ -92,7 +89,6 @@ RUNS: dict[str, Run] = {
     "samples that come again": Run(
         2, {**_run("pp-forward=delta,bits=4"), **FIXED}, counts=(4,) * 8, epoch=10, steady=False
     ),
-    "samples that all come again": Run(2, {**_run("pp-forward=delta,bits=4"), **FIXED}, counts=(4,) * 8, epoch=8),
     "a batch ramp-up": Run(2, _run(*LATE), counts=(2, 2, 4, 4, 6, 6, 2, 4)),
     "sequences grow": Run(2, _run(**VIRTUAL), lengths=(8, 8, 12, 12, 16, 16), evaluations=(1, 3)),
     "sequences and batches grow, codecs": Run(
@@ -126,7 +122,6 @@ RUNS: dict[str, Run] = {
         _run("dp-grad=powersgd,rank=2,warmup=2", **OVERLAP, **VIRTUAL),
         counts=(4,) * 7,
     ),
-    "exact gradients during backward": Run(4, _run(**OVERLAP), counts=(4,) * 4),
     "stable top-k during backward": Run(
         4, _run("dp-grad=stable-topk,density=0.3,interval=3", **OVERLAP, **VIRTUAL), counts=(4,) * 11
     ),

@@ -22,6 +22,7 @@ from benchmarks.lab.removal import kill
 from tests.support.cli import REPO
 from tests.support.corpus import tiny_flags
 from tests.support.machines import Machine, two_machines
+from tests.support.warm import INTERPRETER
 
 pytestmark = pytest.mark.multiprocess
 
@@ -126,10 +127,12 @@ def _iterations(path: Path) -> int:
     return path.read_text().count('"train"') if path.exists() else 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_one_machine_listens_at_loopback_addresses_only(
-    prefix: Path, machines: tuple[Machine, Machine], tmp_path: Path
+    prefix: Path, machines: tuple[Machine, Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Islands with all kinds of launchers, with ranks, heartbeats and groups of both kinds."""
+    monkeypatch.setattr(sys, "executable", INTERPRETER)  # an island's launcher is a child of that of all islands
     machine = machines[0]
     flags = tiny_flags(
         prefix,
@@ -150,8 +153,7 @@ def test_one_machine_listens_at_loopback_addresses_only(
         assert len(listening) >= 3 + 4 * 2
         assert {address for address, _ in listening} <= LOOPBACK
     finally:
-        process.kill()
-        process.wait()
+        kill([machine.name])
 
 
 @pytest.mark.usefixtures("warm")
