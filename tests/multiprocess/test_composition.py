@@ -20,8 +20,8 @@ from tests.support.tiny import tiny_config, tiny_engines, tiny_train
 Case = dict[str, str]
 
 STEPS = {"fp32": 3, "bf16": 3, "fp16": 4}
-"""Enough for a warm-up, a schedule, an interval and a second visit of each sample: all take a step or two here. The first
-step of fp16 is skipped."""
+"""Enough for a warm-up, a schedule, an interval and a second visit of each sample: all take a step or two here. The
+first step of fp16 is skipped."""
 
 FACTORS: dict[str, list[str]] = {
     "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe", "pp2 dp2 zb-h1"],

@@ -176,7 +176,7 @@ def _norms_and_states(changes: Changes, steps: int) -> tuple[list[float], list[d
 def _compare_compressors(cases: dict[str, list[str]], layout: Changes) -> dict[str, str]:
     """Problems by case: without a learning rate, the reduced gradients come one step late and are the same."""
     problems = {}
-    still: Changes = {"optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+    still: Changes = {"optimizer": {"lr": 0.0, "weight_decay": 0.0}, "model": {"num_layers": 2}}
     for name, specs in cases.items():
         changes = merge({"compression": {"compress": specs}}, still, layout)
         # After an even number of steps no compressor waits for an update.

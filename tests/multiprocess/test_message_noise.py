@@ -21,10 +21,15 @@ def _noisy(*points: str) -> Changes:
 
 
 TENSOR = _noisy("tp-forward", "tp-backward")
-SINGLE: Changes = {"precision": {"fp64": False}}
-EXPERTS = merge(MOE, CODED, _noisy("tp-forward", "tp-backward", "ep-dispatch", "ep-combine"))
-DEBERTA = merge(OF_DEBERTA, SINGLE, TENSOR)
-T5 = merge(OF_T5, SINGLE, TENSOR)
+SINGLE: Changes = {"precision": {"fp64": False}, "training": {"global_batch_size": 2}}
+EXPERTS = merge(
+    MOE,
+    CODED,
+    {"model": {"num_layers": 2, "num_experts": [4]}},
+    _noisy("tp-forward", "tp-backward", "ep-dispatch", "ep-combine"),
+)
+DEBERTA = merge(OF_DEBERTA, SINGLE, {"model": {"num_layers": 2}}, TENSOR)
+T5 = merge(OF_T5, SINGLE, {"model": {"num_layers": 1, "decoder_num_layers": 2}}, TENSOR)
 RUNS: dict[int, dict[str, Changes]] = {
     2: {
         "deberta": merge(DEBERTA, _parallel(tp=2)),
