@@ -32,7 +32,7 @@ VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 FIXED: dict[str, Any] = {"order": "fixed"}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 FULL_RANK = "rank=32,min-ratio=0"
-EXACT_STEPS, STEPS, LONG_STEPS = 3, 10, 20
+EXACT_STEPS, STEPS, LONG_STEPS = 3, 8, 16
 
 LOSSLESS: dict[str, tuple[int, Changes]] = {
     "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
 
 
 def _stop_and_go_on(
-    prefix: Path, folder: Path, world: tuple[int, int], first: Any, resumed: Any, iterations: int = 6
+    prefix: Path,
+    folder: Path,
+    world: tuple[int, int],
+    first: Any,
+    resumed: Any,
+    iterations: int = 6,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[dict, dict]:
     """Losses of a run that saves after 4 iterations, and of a run that goes on from there in another way.
 
@@ -36,9 +43,9 @@ def _stop_and_go_on(
     whole_log, resumed_log, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
     common: dict[str, Any] = {"train_iters": iterations}
     whole = {**common, **first, "save": saved, "save_interval": 4, "log_json_file": whole_log}
-    train(world[0], tiny_flags(prefix, **whole))
+    train(world[0], tiny_flags(prefix, **whole), env=env)
     second = {**common, **resumed, "load": saved, "ckpt_step": 4, "log_json_file": resumed_log}
-    train(world[1], tiny_flags(prefix, **second))
+    train(world[1], tiny_flags(prefix, **second), env=env)
     losses, resumed_losses = _losses(whole_log), _losses(resumed_log)
     assert min(resumed_losses) > 4
     return losses, {n: values for n, values in losses.items() if n <= 4} | resumed_losses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
 from megatron.distributed.topology import build_topology
 from megatron.training.compression_notes import node_notes
-from tests.multiprocess.test_compression import STEPS, Changes, _run, check_fall, train_and_compare
+from tests.multiprocess.test_compression import STEPS, Changes, _run, _shallow, check_fall, train_and_compare
 from tests.multiprocess.test_compressor_state import _changes, _load, _save, _sums
+from tests.multiprocess.test_resume import _stop_and_go_on
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
-from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -150,7 +149,7 @@ def _noted(changes: Changes) -> tuple[list[float], list[str], list[str]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     ranks, node_size, changes, note = RUNS[name]
-    results = run_ranks(ranks, _noted, changes, env={"LOCAL_WORLD_SIZE": node_size})
+    results = run_ranks(ranks, _noted, _shallow(changes), env={"LOCAL_WORLD_SIZE": node_size})
     assert [differences for _, differences, _ in results] == [[]] * ranks
     losses = results[-1][0]
     assert all(rank_losses == losses for rank_losses, _, _ in results)
@@ -222,28 +221,16 @@ def test_residuals_are_resharded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_resume_is_exact(prefix: Path, tmp_path: Path, sharded: bool) -> None:
     flags: dict[str, Any] = {
-        "train_iters": 12,
         "fp16": True,
         "initial_loss_scale": 2**23,
         "loss_scale_window": 3,
         "compress": [SPEC + ",rounding=stochastic,rotation=32"],
         **(SHARDED if sharded else {}),
     }
-    whole_log, resumed_log, saved = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl", tmp_path / "saved"
-    train(4, tiny_flags(prefix, **flags, log_json_file=whole_log), env=PAIRS)
-    train(4, tiny_flags(prefix, **flags, log_json_file=resumed_log, save=saved, exit_interval=5), env=PAIRS)
-    train(4, tiny_flags(prefix, **flags, log_json_file=resumed_log, load=saved), env=PAIRS)
-    losses = [
-        {
-            e["iteration"]: (e.get("lm_loss"), e.get("grad_norm"))
-            for e in map(json.loads, path.read_text().splitlines())
-            if e["kind"] == "train"
-        }
-        for path in (whole_log, resumed_log)
-    ]
-    assert len(losses[0]) == 12
-    assert losses[1] == losses[0]
-    assert any(norm is None for _, norm in losses[0].values()), "no step was skipped: the case tests nothing"
+    losses, resumed_losses = _stop_and_go_on(prefix, tmp_path, (4, 4), flags, flags, 10, env=PAIRS)
+    assert len(losses) == 10
+    assert resumed_losses == losses
+    assert any(norm is None for _, norm in losses.values()), "no step was skipped: the case tests nothing"
 
 
 def test_the_start_reports_two_level_sums_in_one_line(prefix: Path) -> None:
