@@ -259,7 +259,7 @@ def test_a_schedule_of_batch_sizes_resumes_exactly(prefix: Path, tmp_path: Path)
     assert losses[0] == losses[1]
     events = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
     sizes = [event["global_batch_size"] for event in events if event["kind"] == "train"]
-    assert sizes == [6, 6, 4, 4, 4]
+    assert sizes == [2, 2, 6, 6, 6, 6, 4, 4, 4]
 
 
 def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path, tmp_path: Path) -> None:
