@@ -35,6 +35,7 @@ def _classes(path: Path) -> set[str]:
 
 
 @cache
+@cache
 def _named(path: Path) -> set[str]:
     """Names used by the code of a file, prose aside."""
     names = set()
