@@ -10,6 +10,7 @@ import torch
 
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
+from tests.support import combinations
 from tests.support.cases import SharedRanks
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
@@ -241,6 +242,42 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     ),
 }
 
+COMBINED: dict[str, tuple[int, Changes]] = {
+    "powersgd bf16 overlapped": (4, _run("dp-grad=powersgd,rank=2", tp=2, precision="bf16", **OVERLAP)),
+    "stable top-k with neighbors, overlapped bf16": (
+        4,
+        _run("dp-grad=stable-topk,density=0.05,interval=4,range=3,flush=rotate", tp=2, precision="bf16", **OVERLAP),
+    ),
+    "quantized adam, bf16 sharded": (
+        4,
+        _run("dp-grad=quantized-adam,bits=8,warmup=4", tp=2, precision="bf16", use_distributed_optimizer=True),
+    ),
+    "tensor powersgd, recomputed": (
+        2,
+        {
+            **_run("tp-forward=powersgd,rank=12", "tp-backward=powersgd,rank=12", tp=2, precision="bf16"),
+            "recompute": {"recompute_granularity": "full", "recompute_method": "uniform"},
+        },
+    ),
+    "delta bf16 virtual stochastic": (
+        2,
+        _run("pp-forward=delta,bits=3,rounding=stochastic", pp=2, precision="bf16", **VIRTUAL, **FIXED),
+    ),
+    "delta fp16 four stages gpipe": (
+        4,
+        _run("pp-forward=delta,bits=3", pp=4, precision="fp16", pipeline_schedule="gpipe", **FIXED),
+    ),
+    "edgc": (
+        8,
+        _run("dp-grad=edgc,rank=8,min-rank=2,window=4,sample-every=2,stage-slack=0.5", pp=2, tp=2, precision="fp16"),
+    ),
+    "lowrank epilogue virtual fp16": (
+        2,
+        _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=2, precision="fp16", **VIRTUAL),
+    ),
+}
+"""For GPUs and --all-combinations. On CPUs ``test_composition`` has every pair of these settings."""
+
 
 LONG = (
     "powersgd",
@@ -277,15 +314,15 @@ LOSSY_RUNS = SharedRanks(
     train_and_compare,
     {
         name: (ranks, (_shallow(changes), LONG_STEPS if name in LONG else STEPS))
-        for name, (ranks, changes) in LOSSY.items()
+        for name, (ranks, changes) in (LOSSY | COMBINED).items()
     },
 )
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", [*LOSSY, *(COMBINED if combinations.all_combinations else ())])
 def test_replicas_agree_and_the_loss_falls(request: pytest.FixtureRequest | None, name: str) -> None:
     results = LOSSY_RUNS.results(request, name)
-    assert [differences for _, differences in results] == [[]] * LOSSY[name][0]
+    assert [differences for _, differences in results] == [[]] * (LOSSY | COMBINED)[name][0]
     losses = results[-1][0].losses
     check_fall(losses)
     assert all(trace.losses == losses for trace, _ in results)
