@@ -204,7 +204,7 @@ class PipelineEngine:
         def begin_forward() -> None:
             nonlocal num_forwards
             after_forwards(num_forwards)
-            if num_forwards == warm_up:
+            if num_forwards == warm_up:  # a receive may depend on what codecs remember of the last step
                 receives.add(messages, backwards)
             num_forwards += 1
 
