@@ -50,6 +50,7 @@ CASES: dict[str, Changes] = {
     "residuals": _codecs("pp-forward=lowrank,rank=2", "pp-backward=lowrank,rank=2,error-feedback=on"),
     "residuals of a step": _codecs("pp-backward=lowrank,rank=2,error-feedback=lazy-reset"),
     "warm-up": _codecs("pp-forward=fixpoint,bits=4,warmup=2", "pp-backward=fixpoint,bits=8@0/4@3"),
+    "bits grow": _codecs("pp-forward=fixpoint,bits=4@0/8@3", "pp-backward=fixpoint,bits=4@0/8@3"),
     "T5": T5,
 }
 OF_FOUR: dict[str, Changes] = {
