@@ -153,8 +153,8 @@ def test_evaluations_between_steps_change_nothing() -> None:
         assert plain == disturbed
 
 
-def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, list[str]]:
-    """A run in which the loss of step ``bad`` is not a number."""
+def _not_finite(specs: list[str], steps: int, bad: int, flushes: bool = False) -> tuple[Trace, int, list[str]]:
+    """A run in which the loss of step ``bad`` is not a number, and with ``flushes`` a flush follows that step."""
     engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, _codecs(*specs)))
     stage, num_steps = engines.stages[-1], 0
     loss = stage.loss
@@ -165,6 +165,8 @@ def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, lis
 
     def count(engines: Engines) -> None:
         nonlocal num_steps
+        if flushes and num_steps == bad:
+            flush_pipeline(engines, Timers())
         num_steps += 1
 
     stage.loss = spoil  # type: ignore[assignment, method-assign]
@@ -189,6 +191,16 @@ def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str],
         assert all(map(math.isfinite, trace.losses))
         assert trace.losses[-1] < trace.losses[0] - 0.05
         assert num_skipped == len(dropped)
+        assert not problems
+
+
+def test_codecs_begin_anew_where_a_flush_finds_gradients_that_are_not_finite() -> None:
+    """A checkpoint of this moment must not hold such values, and the next step's messages do not meet them."""
+    specs = ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"]
+    for trace, num_skipped, problems in run_ranks(2, _not_finite, specs, 9, 3, True):
+        assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == [0, 4]
+        assert trace.losses[-1] < trace.losses[0] - 0.05
+        assert num_skipped == 1
         assert not problems
 
 
