@@ -155,15 +155,14 @@ class _Updates:
             if step is not None:
                 self._step, self._completed = step, _complete(engines, delayed)
                 if engines.sync.needs_finite(step.iteration):
-                    agreement = replace(self._completed, losses={})
-                    self._agreement = _start(engines, agreement)
+                    self._agreement = _start(engines, self._completed)
                 else:
                     _launch(engines, delayed, usable=True)
             with engines.ledger.computing():
                 for buffer in engines.buffers:
                     buffer.begin_grads()
         if number == self._launch_at and self._agreement is not None:
-            _launch(engines, delayed, usable=not self._agreement.wait().not_finite)
+            _launch(engines, delayed, usable=self._agreement.wait().usable)
         if number == self._reduce_at:
             with engines.ledger.computing():
                 self._gradients = delayed.take()
@@ -205,7 +204,7 @@ def _forget_messages(engines: Engines) -> None:
 
 
 def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> None:
-    """Launch the reduction of the open step's gradients, if they are finite."""
+    """Launch the reduction of the open step's gradients, if they are usable."""
     step = delayed.open_step
     assert step is not None
     with engines.ledger.computing():
@@ -216,5 +215,4 @@ def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> Non
 def _tell_losses(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
     """Fill in the losses of a step, and note whether its gradients may be applied."""
     step.losses.update(summary.mean_losses)
-    finite = not summary.not_finite
-    delayed.last_outcome = StepOutcome(step.loss_scale, finite, finite and summary.counted > 0)
+    delayed.last_outcome = StepOutcome(step.loss_scale, not summary.not_finite, summary.usable)

@@ -209,7 +209,7 @@ def _without_labels(changes: Changes, steps: int, empty: int) -> tuple[list[floa
     engines = tiny_engines(merge(PP2, DELAY, {"data": {"eod_mask_loss": True}}, changes))
     batches, outcomes = tiny_batches(engines.config, engines.topology, masked=True), []
     for step in range(steps):
-        step_batches = take_batches(batches, 4, engines.topology.device)
+        step_batches = take_batches(batches, 4 // engines.topology.dp.size, engines.topology.device)
         for batch in step_batches if step == empty else ():
             assert batch.loss_mask_bs is not None
             batch.loss_mask_bs.zero_()
@@ -218,8 +218,10 @@ def _without_labels(changes: Changes, steps: int, empty: int) -> tuple[list[floa
     return [outcome.loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]
 
 
-def test_a_step_without_labels_is_not_applied() -> None:
-    flushed, results = (run_ranks(2, _without_labels, changes, 7, 3) for changes in ({}, NO_FLUSH))
+@pytest.mark.parametrize(("ranks", "specs"), [(2, []), (4, ["dp-grad=topk,density=0.5"])], ids=["exact", "residuals"])
+def test_a_step_without_labels_is_not_applied(ranks: int, specs: list[str]) -> None:
+    codecs = _codecs(*specs)
+    flushed, results = (run_ranks(ranks, _without_labels, merge(codecs, changes), 7, 3) for changes in ({}, NO_FLUSH))
     assert results == flushed
     for _, norms in results:
         assert [step for step, norm in enumerate(norms) if norm is None] == [0, 4]
