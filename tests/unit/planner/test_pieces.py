@@ -16,6 +16,7 @@ from megatron.planner.cluster import Device
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
+from megatron.planner.report import described
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
@@ -196,6 +197,8 @@ def test_the_bound_of_a_pipeline_without_a_flush_leaves_out_filling_and_draining
     assert not choice.flush
     seconds, flushed = predictor.predict(choice).seconds, predictor.predict(dataclasses.replace(choice, flush=True))
     assert predictor.lower_bound(choice) <= seconds < 0.8 * flushed.seconds
+    assert f"{schedule} without a flush" in described(choice)
+    assert "without a flush" not in described(flushed.choice)
 
 
 @pytest.mark.parametrize(
