@@ -198,6 +198,11 @@ def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
         raise UserError(
             "--log-gradients reads gradients after a step, and with --delay 1 they are on their way then; leave one out"
         )
+    if logging.check_orth_error_acti and parallel.overlaps_steps:
+        raise UserError(
+            "--check-orth-error-acti pairs the messages of a step, and with --no-pipeline-flush the next step begins "
+            "before the last of them; leave one out"
+        )
     if logging.log_gradients and parallel.use_distributed_optimizer:
         raise UserError(
             "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "

@@ -151,10 +151,11 @@ class CompressionPlan:
         fixed = replace(spec, options=options, activation=activation, schedules={})
         return CompressionPlan({point: fixed}, self.stage, self.stages)
 
-    def options(self, point: Point) -> Any:
-        """Options of a point in this iteration; None for a point without a compressor."""
+    def options(self, point: Point, iteration: int = -1) -> Any:
+        """Options of a point in an iteration (-1 for this one); None for a point without a compressor."""
         spec = self.specs.get(point)
-        return None if spec is None else spec.options_at(self._iteration, self._tuned.get(point))
+        at = self._iteration if iteration < 0 else iteration
+        return None if spec is None else spec.options_at(at, self._tuned.get(point))
 
     def ever_compresses(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
         """Whether the point compresses tensors of this shape with any of its options during the run.
@@ -199,11 +200,11 @@ class CompressionPlan:
         has_residual = kind != "off" and RESIDUAL in state.tensors
         return LastResidual(compressor, cast(SumResidual, kind)) if has_residual else None
 
-    def codec(self, point: Point) -> Codec:
-        """Codec of a point's messages with this iteration's options; it holds no state."""
+    def codec(self, point: Point, iteration: int = -1) -> Codec:
+        """Codec of a point's messages with the options of an iteration (-1 for this one); it holds no state."""
         if point not in self.specs or self.is_turned_off(point):
             return _EXACT_CODEC
-        options = self.options(point)
+        options = self.options(point, iteration)
         if (point, options) not in self._codecs:
             self._codecs[point, options] = self.specs[point].make_codec(options)
         return self._codecs[point, options]

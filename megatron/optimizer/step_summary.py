@@ -61,6 +61,11 @@ class StepSummary:
         return sum(count for _, count in self.losses.values())
 
     @property
+    def usable(self) -> bool:
+        """Whether gradients that a later step applies are finite, and the losses have items."""
+        return not self.not_finite and self.counted > 0
+
+    @property
     def mean_losses(self) -> dict[str, float]:
         """Mean of each loss in nats, by name; zero for a loss without items."""
         return {name: total / count if count else 0.0 for name, (total, count) in self.losses.items()}

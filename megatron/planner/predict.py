@@ -83,7 +83,7 @@ class Predictor(Stages):
         if key not in self._bounds:
             if passes_only not in self._pipelines:
                 self._pipelines[passes_only] = self.pipeline(passes_only, wires_of(self.cluster, passes_only))
-            self._bounds[key] = self._pipelines[passes_only].lower_bound(choice.micro_batches)
+            self._bounds[key] = self._pipelines[passes_only].lower_bound(choice.micro_batches, choice.flush)
         return self._bounds[key]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:

@@ -35,7 +35,8 @@ def described(choice: Choice) -> str:
     )
     if choice.pp > 1:
         is_interleaved = choice.chunks > 1 and not choice.in_v_form
-        words.append(f"interleaved {choice.chunks}" if is_interleaved else choice.schedule)
+        schedule = f"interleaved {choice.chunks}" if is_interleaved else choice.schedule
+        words.append(schedule if choice.flush else f"{schedule} without a flush")
     if choice.recompute.recompute_granularity:
         words.append(f"recompute {choice.recompute.recompute_granularity}")
     if choice.sharded:
@@ -183,6 +184,8 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     ]
     if count < choice.micro_batches:
         title.append(f"drawn with {count:,} of {choice.micro_batches:,} micro-batches")
+    if not choice.flush:
+        title.append("drawn with a flush before and after the step")
     names = [f"stage {stage}" for stage in range(choice.pp)]
     save_figure(draw_schedule([Timeline("\n".join(title), pipeline.simulate_passes(count), names)]), path)
 

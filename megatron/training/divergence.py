@@ -29,16 +29,19 @@ class DivergenceCheck:
         self.problem: str | None = None
 
     def after_step(self, step: StepMetrics) -> str | None:
-        """Count a step; return a warning, if any."""
+        """Count a step; return a warning, if any. Steps after a problem do not count."""
+        if self.problem is not None:
+            return None
         progress, config = self._progress, self._config
         finite_losses = all(map(math.isfinite, step.losses.values()))
         if not step.skipped:
-            progress.last_update, progress.consecutive_skips = step.iteration, 0
+            progress.consecutive_skips = 0
+            # Without a pipeline flush, a step whose loss is not finite takes the update of the step before.
+            progress.last_update = step.iteration if finite_losses else progress.last_update
         else:
             # A step without any counted token is skipped as well, although all its numbers are finite.
             finite = step.finite_gradients and finite_losses
             progress.consecutive_skips += not finite and not step.searches_loss_scale
-        self.problem = None
         gradients_fail = not step.finite_gradients and not step.searches_loss_scale
         if config.check_for_nan_in_loss_and_grad and (gradients_fail or not finite_losses):
             number = "a gradient" if finite_losses else "the loss"

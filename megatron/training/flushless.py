@@ -15,7 +15,7 @@ from functools import partial
 from megatron.compression.state import end_states
 from megatron.data.batch import Batch
 from megatron.optimizer.step_summary import PendingSummary, StepSummary, StopVotes
-from megatron.parallel.data.delayed import DelayedGradients, OpenStep
+from megatron.parallel.data.delayed import DelayedGradients, OpenStep, StepOutcome
 from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.pipeline.schedule import count_warm_up
 from megatron.parallel.pipeline.timetable import Timetable
@@ -47,6 +47,7 @@ def step_without_flush(
     last = delayed.open_step
     if last is not None and (last.num_micro_batches, last.seq_length) != (len(batches), length):
         flush_pipeline(engines, timers)
+        last = None
     scale = engines.optimizer.loss_scale.scale
     passes = begin_passes(engines, batches, iteration, length)
     delayed.versions.begin_step(iteration)
@@ -78,7 +79,7 @@ def step_without_flush(
         observer.end_step()
     losses = partial(report_losses, engines, passes.programs[-1])
     delayed.open_step = OpenStep(iteration, len(batches), length, scale, losses)
-    finite = totals.finite and delayed.last_usable
+    finite = totals.finite and delayed.last_outcome.usable
     engines.plan.steps.skipped += not finite
     metrics = StepMetrics(
         iteration=iteration + 1,
@@ -94,11 +95,10 @@ def step_without_flush(
         finite_gradients=finite,
         searches_loss_scale=not finite and totals.scale_can_fall,
     )
-    if not delayed.last_usable:
-        # What messages of that step have left in the codecs is not finite, either.
+    if last is not None and not delayed.last_outcome.finite:
+        # What messages of that step have left in the codecs is not finite, and this step's have passed them.
         flush_pipeline(engines, timers)
-        if engines.channel is not None:
-            engines.channel.forget_states()
+        _forget_messages(engines)
     return metrics
 
 
@@ -115,7 +115,9 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
     delayed.versions.select(None)
     summary = _complete(engines, delayed).all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
     _tell_losses(delayed, delayed.open_step, summary)
-    _launch(engines, delayed, usable=delayed.last_usable)
+    _launch(engines, delayed, usable=delayed.last_outcome.usable)
+    if not delayed.last_outcome.finite:
+        _forget_messages(engines)
 
 
 class _Updates:
@@ -153,15 +155,14 @@ class _Updates:
             if step is not None:
                 self._step, self._completed = step, _complete(engines, delayed)
                 if engines.sync.needs_finite(step.iteration):
-                    agreement = replace(self._completed, losses={})
-                    self._agreement = _start(engines, agreement)
+                    self._agreement = _start(engines, self._completed)
                 else:
                     _launch(engines, delayed, usable=True)
             with engines.ledger.computing():
                 for buffer in engines.buffers:
                     buffer.begin_grads()
         if number == self._launch_at and self._agreement is not None:
-            _launch(engines, delayed, usable=not self._agreement.wait().not_finite)
+            _launch(engines, delayed, usable=self._agreement.wait().usable)
         if number == self._reduce_at:
             with engines.ledger.computing():
                 self._gradients = delayed.take()
@@ -175,11 +176,11 @@ class _Updates:
         delayed = self._delayed
         if self._step is not None:
             _tell_losses(delayed, self._step, summary)
-        last = delayed.last_completed
+        last = delayed.last_outcome
         # An overflow under an earlier, larger scale says nothing of the present one.
-        overflows = last is not None and not last.finite and last.loss_scale <= self._engines.optimizer.loss_scale.scale
+        overflows = not last.finite and last.loss_scale <= self._engines.optimizer.loss_scale.scale
         summary = replace(summary, not_finite=float(overflows))
-        return summary, self._gradients if delayed.last_usable else None
+        return summary, self._gradients if last.usable else None
 
 
 def _start(engines: Engines, summary: StepSummary) -> PendingSummary:
@@ -196,8 +197,14 @@ def _complete(engines: Engines, delayed: DelayedGradients) -> StepSummary:
     return StepSummary(delayed.open_step.report_losses(), not_finite=not_finite)
 
 
+def _forget_messages(engines: Engines) -> None:
+    """Let the codecs of pipeline messages begin anew."""
+    if engines.channel is not None:
+        engines.channel.forget_states()
+
+
 def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> None:
-    """Launch the reduction of the open step's gradients, if they are finite."""
+    """Launch the reduction of the open step's gradients, if they are usable."""
     step = delayed.open_step
     assert step is not None
     with engines.ledger.computing():
@@ -208,6 +215,4 @@ def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> Non
 def _tell_losses(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
     """Fill in the losses of a step, and note whether its gradients may be applied."""
     step.losses.update(summary.mean_losses)
-    step.finite = not summary.not_finite
-    step.usable = step.finite and summary.counted > 0
-    delayed.last_completed = step
+    delayed.last_outcome = StepOutcome(step.loss_scale, not summary.not_finite, summary.usable)

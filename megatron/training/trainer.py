@@ -53,13 +53,11 @@ class Trainer:
     ) -> None:
         self.config = config = engines.config
         self.rounds, self.loss_guard = rounds, loss_guard
-        self.judge = plan.judge
+        self.train_iters, self.judge = plan.train_iters, plan.judge
         self._judged_at: int | None = None
-        self.engines = engines
+        self.engines, self.sizes = engines, plan.sizes
         self.topology: Topology = engines.topology
-        self.sizes = plan.sizes
         self.train_set, self.valid_sets, self.test_sets = plan.train_set, plan.valid_sets, plan.test_sets
-        self.train_iters = plan.train_iters
         self.progress, self.schedule = checkpoints.progress, checkpoints.schedule
         self.checkpoints, self.reporter = checkpoints, reporter
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
@@ -113,11 +111,13 @@ class Trainer:
         Raises:
             NothingLearnedError: when every step of this process, or of the run, was skipped, without a request.
         """
-        done, skipped = self.progress.iteration, self.progress.skipped
+        done, skipped, delayed = self.progress.iteration, self.progress.skipped, self.engines.delayed
+        # Without a flush, the step after a failed step counts as skipped.
+        failed_last = delayed is not None and not delayed.last_outcome.usable
         for start, before in ((start_iteration, skipped_before), (0, 0)):
             requested = self.sizes.skipped.count(start, done)
             steps = done - start - requested
-            if steps and skipped - before - requested == steps:
+            if steps and skipped - before - requested + (failed_last and not start) == steps:
                 raise NothingLearnedError(
                     f"nothing was learned: all {steps} steps were skipped, since gradients were not finite or no token "
                     "counted; lower --lr or --initial-loss-scale, train longer, or use --bf16"

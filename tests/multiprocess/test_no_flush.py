@@ -50,6 +50,7 @@ CASES: dict[str, Changes] = {
     "residuals": _codecs("pp-forward=lowrank,rank=2", "pp-backward=lowrank,rank=2,error-feedback=on"),
     "residuals of a step": _codecs("pp-backward=lowrank,rank=2,error-feedback=lazy-reset"),
     "warm-up": _codecs("pp-forward=fixpoint,bits=4,warmup=2", "pp-backward=fixpoint,bits=8@0/4@3"),
+    "bits grow": _codecs("pp-forward=fixpoint,bits=4@0/8@3", "pp-backward=fixpoint,bits=4@0/8@3"),
     "T5": T5,
 }
 OF_FOUR: dict[str, Changes] = {
@@ -152,8 +153,8 @@ def test_evaluations_between_steps_change_nothing() -> None:
         assert plain == disturbed
 
 
-def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, list[str]]:
-    """A run in which the loss of step ``bad`` is not a number."""
+def _not_finite(specs: list[str], steps: int, bad: int, flushes: bool = False) -> tuple[Trace, int, list[str]]:
+    """A run in which the loss of step ``bad`` is not a number, and with ``flushes`` a flush follows that step."""
     engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, _codecs(*specs)))
     stage, num_steps = engines.stages[-1], 0
     loss = stage.loss
@@ -164,6 +165,8 @@ def _not_finite(specs: list[str], steps: int, bad: int) -> tuple[Trace, int, lis
 
     def count(engines: Engines) -> None:
         nonlocal num_steps
+        if flushes and num_steps == bad:
+            flush_pipeline(engines, Timers())
         num_steps += 1
 
     stage.loss = spoil  # type: ignore[assignment, method-assign]
@@ -191,12 +194,22 @@ def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str],
         assert not problems
 
 
+def test_codecs_begin_anew_where_a_flush_finds_gradients_that_are_not_finite() -> None:
+    """A checkpoint of this moment must not hold such values, and the next step's messages do not meet them."""
+    specs = ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"]
+    for trace, num_skipped, problems in run_ranks(2, _not_finite, specs, 9, 3, True):
+        assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == [0, 4]
+        assert trace.losses[-1] < trace.losses[0] - 0.05
+        assert num_skipped == 1
+        assert not problems
+
+
 def _without_labels(changes: Changes, steps: int, empty: int) -> tuple[list[float], list[float | None]]:
     """Losses and norms of a run in which no label counts in step ``empty``."""
     engines = tiny_engines(merge(PP2, DELAY, {"data": {"eod_mask_loss": True}}, changes))
     batches, outcomes = tiny_batches(engines.config, engines.topology, masked=True), []
     for step in range(steps):
-        step_batches = take_batches(batches, 4, engines.topology.device)
+        step_batches = take_batches(batches, 4 // engines.topology.dp.size, engines.topology.device)
         for batch in step_batches if step == empty else ():
             assert batch.loss_mask_bs is not None
             batch.loss_mask_bs.zero_()
@@ -205,8 +218,10 @@ def _without_labels(changes: Changes, steps: int, empty: int) -> tuple[list[floa
     return [outcome.loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]
 
 
-def test_a_step_without_labels_is_not_applied() -> None:
-    flushed, results = (run_ranks(2, _without_labels, changes, 7, 3) for changes in ({}, NO_FLUSH))
+@pytest.mark.parametrize(("ranks", "specs"), [(2, []), (4, ["dp-grad=topk,density=0.5"])], ids=["exact", "residuals"])
+def test_a_step_without_labels_is_not_applied(ranks: int, specs: list[str]) -> None:
+    codecs = _codecs(*specs)
+    flushed, results = (run_ranks(ranks, _without_labels, merge(codecs, changes), 7, 3) for changes in ({}, NO_FLUSH))
     assert results == flushed
     for _, norms in results:
         assert [step for step, norm in enumerate(norms) if norm is None] == [0, 4]

@@ -103,9 +103,14 @@ def test_skip_train_evaluates_only(prefix: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_learns_nothing_ends_with_its_own_status(prefix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "delayed", [{}, {"delay": 1, "pipeline_model_parallel_size": 2, "no_pipeline_flush": True}], ids=["", "no flush"]
+)
+def test_a_run_that_learns_nothing_ends_with_its_own_status(
+    prefix: Path, tmp_path: Path, delayed: dict[str, object]
+) -> None:
     """And resumed at its end it says so again, as under ``torchrun --max-restarts``."""
-    changes: dict[str, object] = {"fp16": True, "initial_loss_scale": 1e30, "save": tmp_path, "train_iters": 3}
+    changes = {"fp16": True, "initial_loss_scale": 1e30, "save": tmp_path, "train_iters": 3, **delayed}
     for load in (None, tmp_path):
         with launch_ranks_cli(2, [SCRIPT, *tiny_flags(prefix, **changes, load=load)]) as ranks:
             results = ranks.wait(60)

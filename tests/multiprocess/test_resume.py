@@ -298,6 +298,18 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "iterations_to_skip": "3 6-7",
         },
     ),
+    "a pipeline without a flush whose gradients overflow before and after the save": (
+        2,
+        {
+            "delay": 1,
+            "no_pipeline_flush": True,
+            "pipeline_model_parallel_size": 2,
+            "fp16": True,
+            "initial_loss_scale": 2**20,
+            "hysteresis": 1,
+            "train_iters": 9,
+        },
+    ),
     "tp2 pp2 with virtual stages": (
         4,
         {

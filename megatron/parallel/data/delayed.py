@@ -45,8 +45,6 @@ class OpenStep:
         loss_scale: the loss scale in its gradients.
         report_losses: returns the sum and the number of items of each loss on this rank, by name.
         losses: means of the losses, once all ranks know them.
-        finite: whether its gradients are finite on all ranks, once they know it.
-        usable: whether its gradients may be applied: they are finite, and the losses have items.
     """
 
     iteration: int
@@ -55,6 +53,19 @@ class OpenStep:
     loss_scale: float
     report_losses: Callable[[], dict[str, tuple[float, float]]]
     losses: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome of a step whose passes have all run, the same on all ranks.
+
+    Args:
+        loss_scale: the loss scale in its gradients.
+        finite: whether they are finite.
+        usable: whether they may be applied: they are finite, and the losses have items.
+    """
+
+    loss_scale: float = 1.0
     finite: bool = True
     usable: bool = True
 
@@ -76,8 +87,8 @@ class DelayedGradients:
         correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
         versions: parameters of the last two steps, whose passes take turns; None if pipelines are flushed.
 
-    ``open_step`` is the last step, if not all its backward passes have run; ``last_completed`` the last step whose
-    passes have all run and of which all ranks know it.
+    ``open_step`` is the last step, if not all its backward passes have run; ``last_outcome`` that of the last step of
+    which all ranks know it (``--no-pipeline-flush``).
     """
 
     def __init__(
@@ -91,13 +102,8 @@ class DelayedGradients:
         self._sync, self._buffers, self._plan = sync, buffers, plan
         self.correction, self.versions = correction, versions
         self.open_step: OpenStep | None = None
-        self.last_completed: OpenStep | None = None
+        self.last_outcome = StepOutcome()
         self.in_flight: InFlightGradients | None = None
-
-    @property
-    def last_usable(self) -> bool:
-        """Whether the gradients of ``last_completed`` may be applied."""
-        return self.last_completed is None or self.last_completed.usable
 
     def check_new(self) -> Tensor:
         """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""
@@ -183,10 +189,13 @@ class DelayedGradients:
             buffer.reduced_flat.copy_(buffer.grads_flat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Properties of the gradients in flight, and the correction that has previous tensors, if any."""
+        """Properties of the gradients in flight, the correction that has previous tensors, if any, and the outcome of
+        a step whose gradients were dropped."""
         in_flight, correction = self.in_flight, self.correction
         has_previous = correction is not None and correction.previous is not None
         state: dict[str, Any] = {"previous": correction.name if correction is not None and has_previous else ""}
+        if not self.last_outcome.usable:
+            state["dropped"] = asdict(self.last_outcome)
         if in_flight is not None:
             assert in_flight.reduced is not None, "settle before a save"
             state |= asdict(in_flight.reduced)
@@ -198,8 +207,13 @@ class DelayedGradients:
         Raises:
             UserError: when a value is missing or of another kind.
         """
-        self.in_flight = None
+        self.in_flight, self.last_outcome = None, StepOutcome()
         values = Values(state)
+        if values.has("dropped") and self.versions is not None:
+            dropped = Values(values.table("dropped"))
+            self.last_outcome = StepOutcome(
+                dropped.number("loss_scale"), dropped.flag("finite"), dropped.flag("usable")
+            )
         if not values.has("iteration"):
             return
         iteration, loss_scale = values.integer("iteration", least=0), values.number("loss_scale")

@@ -131,7 +131,8 @@ class PipelineChannel:
         sender, _ = self._ends(way, position)
         covered = self.plan.covers(way.point, sender)
         on = covered and self.plan.activation(way.point).is_active(position.iteration, position.epilogue)
-        codec = self.plan.codec(way.point) if on else _IDENTITY
+        # Without a flush, receives are posted between passes of another step.
+        codec = self.plan.codec(way.point, position.iteration) if on else _IDENTITY
         # ``should_compress`` takes the dtype before widening.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 

@@ -82,6 +82,8 @@ BY_ITERATIONS = [
      ["--no-pipeline-flush", "when=epilogue", "leave one"]),
     (f"--delay 1 --no-pipeline-flush {PP2} --certificate --save s", 2,
      ["--no-pipeline-flush", "--certificate", "leave one"]),
+    (f"--delay 1 --no-pipeline-flush {PP2} --check-orth-error-acti --compress pp-backward=lowrank,rank=2", 2,
+     ["--check-orth-error-acti", "--no-pipeline-flush", "leave one"]),
     ("--DDP-impl torch --use-distributed-optimizer", 1, ["--DDP-impl torch", "--use-distributed-optimizer"]),
     ("--DDP-impl torch --fp16", 1, ["--DDP-impl torch", "--fp16"]),
     ("--DDP-impl torch --bf16", 1, ["--DDP-impl torch", "--bf16"]),

@@ -16,6 +16,7 @@ from megatron.planner.cluster import Device
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
+from megatron.planner.report import described
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
@@ -182,6 +183,22 @@ def test_a_pipeline_without_a_flush_holds_the_parameters_of_two_steps() -> None:
         assert choice.flush == (not extra)
         bytes_of.append(predictor.predict(choice).memory["parameters"])
     assert bytes_of[1] == 3 * bytes_of[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+def test_the_bound_of_a_pipeline_without_a_flush_leaves_out_filling_and_draining(schedule: str) -> None:
+    parallel = {"pipeline_model_parallel_size": 8, "delay": 1, "no_pipeline_flush": True}
+    config = small_run(
+        model={"hidden_size": 1024, "seq_length": 512},
+        training={"global_batch_size": 8},
+        parallel={**parallel, "pipeline_schedule": schedule},
+    )
+    predictor, choice = predictor_of(config)
+    assert not choice.flush
+    seconds, flushed = predictor.predict(choice).seconds, predictor.predict(dataclasses.replace(choice, flush=True))
+    assert predictor.lower_bound(choice) <= seconds < 0.8 * flushed.seconds
+    assert f"{schedule} without a flush" in described(choice)
+    assert "without a flush" not in described(flushed.choice)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,17 @@ def test_the_check_for_nan_ends_a_run_at_once(step: StepMetrics, number: str | N
     assert number is None or number in check.explain(None)
 
 
+@pytest.mark.parametrize("last", [STEP, SKIPPED])
+def test_the_first_problem_is_the_one_that_ends_the_run(last: StepMetrics) -> None:
+    """A pipeline without a flush reports one more step."""
+    check, progress = _check(check_for_nan_in_loss_and_grad=True)
+    not_a_number = replace(STEP, losses={"lm loss": math.nan})
+    assert _problems(check, progress, STEP, not_a_number, last) == [False, True, True]
+    assert "the loss of iteration 2 is not finite" in check.explain(None)
+    # Without a flush, an update goes with it, but it was computed with the parameters of the update before.
+    assert "the last update was that of iteration 1;" in check.explain(None)
+
+
 def test_losses_ten_times_above_the_first_hundred_are_spikes() -> None:
     check, _ = _check(check_for_spiky_loss=True)
     losses = [2.0, 3.0, *[1.0] * 98, 29.9, 30.0, math.nan, 4.0]

@@ -20,7 +20,8 @@ def _end(words: str, done: int, skipped: int, start: int, skipped_before: int) -
     """Ends a run with these counters and ``--iterations-to-skip``."""
     batches, lengths = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16)
     sizes = StepSizes(batches, lengths, SkippedIterations.parse(words.split()))
-    trainer: Any = SimpleNamespace(progress=Progress(iteration=done, skipped=skipped), sizes=sizes)
+    progress, engines = Progress(iteration=done, skipped=skipped), SimpleNamespace(delayed=None)
+    trainer: Any = SimpleNamespace(progress=progress, sizes=sizes, engines=engines)
     Trainer._check_learned(trainer, start, skipped_before)
 
 
