@@ -113,8 +113,8 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
     with timers("forward-backward", level=1):
         engines.pipeline.flush(pipeline_span(timers, engines.ledger))
     delayed.versions.select(None)
-    summary = _complete(engines, delayed).all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
-    _tell_losses(delayed, delayed.open_step, summary)
+    summary = _complete_gradients(engines, delayed).all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
+    _record_outcome(delayed, delayed.open_step, summary)
     _launch(engines, delayed, usable=delayed.last_outcome.usable)
     if not delayed.last_outcome.finite:
         _forget_messages(engines)
@@ -138,10 +138,12 @@ class _Updates:
         longest, self._complete_at = (count_warm_up(table.schedules[stage]) for stage in (0, engines.pipeline.stage))
         num_forwards = sum(op.is_forward for op in table.schedules[0])
         fewer_forwards = math.ceil((longest - self._complete_at) / 3)
-        self._launch_at = min(longest + 1, num_forwards) - fewer_forwards
-        has_replicas = any(buffer.group.size > 1 for buffer in engines.buffers)
-        reduced = (longest + 1 + num_forwards) // 2 if has_replicas else longest
-        self._reduce_at = max(reduced - fewer_forwards, self._launch_at)
+        step, has_replicas = delayed.open_step, any(buffer.group.size > 1 for buffer in engines.buffers)
+        agrees = step is not None and engines.sync.needs_finite(step.iteration)
+        self._launch_at = min(longest + 1, num_forwards) - fewer_forwards if agrees else self._complete_at
+        reduce_at = (longest + 1 + num_forwards) // 2 if has_replicas else longest
+        self._reduce_at = max(reduce_at - fewer_forwards, self._launch_at)
+        self._agrees = agrees
         self._step: OpenStep | None = None
         self._completed = StepSummary()
         self._agreement: PendingSummary | None = None
@@ -153,8 +155,8 @@ class _Updates:
         engines, delayed, step = self._engines, self._delayed, self._delayed.open_step
         if number == self._complete_at:
             if step is not None:
-                self._step, self._completed = step, _complete(engines, delayed)
-                if engines.sync.needs_finite(step.iteration):
+                self._step, self._completed = step, _complete_gradients(engines, delayed)
+                if self._agrees:
                     self._agreement = _start(engines, self._completed)
                 else:
                     _launch(engines, delayed, usable=True)
@@ -175,7 +177,7 @@ class _Updates:
         summary = self._pending.wait()
         delayed = self._delayed
         if self._step is not None:
-            _tell_losses(delayed, self._step, summary)
+            _record_outcome(delayed, self._step, summary)
         last = delayed.last_outcome
         # An overflow under an earlier, larger scale says nothing of the present one.
         overflows = not last.finite and last.loss_scale <= self._engines.optimizer.loss_scale.scale
@@ -187,7 +189,7 @@ def _start(engines: Engines, summary: StepSummary) -> PendingSummary:
     return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
 
 
-def _complete(engines: Engines, delayed: DelayedGradients) -> StepSummary:
+def _complete_gradients(engines: Engines, delayed: DelayedGradients) -> StepSummary:
     """Complete the open step's gradients after its last backward; return its losses and whether they are finite."""
     assert delayed.open_step is not None
     if engines.channel is not None:
@@ -212,7 +214,7 @@ def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> Non
     delayed.open_step = None
 
 
-def _tell_losses(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
+def _record_outcome(delayed: DelayedGradients, step: OpenStep, summary: StepSummary) -> None:
     """Fill in the losses of a step, and note whether its gradients may be applied."""
     step.losses.update(summary.mean_losses)
     delayed.last_outcome = StepOutcome(step.loss_scale, not summary.not_finite, summary.usable)

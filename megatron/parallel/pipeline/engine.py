@@ -175,9 +175,8 @@ class PipelineEngine:
 
         Args:
             table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
-            after_forwards: called with the number of forward passes after which this rank stands, from 0 on, each time
-                with the backward pass that follows the forward pass. When the last step's last backward has run, the
-                number is ``count_warm_up``.
+            after_forwards: called before the first forward pass, and after each forward pass and its backward pass,
+                with the number of forward passes so far. At ``count_warm_up`` the last step's last backward has run.
         """
         ops = table.schedules[self.stage]
         warm_up = count_warm_up(ops)
