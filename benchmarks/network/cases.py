@@ -123,7 +123,7 @@ DELAYED = tuple(
 FLUSHLESS = (
     *(
         case
-        for prompt in (DELTA, DELTA_EAGER, FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"))
+        for prompt in (FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"), DELTA, DELTA_EAGER)
         for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late, no flush", delay=1, flush=False))
     ),
     NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
