@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.optimizer.optimizer import Optimizer, StepTotals
-from megatron.optimizer.step_summary import StopVotes
+from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.step import take_batches, train_step
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import RankFailure, run_ranks
@@ -46,16 +46,18 @@ class _PlainAdam:
         self._inner = torch.optim.AdamW(groups, lr=LR, foreach=False)
         self.loss_scale, self.sharded = replaced.loss_scale, False
 
-    def step(self, losses: Mapping[str, tuple[float, float]], *_: object, **__: object) -> StepTotals:
+    def summarize(self, completed: StepSummary, *_: object) -> StepSummary:
+        return completed
+
+    def step(self, summary: StepSummary, *_: object, **__: object) -> StepTotals:
         for param, grad in self._grads.items():
             param.grad = grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(list(self._grads), CLIP)
         self._inner.step()
         for param in self._grads:
             param.grad = None
-        means = {name: total / count for name, (total, count) in losses.items()}
-        counted = sum(count for _, count in losses.values())
-        return StepTotals(means, counted, float(norm) ** 2, None, None, StopVotes(), 1.0, grad_norm=float(norm))
+        means, counted, grad_sq = summary.mean_losses, summary.counted, float(norm) ** 2
+        return StepTotals(means, counted, grad_sq, None, None, StopVotes(), 1.0, grad_norm=float(norm))
 
 
 def _losses(changes: Sections, plain: bool = False) -> list[float]:
