@@ -120,7 +120,7 @@ DELAYED = tuple(
     for prompt in (FP32, BF16_SUMS, FIXPOINT_SUMS, POWERSGD_32)
     for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late", delay=1))
 )
-FLUSHLESS = (
+WITHOUT_FLUSH = (
     *(
         case
         for prompt in (FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"), DELTA, DELTA_EAGER)
@@ -217,8 +217,8 @@ class Bench:
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
-    "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), FLUSHLESS),
-    "pp8-flush": Bench(8, 1, 1, 8, (8, 512, 256), 16, tuple(aqsgd_pipeline()), FLUSHLESS),
+    "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), WITHOUT_FLUSH),
+    "pp8-flush": Bench(8, 1, 1, 8, (8, 512, 256), 16, tuple(aqsgd_pipeline()), WITHOUT_FLUSH),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),

@@ -143,7 +143,7 @@ def main() -> None:
             else:
                 options = (case["schedule"], case["overlap"], case["two_stage"], case["delay"], case["flush"])
                 step = our_step(plan, config_of(plan, case["specs"], env.world_size, *options), topology, batches)
-        taken: list[dict[str, float]] = []
+        taken: list[dict[str, float]] = []  # gathered after the last, as ranks wait for each other then
         for _ in range(command.get("steps", 0)):
             assert step is not None
             taken.append(step(step_count))

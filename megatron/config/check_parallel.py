@@ -9,7 +9,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.split import check_not_interleaved, check_split, split_rank
 from megatron.config.virtual_stages import check_virtual_stages
 
-FLUSHLESS = ("1f1b", "eager-1f1b")
+SCHEDULES_WITHOUT_FLUSH = ("1f1b", "eager-1f1b")
 """Pipeline schedules that --no-pipeline-flush is for."""
 
 
@@ -147,8 +147,8 @@ def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, 
     """
     contradictions = (
         (
-            parallel.pipeline_schedule not in FLUSHLESS,
-            f"--pipeline-schedule {parallel.pipeline_schedule}; use {' or '.join(FLUSHLESS)}",
+            parallel.pipeline_schedule not in SCHEDULES_WITHOUT_FLUSH,
+            f"--pipeline-schedule {parallel.pipeline_schedule}; use {' or '.join(SCHEDULES_WITHOUT_FLUSH)}",
         ),
         (
             bool(parallel.virtual_pipeline_model_parallel_size or parallel.num_layers_per_virtual_pipeline_stage),

@@ -25,7 +25,7 @@ from megatron.config.help import (
 )
 from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, notes_without_effect, run_sections
-from megatron.config.translate import TRANSLATOR
+from megatron.config.translate import build_translator
 from megatron.config.translate.rules import Explicit, OldFlag, Translator
 
 _EPILOG = (
@@ -221,7 +221,7 @@ def build_parser(sections: dict[str, type], prog: str, description: str, *, old:
 
 def run_table() -> FlagTable:
     """Flag table of training runs."""
-    return FlagTable(run_sections(), TRANSLATOR)
+    return FlagTable(run_sections(), build_translator())
 
 
 @cache

@@ -17,7 +17,7 @@ from megatron.config.flags import FlagParser, ParsedRun
 from megatron.config.model import ModelConfig
 from megatron.config.model_types import TaskHead
 from megatron.config.run import RunConfig, run_sections
-from megatron.config.translate import TRANSLATOR
+from megatron.config.translate import build_translator
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag
 
 PROGRAM = "tasks/main.py"
@@ -134,8 +134,8 @@ def task_parser() -> FlagParser:
     sections = {**run_sections(), "checkpoint": TaskCheckpointConfig, "task": TaskConfig}
     names = {flag for name, cls in sections.items() for field in field_options(name, cls) for flag in field.flags}
     names |= {flag.name for flag in _OTHER_TASKS}
-    flags = (*(flag for flag in TRANSLATOR.flags if flag.name not in names), *_OTHER_TASKS)
-    table = FlagTable(sections, replace(TRANSLATOR, flags=flags))
+    flags = (*(flag for flag in build_translator().flags if flag.name not in names), *_OTHER_TASKS)
+    table = FlagTable(sections, replace(build_translator(), flags=flags))
     return FlagParser(table, PROGRAM, f"Fine-tune a model for a task: {', '.join(TASKS)}.", short_help=True)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
-from megatron.config.check_parallel import FLUSHLESS
+from megatron.config.check_parallel import SCHEDULES_WITHOUT_FLUSH
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -84,7 +84,7 @@ class Choice:
     @property
     def can_overlap_steps(self) -> bool:
         """Whether passes of two steps can take turns, with a delay."""
-        return self.pp > 1 and self.delay > 0 and self.chunks == 1 and self.schedule in FLUSHLESS
+        return self.pp > 1 and self.delay > 0 and self.chunks == 1 and self.schedule in SCHEDULES_WITHOUT_FLUSH
 
     @property
     def expert_ranks(self) -> int:

@@ -16,11 +16,13 @@ from megatron.distributed.ledger import Ledger
 from megatron.models.context import ForwardContext
 from megatron.models.losses import LossSum, Targets
 from megatron.models.stage import Stage
+from megatron.optimizer.optimizer import StepTotals
 from megatron.parallel.pipeline.engine import Span
 from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.pipeline.timetable import Timetable
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.training.assembly import Engines
+from megatron.training.metrics import StepMetrics
 from megatron.training.timers import Timers
 
 
@@ -139,13 +141,11 @@ class StepPasses:
         table: operations of all pipeline stages.
         programs: programs of this rank's chunks.
         loss_grad: gradient of each micro-batch's objective.
-        signatures: launch signatures of the programs.
     """
 
     table: Timetable
     programs: list[ChunkProgram]
     loss_grad: Tensor
-    signatures: list[Hashable]
 
 
 def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, length: int) -> StepPasses:
@@ -170,14 +170,6 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
         engines.sync_warmup.all_reduce([counts])
         # A loss without unmasked labels is zero with any divisor.
         divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
-    signatures = [
-        ("training", count, length, batch_shapes(batches)),
-        *engines.comm.launch_signature(length),
-        *engines.sync.launch_signature(),
-    ]
-    signatures += expert_signatures(engines)
-    if any(observer.launches_kernels for observer in engines.ledger.observers):
-        signatures.append(None)
     # The objective of a micro-batch is its share of the batch mean, times the number of micro-batches. Auxiliary losses
     # of expert layers are means over the tokens of a micro-batch, and have the same gradient.
     loss_grad = torch.tensor(
@@ -189,7 +181,20 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
         ChunkProgram(stage, batches, config.training.seed, engines, divisors, loss_grad) for stage in engines.stages
     ]
     table = engines.pipeline.get_timetable(config.parallel.pipeline_schedule, count)
-    return StepPasses(table, programs, loss_grad, signatures)
+    return StepPasses(table, programs, loss_grad)
+
+
+def launch_signatures(engines: Engines, batches: Sequence[Batch], length: int) -> list[Hashable]:
+    """Launch signatures of a training step that has begun, without those of its messages."""
+    signatures = [
+        ("training", len(batches), length, batch_shapes(batches)),
+        *engines.comm.launch_signature(length),
+        *engines.sync.launch_signature(),
+        *expert_signatures(engines),
+    ]
+    if any(observer.launches_kernels for observer in engines.ledger.observers):
+        signatures.append(None)
+    return signatures
 
 
 def report_losses(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:
@@ -215,6 +220,35 @@ def _count_labels(engines: Engines, batches: Sequence[Batch]) -> Tensor:
         counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
     engines.ledger.complete(Point.CONTROL, (topology.world if in_world else topology.dp).all_reduce(counts))
     return counts
+
+
+def make_metrics(
+    engines: Engines, totals: StepTotals, iteration: int, num_micro_batches: int, length: int
+) -> StepMetrics:
+    """Make the metrics of a step from its totals, without its losses.
+
+    Args:
+        engines: engines of this rank.
+        totals: totals of the step; a step whose gradients are not finite counts as skipped.
+        iteration: 0-based number of the step.
+        num_micro_batches: number of its micro-batches on each replica.
+        length: tokens of each sample.
+    """
+    replicas = engines.topology.layout.dp * engines.sync_warmup.count
+    return StepMetrics(
+        iteration=iteration + 1,
+        losses={},
+        global_batch_size=num_micro_batches * engines.config.training.micro_batch_size * replicas,
+        seq_length=length,
+        loss_scale=totals.loss_scale,
+        grad_norm=totals.grad_norm,
+        params_norm=totals.params_norm,
+        num_zeros=totals.num_zeros,
+        votes=totals.votes,
+        skipped_iterations=int(not totals.finite),
+        finite_gradients=totals.finite,
+        searches_loss_scale=not totals.finite and totals.scale_can_fall,
+    )
 
 
 def expert_signatures(engines: Engines) -> list[Hashable]:

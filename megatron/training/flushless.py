@@ -20,7 +20,7 @@ from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.pipeline.schedule import count_warm_up
 from megatron.parallel.pipeline.timetable import Timetable
 from megatron.training.assembly import Engines
-from megatron.training.chunk_program import begin_passes, pipeline_span, report_losses
+from megatron.training.chunk_program import begin_passes, make_metrics, pipeline_span, report_losses
 from megatron.training.metrics import StepMetrics
 from megatron.training.timers import Timers
 
@@ -79,22 +79,9 @@ def step_without_flush(
         observer.end_step()
     losses = partial(report_losses, engines, passes.programs[-1])
     delayed.open_step = OpenStep(iteration, len(batches), length, scale, losses)
-    finite = totals.finite and delayed.last_outcome.usable
-    engines.plan.steps.skipped += not finite
-    metrics = StepMetrics(
-        iteration=iteration + 1,
-        losses=delayed.open_step.losses,
-        global_batch_size=len(batches) * engines.config.training.micro_batch_size * engines.topology.layout.dp,
-        seq_length=length,
-        loss_scale=totals.loss_scale,
-        grad_norm=totals.grad_norm,
-        params_norm=totals.params_norm,
-        num_zeros=totals.num_zeros,
-        votes=totals.votes,
-        skipped_iterations=int(not finite),
-        finite_gradients=finite,
-        searches_loss_scale=not finite and totals.scale_can_fall,
-    )
+    totals = replace(totals, finite=totals.finite and delayed.last_outcome.usable)
+    engines.plan.steps.skipped += not totals.finite
+    metrics = replace(make_metrics(engines, totals, iteration, len(batches), length), losses=delayed.open_step.losses)
     if last is not None and not delayed.last_outcome.finite:
         # What messages of that step have left in the codecs is not finite, and this step's have passed them.
         flush_pipeline(engines, timers)

@@ -39,18 +39,12 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.training.announce import log_config, rank_0_log
 from megatron.training.assembly import groups_by_node, make_layout
-from megatron.training.auto_compression import (
-    check_auto,
-)
+from megatron.training.auto_compression import check_auto
 from megatron.training.compression_notes import run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
 from megatron.training.evaluation import test_sets, validation_sets
-from megatron.training.islands import (
-    of_island,
-    reach_islands,
-    refusing,
-)
+from megatron.training.islands import of_island, reach_islands, refusing
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.program import Ranks, run_program
@@ -215,8 +209,9 @@ def run(
         )
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
-        from_job = job.sections, job.pretrained
-        parts = RunParts(env, topology, plan, datasets, vocab_size, length, islands, lock, *from_job, log)
+        parts = RunParts(
+            env, topology, plan, datasets, vocab_size, length, islands, lock, job.sections, job.pretrained, log
+        )
         chosen = choose_or_keep(parts, config, saved)
         if job.chooses_only:
             return

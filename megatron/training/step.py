@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -18,6 +19,8 @@ from megatron.training.chunk_program import (
     batch_shapes,
     begin_passes,
     expert_signatures,
+    launch_signatures,
+    make_metrics,
     pipeline_span,
     report_losses,
 )
@@ -121,11 +124,10 @@ def train_step(
             iteration,
             len(batches),
             passes.loss_grad,
-            passes.signatures,
+            launch_signatures(engines, batches, length),
             pipeline_span(timers, ledger),
             engines.optimizer.loss_scale.scale,
         )
-    replicas = engines.topology.layout.dp * engines.sync_warmup.count
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
@@ -157,20 +159,11 @@ def train_step(
     expert_losses, loads = engines.experts.finish_step(len(batches), totals.usable)
     engines.plan.steps.skipped += totals.skipped
     engines.end_step(keep_states=totals.usable)
-    return StepMetrics(
-        iteration=iteration + 1,
+    return replace(
+        make_metrics(engines, totals, iteration, len(batches), length),
         losses={**totals.losses, **expert_losses},
         expert_loads=loads,
-        global_batch_size=len(batches) * config.training.micro_batch_size * replicas,
-        seq_length=length,
-        loss_scale=totals.loss_scale,
-        grad_norm=totals.grad_norm,
-        params_norm=totals.params_norm,
-        num_zeros=totals.num_zeros,
-        votes=totals.votes,
         skipped_iterations=int(totals.skipped),
-        finite_gradients=totals.finite,
-        searches_loss_scale=not totals.finite and totals.scale_can_fall,
     )
 
 

@@ -9,7 +9,7 @@ from megatron.base.markdown import markdown_table
 from megatron.base.option import FieldOption
 from megatron.config.flags import run_table
 from megatron.config.help import default_text, metavar_of
-from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.known import read_known_flags
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag
 from megatron.config.translate.shortcuts import SHORTCUTS
 
@@ -75,7 +75,7 @@ def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
 
 
 def _known_table(*, refused: bool) -> str:
-    selected_flags = [flag for flag in KNOWN_FLAGS if flag.refused == refused]
+    selected_flags = [flag for flag in read_known_flags() if flag.refused == refused]
     rows = []
     for reason, flags in groupby(selected_flags, key=lambda flag: flag.reason):
         rows.append((", ".join(map(_known_flag, flags)), reason))

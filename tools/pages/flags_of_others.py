@@ -18,7 +18,7 @@ from megatron.base.option import FieldOption
 from megatron.base.user_text import spell
 from megatron.config.flags import FlagParser, build_run_parser
 from megatron.config.tasks import PROGRAM, task_parser
-from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.known import read_known_flags
 from megatron.config.translate.rules import ARGUMENT, SWITCH, KnownFlag, Shortcut
 
 LISTS = Path(__file__).parent / "others"
@@ -210,7 +210,7 @@ def flags_of_others_markdown() -> str:
     for system, (letter, system_name) in SYSTEMS.items():
         numbers = [counts[system, status] for status in _MEANINGS]
         count_rows.append((letter, system_name, sum(numbers), *numbers))
-    reasons = {flag.feature: flag.reason for flag in KNOWN_FLAGS if flag.feature}
+    reasons = {flag.feature: flag.reason for flag in read_known_flags() if flag.feature}
     tables = (
         _INTRODUCTION,
         markdown_table(("", "means"), _MEANINGS.items()),

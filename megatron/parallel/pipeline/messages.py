@@ -122,22 +122,26 @@ class PostedReceives:
     Args:
         channel: channel to the neighboring stages; None with a single stage.
         max_ahead: maximum number of receives posted before they are due, on each route.
-        posts_ahead: all kernels are loaded, so that receives may be pending (``first_launches``).
+
+    ``posts_ahead``: all kernels are loaded, so that receives may be pending (``first_launches``).
     """
 
-    def __init__(self, channel: PipelineChannel | None, max_ahead: int, posts_ahead: bool) -> None:
+    def __init__(self, channel: PipelineChannel | None, max_ahead: int) -> None:
         self.channel = channel
         self.max_ahead = max_ahead
-        self.posts_ahead = posts_ahead
+        self.posts_ahead = True
         self._incoming: dict[Route, deque[Message]] = {}
         self._posted: dict[Route, int] = {}
         self._received: dict[Route, int] = {}
 
-    def add(self, step: StepMessages, ops: Iterable[PipelineOp]) -> None:
-        """Add the inputs of operations, in order on each route."""
+    def add(self, step: StepMessages, ops: Iterable[PipelineOp]) -> list[Message]:
+        """Add the inputs of operations, in order on each route; return their messages."""
+        messages = []
         for op in ops:
             if (message := step.address(op, incoming=True)) is not None:
                 self._incoming.setdefault(step.route(op), deque()).append(message)
+                messages.append(message)
+        return messages
 
     def count(self, route: Route) -> None:
         """Count a receive that is about to be waited for."""

@@ -118,7 +118,7 @@ class Pipeline:
         first, steps = 3, 4
         few, many = self.run(first * micro_batches), self.run((first + steps) * micro_batches)
         return [
-            RankTimes(*((getattr(b, name) - getattr(a, name)) / steps for name in ("end", "busy", "coding")))
+            RankTimes((b.end - a.end) / steps, (b.busy - a.busy) / steps, (b.coding - a.coding) / steps)
             for a, b in zip(few, many, strict=True)
         ]
 

@@ -26,7 +26,7 @@ from megatron.config import UserError, build_run_parser, flags, parse_args
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.collect import collect_yaml
 from megatron.config.run import RunConfig, run_sections
-from megatron.config.translate import TRANSLATOR
+from megatron.config.translate import build_translator
 from megatron.optimizer.schedules import LRSchedule
 
 MINIMAL = [
@@ -34,7 +34,11 @@ MINIMAL = [
     *("--micro-batch-size=2", "--lr=0.001", "--vocab-size=100"),
 ]
 PARSER = build_run_parser()
-FIELDS = [field for field in PARSER.table.fields.values() if field.section in (*run_sections(), *TRANSLATOR.sections())]
+FIELDS = [
+    field
+    for field in PARSER.table.fields.values()
+    if field.section in (*run_sections(), *build_translator().sections())
+]
 NUMBERS = [field for field in FIELDS if field.element in (int, float)]
 SECONDS = 10.0
 """Limit for an example, which takes milliseconds on a quiet machine."""

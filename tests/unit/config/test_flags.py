@@ -10,7 +10,7 @@ import pytest
 from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser, parse_args
 from megatron.config.run import RunConfig
-from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.known import read_known_flags
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Shortcut
 from tools.pages.flags_of_others import LISTS
 
@@ -173,14 +173,14 @@ def _words(flag: KnownFlag, value: str) -> list[str]:
 
 
 def test_each_harmless_flag_is_accepted_with_one_note() -> None:
-    for flag in (flag for flag in KNOWN_FLAGS if not flag.refused):
+    for flag in (flag for flag in read_known_flags() if not flag.refused):
         parsed = PARSER.parse([*_words(flag, "7"), "--seed", "5"], check=False)
         assert parsed.notes == [f"--{flag.name} is known but has no effect here: {flag.reason}"]
         assert parsed.explicit == {"training.seed"}
 
 
 def test_each_refused_flag_is_refused_by_name_unless_neutral() -> None:
-    for flag in (flag for flag in KNOWN_FLAGS if flag.refused):
+    for flag in (flag for flag in read_known_flags() if flag.refused):
         with pytest.raises(UserError) as caught:
             PARSER.parse(_words(flag, "7"), check=False)
         assert f"--{flag.name}" in str(caught.value)

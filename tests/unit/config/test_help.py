@@ -23,8 +23,8 @@ from megatron.config.help import COMMON_GROUPS
 from megatron.config.run import run_sections
 from megatron.config.tasks import task_parser
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.translate import TRANSLATOR
-from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate import build_translator
+from megatron.config.translate.known import read_known_flags
 from megatron.config.translate.shortcuts import SHORTCUTS
 from megatron.training.pretrain import main as pretrain
 from tools.generate_flags_doc import documents
@@ -77,7 +77,7 @@ def test_the_short_help_names_the_longer_helps() -> None:
     joined = " ".join(build_run_parser().format_help().split())
     names = re.findall(r"[a-z_]+", joined.partition("those of a group: ")[2])
     assert "--help all shows every flag" in joined
-    assert names == [*run_sections(), *TRANSLATOR.sections(), "shorthand"]
+    assert names == [*run_sections(), *build_translator().sections(), "shorthand"]
     assert set(re.findall(r"more: ((?:--help [a-z]+(?:, )?)+)", joined)) <= {
         ", ".join(f"--help {name}" for name in group)
         for group in (
@@ -88,7 +88,7 @@ def test_the_short_help_names_the_longer_helps() -> None:
     }
 
 
-@pytest.mark.parametrize("name", [*run_sections(), *TRANSLATOR.sections(), "shorthand"])
+@pytest.mark.parametrize("name", [*run_sections(), *build_translator().sections(), "shorthand"])
 def test_help_of_a_group_shows_only_its_flags(name: str) -> None:
     parser = build_run_parser()
     listed = [line.split()[0] for line in parser.format_help(name).splitlines() if line.startswith("  --")]
@@ -156,7 +156,7 @@ def test_a_program_with_a_section_of_training_runs_shows_all_flags() -> None:
 
 def test_help_is_grouped_by_section(text: str) -> None:
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["general", *run_sections(), *TRANSLATOR.sections(), "shorthand and old names"]
+    assert titles == ["general", *run_sections(), *build_translator().sections(), "shorthand and old names"]
 
 
 def test_help_fits_the_terminal(text: str) -> None:
@@ -172,7 +172,7 @@ def test_help_names_every_flag_once(text: str) -> None:
 
 
 def test_help_hides_flags_without_effect(text: str) -> None:
-    hidden = [flag.name for flag in KNOWN_FLAGS if f"--{flag.name} " in text.replace(",", " ")]
+    hidden = [flag.name for flag in read_known_flags() if f"--{flag.name} " in text.replace(",", " ")]
     assert hidden == []
 
 
@@ -263,7 +263,7 @@ def test_the_reference_lists_every_flag() -> None:
     for field in table.fields.values():
         for flag in field.flags:
             assert f"`--{flag}" in text
-    for name in [entry.name for entry in SHORTCUTS] + [entry.name for entry in KNOWN_FLAGS]:
+    for name in [entry.name for entry in SHORTCUTS] + [entry.name for entry in read_known_flags()]:
         assert f"`--{name}" in text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import UserError, build_run_parser
 from megatron.config.run import run_sections
-from megatron.config.translate import TRANSLATOR
+from megatron.config.translate import build_translator
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE
 
 PACKAGE = Path(__file__).parents[3] / "megatron"
@@ -26,7 +26,7 @@ PARSER = build_run_parser()
     ids=["optimus-cc", "aq-sgd", "deepspeed"],
 )
 def test_translated_settings_have_native_sections_only(flags: str) -> None:
-    assert any(PARSER.table.fields[path].section in TRANSLATOR.sections() for path in _paths_of_flags(flags))
+    assert any(PARSER.table.fields[path].section in build_translator().sections() for path in _paths_of_flags(flags))
     parsed = PARSER.parse(flags.split(), check=False)
     assert list(parsed.sections) == list(run_sections())
     assert {path.partition(".")[0] for path in parsed.explicit} <= set(run_sections())
@@ -46,7 +46,7 @@ def test_a_file_that_gives_a_known_flag_and_its_opposite_is_refused(tmp_path: Pa
 
 
 def test_only_the_translator_imports_dialects() -> None:
-    modules = {dialect.config.__module__ for dialect in TRANSLATOR.dialects}
+    modules = {dialect.config.__module__ for dialect in build_translator().dialects}
     assert len(modules) == 4
     importers = set()
     for path in PACKAGE.rglob("*.py"):
