@@ -232,24 +232,46 @@ def test_a_step_without_labels_is_not_applied(ranks: int, specs: list[str]) -> N
         assert [step for step, norm in enumerate(norms) if norm is None] == [0, 4]
 
 
-def _fp16(exponent: int, window: int) -> Trace:
-    """A run whose loss scale is too large at first, and grows after ``window`` steps."""
+def _fp16(changes: Changes, exponent: int, window: int) -> tuple[Trace, list[float]]:
+    """A run whose loss scale is too large at first, and grows after ``window`` steps; and its scale after each step."""
     precision = {"fp16": True, "initial_loss_scale": 2.0**exponent, "hysteresis": 1, "loss_scale_window": window}
-    specs = _codecs("pp-forward=fixpoint,bits=8", "pp-backward=lowrank,rank=4")
-    return tiny_train(tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, specs, {"precision": precision})), 30)
+    specs, scales = _codecs("pp-forward=fixpoint,bits=8", "pp-backward=lowrank,rank=4"), list[float]()
+    engines = tiny_engines(merge(PP2, EAGER, DELAY, specs, changes, {"precision": precision}))
+    trace = tiny_train(engines, 30, after_step=lambda engines: scales.append(engines.optimizer.loss_scale.scale))
+    return trace, scales
 
 
 @pytest.mark.parametrize(("exponent", "window"), [(24, 1000), (20, 3)])
 def test_a_loss_scale_that_is_too_large_falls_until_gradients_are_finite(exponent: int, window: int) -> None:
-    for trace in run_ranks(2, _fp16, exponent, window):
+    """And no further than with a flush, though the step after an overflow has the old scale, too."""
+    flushed, flushed_scales = run_ranks(2, _fp16, {}, exponent, window)[0]
+    first_flushed = next(step for step, norm in enumerate(flushed.grad_norms) if math.isfinite(norm))
+    for trace, scales in run_ranks(2, _fp16, NO_FLUSH, exponent, window):
         updates = [math.isfinite(norm) for norm in trace.grad_norms]
         first = updates.index(True)
         assert 3 < first < 20
+        assert scales[first] == flushed_scales[first_flushed]
         assert all(map(math.isfinite, trace.losses))
         assert sum(updates[first:]) > (30 - first) / 2
         assert trace.losses[-1] < trace.losses[0] - 0.05
         # Norms are those of gradients without the scale.
         assert max(norm for norm in trace.grad_norms if math.isfinite(norm)) < 10
+
+
+def _growing_scale(changes: Changes, window: int) -> list[float]:
+    """Losses of a run whose loss scale doubles every ``window`` steps, with a residual of its messages."""
+    precision = {"fp16": True, "initial_loss_scale": 2.0**6, "loss_scale_window": window}
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1, "clip_grad": 0.0}
+    specs = _codecs("pp-backward=lowrank,rank=1,error-feedback=on")
+    return tiny_train(
+        tiny_engines(merge(PP2, DELAY, changes, specs, {"precision": precision, "optimizer": sgd})), 9
+    ).losses
+
+
+@pytest.mark.parametrize("changes", [{}, NO_FLUSH], ids=["flush", "no flush"])
+def test_residuals_of_messages_have_no_loss_scale(changes: Changes) -> None:
+    growing, constant = (run_ranks(2, _growing_scale, changes, window)[0] for window in (1, 1000))
+    assert growing == pytest.approx(constant, rel=1e-4)
 
 
 def _events(log: Path) -> list[dict[str, Any]]:
