@@ -30,6 +30,7 @@ class NetworkCase:
         two_stage: whether rows of experts cross a link once for each host.
         delay: steps by which gradients are applied late.
         flush: whether a pipeline drains at the end of each step.
+        in_flight: maximum number of micro-batches in flight; None for the schedule's.
     """
 
     name: str
@@ -41,6 +42,7 @@ class NetworkCase:
     two_stage: bool = True
     delay: int = 0
     flush: bool = True
+    in_flight: int | None = None
 
 
 FP32 = NetworkCase("fp32 traffic")
@@ -120,15 +122,21 @@ DELAYED = tuple(
     for prompt in (FP32, BF16_SUMS, FIXPOINT_SUMS, POWERSGD_32)
     for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late", delay=1))
 )
-WITHOUT_FLUSH = (
-    *(
-        case
-        for prompt in (FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"), DELTA, DELTA_EAGER)
-        for case in (prompt, replace(prompt, name=f"{prompt.name}, a step late, no flush", delay=1, flush=False))
-    ),
-    NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
-    NetworkCase("delta 4, fixpoint 8, auto schedule", DELTA.specs, "auto"),
-)
+
+
+def _without_flush(micro_batches: int) -> tuple[NetworkCase, ...]:
+    """Cases of steps with so many micro-batches, which overlap or not."""
+    prompt_cases = FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"), DELTA, DELTA_EAGER
+    pairs = [
+        (case, replace(case, name=f"{case.name}, a step late, no flush", delay=1, flush=False)) for case in prompt_cases
+    ]
+    most = micro_batches + 1
+    return (
+        *(case for pair in pairs for case in pair),
+        replace(pairs[-1][1], name=f"{pairs[-1][1].name}, {most} in flight", in_flight=most),
+        NetworkCase("delta 4, fixpoint 8, zero bubble", DELTA.specs, "zb-h1"),
+        NetworkCase("delta 4, fixpoint 8, auto schedule", DELTA.specs, "auto"),
+    )
 
 
 def _legs(name: str, legs: dict[str, str], default: str = "cast", two_stage: bool = True) -> NetworkCase:
@@ -217,8 +225,8 @@ class Bench:
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
-    "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), WITHOUT_FLUSH),
-    "pp8-flush": Bench(8, 1, 1, 8, (8, 512, 256), 16, tuple(aqsgd_pipeline()), WITHOUT_FLUSH),
+    "pp4-flush": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), _without_flush(8)),
+    "pp8-flush": Bench(8, 1, 1, 8, (8, 512, 256), 16, tuple(aqsgd_pipeline()), _without_flush(16)),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),

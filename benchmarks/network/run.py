@@ -201,8 +201,7 @@ def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float
     """Seconds of an iteration, as the planner predicts them."""
     if case.peer or cluster is None:
         return None
-    options = case.schedule, case.overlap, case.two_stage, case.delay, case.flush
-    config = config_of(plan_of(bench), list(case.specs), cluster.gpus, *options)
+    config = config_of(plan_of(bench), case, cluster.gpus)
     return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
 
 

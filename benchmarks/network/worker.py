@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.network.cases import FP32, NetworkCase
 from benchmarks.network.peers import peer_step
 from benchmarks.steps import random_batch
 from megatron.compression.points import EXPERT_POINTS
@@ -27,7 +28,8 @@ from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
-from megatron.training.assembly import build_engines, make_layout
+from megatron.training.assembly import Engines, build_engines, make_layout
+from megatron.training.flushless import flush_pipeline
 from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
@@ -38,26 +40,18 @@ _IN_LAYERS = ("tp-forward", "tp-backward", *(point.value for point in EXPERT_POI
 Step = Callable[[int], dict[str, float]]
 
 
-def config_of(
-    plan: dict[str, Any],
-    specs: list[str],
-    world_size: int,
-    schedule: str = "1f1b",
-    overlap: bool = True,
-    two_stage: bool = True,
-    delay: int = 0,
-    flush: bool = True,
-) -> RunConfig:
+def config_of(plan: dict[str, Any], case: NetworkCase, world_size: int) -> RunConfig:
     """The resolved configuration of a case in the layout of a plan."""
     parallel = {
         **plan["config"]["parallel"],
-        "pipeline_schedule": schedule,
-        "overlap_grad_reduce": overlap and not delay,
-        "delay": delay,
-        "no_pipeline_flush": not flush,
-        "moe_two_stage": "auto" if two_stage else "off",
+        "pipeline_schedule": case.schedule,
+        "pipeline_max_in_flight": case.in_flight,
+        "overlap_grad_reduce": case.overlap and not case.delay,
+        "delay": case.delay,
+        "no_pipeline_flush": not case.flush,
+        "moe_two_stage": "auto" if case.two_stage else "off",
     }
-    sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
+    sections = {**plan["config"], "parallel": parallel, "compression": {"compress": list(case.specs)}}
     return RunConfig.from_dict(sections).resolve(world_size, cuda_available=plan["device"] == "cuda")
 
 
@@ -74,9 +68,9 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
     ]  # fmt: skip
 
 
-def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
-    """Builds the engines; returns a function that takes a step and returns the parts of its time on this rank."""
-    engines = build_engines(config, topology, plan["vocab"])
+def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step:
+    """Returns a function that takes a step and returns the parts of its time on this rank."""
+    config = engines.config
     choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
 
     def step(iteration: int) -> dict[str, float]:
@@ -120,7 +114,7 @@ def main() -> None:
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
     env = LaunchEnvironment.read()
-    config = config_of(plan, [], env.world_size)
+    config = config_of(plan, FP32, env.world_size)
     backend = config.parallel.distributed_backend
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
@@ -128,6 +122,7 @@ def main() -> None:
     topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
     batches = batches_of(plan, config, topology)
     step: Step | None = None
+    engines: Engines | None = None
     step_count = number = 0
     while True:
         command = wait_for(folder / f"command{number}.json")
@@ -137,12 +132,14 @@ def main() -> None:
         if command["do"] == "measure":
             answer = [measure_all(config, plan["vocab"], command["specs"], topology, command["ranks_per_host"])]
         elif command["do"] == "build":
-            case, step, step_count = command["case"], None, 0
-            if case["peer"]:
-                step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
+            if engines is not None:  # the next engines must not receive what these have sent
+                flush_pipeline(engines, Timers())
+            case, step, engines, step_count = NetworkCase(**command["case"]), None, None, 0
+            if case.peer:
+                step = peer_step(case.peer, case.rank, plan, config, topology, batches)
             else:
-                options = (case["schedule"], case["overlap"], case["two_stage"], case["delay"], case["flush"])
-                step = our_step(plan, config_of(plan, case["specs"], env.world_size, *options), topology, batches)
+                engines = build_engines(config_of(plan, case, env.world_size), topology, plan["vocab"])
+                step = our_step(engines, topology, batches)
         taken: list[dict[str, float]] = []  # gathered after the last, as ranks wait for each other then
         for _ in range(command.get("steps", 0)):
             assert step is not None

@@ -289,7 +289,7 @@ def test_cases_on_cuda_resolve(layout: str) -> None:
     bench = CUDA_BENCHES[layout]
     for case in bench.cases:
         plan = plan_of(bench)
-        config = config_of(plan, list(case.specs), bench.hosts * bench.ranks_per_host, case.schedule, case.overlap)
+        config = config_of(plan, case, bench.hosts * bench.ranks_per_host)
         assert config.parallel.distributed_backend == "nccl"
         assert config.parallel.overlap_grad_reduce == case.overlap
         assert config.precision.bf16
