@@ -99,7 +99,7 @@ def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     stages, in_flight = parallel.pipeline_model_parallel_size, parallel.pipeline_max_in_flight
-    if parallel.pipeline_schedule == "auto" and in_flight is not None and in_flight < stages:
+    if parallel.pipeline_schedule in ("eager-1f1b", "auto") and in_flight is not None and in_flight < stages:
         raise UserError(
             f"--pipeline-max-in-flight {in_flight}: give at least the {stages} stages, or leave it out; no schedule "
             "keeps all stages busy with fewer micro-batches"

@@ -82,12 +82,12 @@ class ParallelConfig:
         common="layout",
     )
     pipeline_max_in_flight: int | None = derived(
-        "2 x stages - 1, as eager-1f1b",
-        "--pipeline-schedule auto: most micro-batches that a stage may hold between their forward and their last pass. "
-        "More take more memory, and hide slower messages.",
+        "2 x stages - 1",
+        "--pipeline-schedule eager-1f1b or auto: maximum number of micro-batches that a stage holds between their "
+        "forward and their last pass. More take more memory, and hide slower messages.",
         unit="micro-batches",
         minimum=1,
-        only_if=(_STAGES, when("parallel.pipeline_schedule", "auto")),
+        only_if=(_STAGES, when("parallel.pipeline_schedule", "eager-1f1b", "auto")),
     )
     expert_model_parallel_size: int = option(
         1,

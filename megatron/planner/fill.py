@@ -10,8 +10,16 @@ from functools import cache
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
-from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, most_in_flight
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, find_epilogue, make_schedule
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST
+from megatron.parallel.pipeline.schedule import (
+    Pass,
+    PipelineOp,
+    eager_in_flight,
+    find_epilogue,
+    make_schedule,
+    one_f_one_b,
+    warm_ups_without_flush,
+)
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
 from megatron.planner.dry_run import CostTally
@@ -27,18 +35,27 @@ Held = tuple[tuple[int, int], ...]
 
 
 @cache
-def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
+def _operations(
+    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None
+) -> list[PipelineOp]:
     """A rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
     if kind != "gpipe":
         remainder = micro_batches % pp if chunks == 1 else 0
-        micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + remainder)
-    return make_schedule(kind, pp, rank, chunks, micro_batches)
+        shortest = max(_IN_FLIGHT_GROUPS * pp, 2 * (max_in_flight or 0))
+        micro_batches = min(micro_batches, shortest + remainder)
+    return make_schedule(kind, pp, rank, chunks, micro_batches, max_in_flight)
 
 
 @cache
-def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> frozenset[Held]:
+def held_by_rank(
+    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None = None, flush: bool = True
+) -> frozenset[Held]:
     """What a rank holds at the same time, at the points of a step."""
-    operations = _operations(kind, pp, rank, chunks, micro_batches)
+    if flush:
+        operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
+    else:
+        warm_up = warm_ups_without_flush(kind, pp, micro_batches, max_in_flight)[rank]
+        operations = one_f_one_b(warm_up, warm_up + 1)
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
     activations, records = [0] * chunks, [0] * chunks
     held_counts = set()
@@ -50,9 +67,10 @@ def held_by_rank(kind: str, pp: int, rank: int, chunks: int, micro_batches: int)
 
 
 @cache
-def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
+def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None) -> Counter[int]:
     """Number of backward messages sent in a rank's epilogue, by chunk."""
-    return Counter(op.chunk for op in find_epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
+    operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
+    return Counter(op.chunk for op in find_epilogue(operations))
 
 
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:
@@ -63,6 +81,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     compressed = choice.sharded and gathers is not None and not gathers.identity
     each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     uniform = not stages.config.model.has_experts
+    max_in_flight = stages.config.parallel.pipeline_max_in_flight
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
         chunk_bytes = []  # of activations and records of a micro-batch
         for virtual in choice.placement.virtual_stages(rank):
@@ -70,10 +89,12 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
         if choice.schedule == AUTO:  # a list may hold as many as are allowed
-            most = min(most_in_flight(stages.config.parallel.pipeline_max_in_flight, choice.pp), choice.micro_batches)
+            most = min(eager_in_flight(max_in_flight, choice.pp), choice.micro_batches)
             counts: frozenset[Held] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
         else:
-            counts = held_by_rank(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
+            counts = held_by_rank(
+                choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush
+            )
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
@@ -188,7 +209,8 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
         if point is Point.PP_BWD:
             # Whether messages are late matters to codecs that are refused with auto, alone.
             schedule = FIRST if choice.schedule == AUTO else choice.schedule
-            late = _late(schedule, choice.pp, rank, choice.chunks, choice.micro_batches)[chunk]
+            max_in_flight = stages.config.parallel.pipeline_max_in_flight
+            late = _late(schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight)[chunk]
         for count, is_late in ((late, True), (choice.micro_batches - late, False)):
             on = stages.compresses(choice, point, rank, is_late)
             total += count * stages.book.message(choice, point, on).nbytes

@@ -13,7 +13,7 @@ from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
-from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline, most_in_flight
+from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.planner.choice import Choice
@@ -157,18 +157,14 @@ class Stages:
             on = self.compresses(choice, point, choice.placement.ends_of(boundary, forward)[0], late)
             return hop_over(forward, on, wires.hops[choice.link_of(boundary)])
 
-        pipeline = Pipeline(
+        return (ListPipeline if choice.schedule == AUTO else Pipeline)(
             choice.schedule,
             [sum(n * passes[name].forward_s for name, n in count.items()) for count in counts],
             [sum(n * passes[name].backward_s for name, n in count.items()) for count in counts],
             [sum(n * passes[name].weight_s for name, n in count.items()) for count in counts],
             choice.pp,
             hop,
-        )
-        if choice.schedule != AUTO:
-            return pipeline
-        return ListPipeline(
-            **vars(pipeline), limit=most_in_flight(self.config.parallel.pipeline_max_in_flight, choice.pp)
+            self.config.parallel.pipeline_max_in_flight,
         )
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:

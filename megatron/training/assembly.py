@@ -257,6 +257,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             sync.begin_last_backward,
             weight_grads,
             after_pass,
+            config.parallel.pipeline_max_in_flight,
         ),
         optimizer=optimizer,
         replicas=replicas,

@@ -17,7 +17,6 @@ from megatron.data.batch import Batch
 from megatron.optimizer.step_summary import PendingSummary, StepSummary, StopVotes
 from megatron.parallel.data.delayed import DelayedGradients, OpenStep, StepOutcome
 from megatron.parallel.data.gradient_sync import ReducedGradients
-from megatron.parallel.pipeline.schedule import count_warm_up
 from megatron.parallel.pipeline.timetable import Timetable
 from megatron.training.assembly import Engines
 from megatron.training.chunk_program import begin_passes, make_metrics, pipeline_span, report_losses
@@ -122,7 +121,7 @@ class _Updates:
 
     def __init__(self, engines: Engines, delayed: DelayedGradients, table: Timetable, votes: StopVotes) -> None:
         self._engines, self._delayed, self._votes = engines, delayed, votes
-        longest, self._complete_at = (count_warm_up(table.schedules[stage]) for stage in (0, engines.pipeline.stage))
+        longest, self._complete_at = (table.warm_ups[stage] for stage in (0, engines.pipeline.stage))
         num_forwards = sum(op.is_forward for op in table.schedules[0])
         fewer_forwards = math.ceil((longest - self._complete_at) / 3)
         step, has_replicas = delayed.open_step, any(buffer.group.size > 1 for buffer in engines.buffers)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.compression.points import Point
 from megatron.distributed.observer import Observer, SentMessage
-from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline, most_in_flight
+from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.training.assembly import Engines
 
@@ -119,7 +120,7 @@ class ScheduleChoice(Observer):
                     rows[boundary, _THERE_AND_BACK] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
             rows = self._maximum(rows)
         measured = MeasuredPipeline(
-            _pipeline(rows), most_in_flight(engines.config.parallel.pipeline_max_in_flight, stages)
+            replace(_pipeline(rows), max_in_flight=engines.config.parallel.pipeline_max_in_flight)
         )
         engines.pipeline.measured = measured
         candidates = measured.candidates(micro_batches)

@@ -74,7 +74,7 @@ def _train_by_a_list() -> tuple[str, bool, int, list[float]]:
     engines = tiny_engines(FOUR_STAGES)
     hop = Hop(0.0, 1.0, 0.05)
     pipeline = Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: hop)
-    engines.pipeline.measured = measured = MeasuredPipeline(pipeline, 8)
+    engines.pipeline.measured = measured = MeasuredPipeline(pipeline)
     losses = tiny_train(engines, 3).losses
     table = engines.pipeline.get_timetable(AUTO, 8)
     fixed = engines.pipeline.get_timetable("zb-h1", 8).schedules
@@ -98,6 +98,10 @@ def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
     ("words", "line"),
     [
         ("--pipeline-max-in-flight 3", "--pipeline-max-in-flight 3: give at least the 4 stages"),
+        (
+            "--pipeline-schedule eager-1f1b --pipeline-max-in-flight 3",
+            "--pipeline-max-in-flight 3: give at least the 4 stages",
+        ),
         ("--compress pp-backward=lowrank,rank=2,when=epilogue", "when=epilogue: what it compresses depends on"),
         ("--compile on", "--compile on"),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-layers 8", "needs --pipeline-schedule 1f1b, not auto"),

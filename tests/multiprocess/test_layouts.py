@@ -67,7 +67,7 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "pp4": _parallel(pp=4),
         "dp4 sharded": _parallel(**DIST),
         "tp2 pp2 sp": _parallel(tp=2, pp=2, **SP),
-        "tp2 pp2 split eager": _parallel(tp=2, pp=2, pipeline_schedule="eager-1f1b", **SPLIT),
+        "tp2 pp2 split eager": _parallel(tp=2, pp=2, pipeline_schedule="eager-1f1b", pipeline_max_in_flight=4, **SPLIT),
         "tp2 pp2 virtual split uniform": {**_parallel(tp=2, pp=2, **VIRTUAL, **SPLIT), **UNIFORM},
         "tp2 pp2 virtual sp block": {**_parallel(tp=2, pp=2, **VIRTUAL, **SP), **BLOCK},
         "tp2 dp2 sp sharded overlap": _parallel(tp=2, **SP, **DIST, **OVERLAP),

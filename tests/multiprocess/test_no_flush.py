@@ -56,6 +56,14 @@ CASES: dict[str, Changes] = {
 OF_FOUR: dict[str, Changes] = {
     "four stages": {"parallel": {"pipeline_model_parallel_size": 4}, "training": {"global_batch_size": 8}},
     "four eager stages, few micro-batches": merge(EAGER, {"parallel": {"pipeline_model_parallel_size": 4}}),
+    "four eager stages, as many as possible in flight": merge(
+        EAGER,
+        {
+            "parallel": {"pipeline_model_parallel_size": 4, "pipeline_max_in_flight": 12},
+            "training": {"global_batch_size": 8},
+        },
+        _codecs("pp-forward=delta,bits=4,cache=12", "pp-backward=lowrank,rank=2,error-feedback=on"),
+    ),
     "replicas": merge(PP2, _codecs("dp-grad=powersgd,rank=2,min-ratio=0", "embedding=stable-topk,density=0.2")),
     "sharded, looking ahead": merge(
         PP2, {"parallel": {"use_distributed_optimizer": True, "delay_correction": "lookahead"}}
@@ -126,13 +134,20 @@ def _passes(changes: Changes, steps: int) -> list[tuple[int, int]]:
     return passes
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "eager-1f1b"])
-def test_steps_have_the_order_of_one_long_step(kind: str) -> None:
-    changes: Changes = {"parallel": {"pipeline_model_parallel_size": 4, "pipeline_schedule": kind}}
-    count, steps = 8, 3
-    results = run_ranks(4, _passes, merge(changes, {"training": {"global_batch_size": count}}), steps)
+@pytest.mark.parametrize(
+    ("kind", "count", "in_flight", "in_long_step"),
+    [("1f1b", 8, None, None), ("eager-1f1b", 8, None, None), ("eager-1f1b", 8, 8, 8), ("eager-1f1b", 4, 8, 5)],
+)
+def test_steps_have_the_order_of_one_long_step(
+    kind: str, count: int, in_flight: int | None, in_long_step: int | None
+) -> None:
+    """In which at most one micro-batch more than a step has is in flight."""
+    parallel = {"pipeline_model_parallel_size": 4, "pipeline_schedule": kind, "pipeline_max_in_flight": in_flight}
+    changes: Changes = {"parallel": parallel, "training": {"global_batch_size": count}}
+    steps = 3
+    results = run_ranks(4, _passes, changes, steps)
     for stage, passes in enumerate(results):
-        ops = make_schedule(kind, 4, stage, 1, steps * count)
+        ops = make_schedule(kind, 4, stage, 1, steps * count, in_long_step)
         assert passes == [divmod(op.micro_batch, count) for op in ops]
 
 

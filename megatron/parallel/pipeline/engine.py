@@ -15,7 +15,15 @@ from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, StepMessages
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, count_warm_up, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.schedule import (
+    Pass,
+    PipelineOp,
+    count_warm_up,
+    eager_in_flight,
+    make_forward_schedule,
+    make_schedule,
+    warm_ups_without_flush,
+)
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 
@@ -60,6 +68,7 @@ class PipelineEngine:
         begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
         weight_grads: records of weight gradients between a backward and its weight pass.
         after_pass: called after every pass of a training step, while messages of other points may arrive.
+        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
 
     Attributes:
         measured: times that schedule ``AUTO`` is made for; None before they are measured.
@@ -75,6 +84,7 @@ class PipelineEngine:
         begin_last_backward: Callable[[int], None],
         weight_grads: WeightGrads,
         after_pass: Callable[[], None] = lambda: None,
+        max_in_flight: int | None = None,
     ) -> None:
         self.layout = layout
         self.stage = stage
@@ -83,6 +93,7 @@ class PipelineEngine:
         self.begin_last_backward = begin_last_backward
         self.weight_grads = weight_grads
         self.after_pass = after_pass
+        self.max_in_flight = max_in_flight
         self.measured: MeasuredPipeline | None = None
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
@@ -96,7 +107,7 @@ class PipelineEngine:
         key = (kind, num_micro_batches)
         if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
-            max_ahead = MAX_POSTED_AHEAD
+            max_ahead, warm_ups = MAX_POSTED_AHEAD, list[int]()
             if kind == AUTO and self.measured is not None:
                 schedules = self.measured.schedules(num_micro_batches)
                 # A list lets a sender run ahead by as many messages as it holds micro-batches.
@@ -105,8 +116,15 @@ class PipelineEngine:
             elif kind is None:
                 schedules = [make_forward_schedule(chunks, pp, num_micro_batches)] * pp
             else:
-                schedules = [make_schedule(kind, pp, stage, chunks, num_micro_batches) for stage in range(pp)]
-            self._timetables[key] = build_timetable(self.layout, schedules, max_ahead)
+                schedules = [
+                    make_schedule(kind, pp, stage, chunks, num_micro_batches, self.max_in_flight) for stage in range(pp)
+                ]
+                if kind in ("1f1b", "eager-1f1b"):
+                    warm_ups = warm_ups_without_flush(kind, pp, num_micro_batches, self.max_in_flight)
+                if kind == "eager-1f1b" and pp > 1:
+                    # A sender runs ahead by its additional warm-up forwards.
+                    max_ahead = max(max_ahead, count_warm_up(pp, pp - 2, eager_in_flight(self.max_in_flight, pp)))
+            self._timetables[key] = build_timetable(self.layout, schedules, max_ahead, warm_ups)
         return self._timetables[key]
 
     def run(
@@ -177,10 +195,11 @@ class PipelineEngine:
         Args:
             table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
             after_forwards: called before the first forward pass, and after each forward pass and its backward pass,
-                with the number of forward passes so far. At ``count_warm_up`` the last step's last backward has run.
+                with the number of forward passes so far. After those of the warm-up, the last step's last backward has
+                run.
         """
         ops = table.schedules[self.stage]
-        warm_up = count_warm_up(ops)
+        warm_up = table.warm_ups[self.stage]
         never = (frozenset[PipelineOp](),) * len(table.epilogues)
         messages = StepMessages(
             self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, never, scale
@@ -199,25 +218,14 @@ class PipelineEngine:
                 passes.append((step, backwards[number - warm_up]))
             elif last_step is not None:
                 passes.append((last_step, last_step.cool_down.popleft()))
-        num_forwards = 0
 
-        def begin_forward() -> None:
-            nonlocal num_forwards
-            after_forwards(num_forwards)
-            if num_forwards == warm_up:  # a receive may depend on what codecs remember of the last step
+        def complete_forwards(number: int) -> None:
+            after_forwards(number)
+            if number == warm_up:  # a receive may depend on what codecs remember of the last step
                 receives.add(messages, backwards)
-            num_forwards += 1
 
-        messages.expect(forwards[0])
-        for (of_step, op), following in zip(passes, [*passes[1:], None], strict=True):
-            if op.is_forward:
-                begin_forward()
-            receives.post()
-            if following is not None:
-                following[0].messages.expect(following[1])
-            self._run_pass(of_step, op, receives, span)
-            self.after_pass()
-        after_forwards(num_forwards)
+        self._run_passes(passes, receives, span, complete_forwards)
+        complete_forwards(len(forwards))
         step.cool_down.extend(backwards[len(forwards) - warm_up :])
         self._open_step = step
 
@@ -226,12 +234,28 @@ class PipelineEngine:
         step, receives = self._open_step, self._receives
         if step is None or receives is None:
             return
-        while step.cool_down:
-            receives.post()
-            self._run_pass(step, step.cool_down.popleft(), receives, span)
-            self.after_pass()
+        self._run_passes([(step, op) for op in step.cool_down], receives, span)
         self._complete_sends()
         self._open_step = self._receives = None
+
+    def _run_passes(
+        self,
+        passes: Sequence[tuple[_Step, PipelineOp]],
+        receives: PostedReceives,
+        span: Span,
+        begin_forward: Callable[[int], None] = lambda micro_batch: None,
+    ) -> None:
+        """Run passes of steps that overlap; ``begin_forward`` is called before each forward with its micro-batch."""
+        for (step, op), previous, following in zip(passes, [None, *passes], [*passes[1:], None], strict=False):
+            if previous is None:
+                step.messages.expect(op)
+            if op.is_forward:
+                begin_forward(op.micro_batch)
+            receives.post()
+            if following is not None:
+                following[0].messages.expect(following[1])
+            self._run_pass(step, op, receives, span)
+            self.after_pass()
 
     def _run_pass(self, step: _Step, op: PipelineOp, receives: PostedReceives, span: Span) -> None:
         """Run an operation: receive, compute, send."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, eager_in_flight, make_schedule
 from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
 
 AUTO = "auto"
@@ -20,12 +20,6 @@ _MOST_LIMITS = 12
 """Maximum number of limits on micro-batches that are tried."""
 _MOST_FORWARDS = 1024
 """Number of forward passes above which only the beginning of a step is compared, with fewer limits."""
-
-
-def most_in_flight(requested: int | None, stages: int) -> int:
-    """Maximum number of micro-batches that a stage may hold between their forward and their last pass: as requested, or
-    as many as eager-1f1b holds."""
-    return requested or 2 * stages - 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Candidate:
 
     def schedules(self, pipeline: Pipeline, micro_batches: int) -> list[list[PipelineOp]]:
         """Operations of every stage, in order."""
-        ranks = pipeline.play(_make_orders(self.kind, self.limits, pipeline.stages, micro_batches))
+        ranks = pipeline.play(_make_orders(self.kind, self.limits, pipeline, micro_batches))
         return [[timed.op for timed in rank.passes] for rank in ranks]
 
 
@@ -96,11 +90,12 @@ class GreedyOrder:
         return self._next[Pass.FORWARD] == self._micro_batches
 
 
-def _make_orders(kind: str, limits: Sequence[int], stages: int, micro_batches: int) -> list[PassOrder]:
+def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_batches: int) -> list[PassOrder]:
     """Orders of the stages of a ``Candidate``."""
     if kind == AUTO:
         return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
-    return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches)) for stage in range(stages)]
+    stages, in_flight = pipeline.stages, pipeline.max_in_flight
+    return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches, in_flight)) for stage in range(stages)]
 
 
 def _most_simulated(stages: int, micro_batches: int) -> int:
@@ -108,7 +103,7 @@ def _most_simulated(stages: int, micro_batches: int) -> int:
     return min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
 
 
-def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[Candidate]:
+def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
@@ -118,33 +113,26 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, limit: int) -> list[C
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
         micro_batches: number of micro-batches in the step.
-        limit: maximum number of micro-batches that a stage may hold between their forward and their last pass.
     """
     stages, count = pipeline.stages, _most_simulated(pipeline.stages, micro_batches)
-    in_flight = {"1f1b": stages, "zb-h1": stages, "eager-1f1b": 2 * stages - 1, "gpipe": micro_batches}
-    settings: list[tuple[str, tuple[int, ...]]] = [
-        (kind, ()) for kind, needed_limit in in_flight.items() if min(needed_limit, micro_batches) <= limit
-    ]
+    limit = eager_in_flight(pipeline.max_in_flight, stages)
+    settings: list[tuple[str, tuple[int, ...]]] = [("1f1b", ()), ("zb-h1", ()), ("eager-1f1b", ())]
+    if micro_batches <= limit:
+        settings.append(("gpipe", ()))
     highest, num_limits = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
     for first_limit in range(highest, 0, -math.ceil(highest / num_limits)):
         for decrease in (0, 1):
             settings.append((AUTO, tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))))
     candidates = []
     for kind, limits in settings:
-        times = pipeline.play(_make_orders(kind, limits, stages, count))
+        times = pipeline.play(_make_orders(kind, limits, pipeline, count))
         candidates.append(Candidate(kind, limits, max(rank.end for rank in times) * micro_batches / count))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
 @dataclass(frozen=True)
 class ListPipeline(Pipeline):
-    """A pipeline whose ranks take the fastest order of ``rank_schedules``.
-
-    Args:
-        limit: see ``rank_schedules``.
-    """
-
-    limit: int
+    """A pipeline whose ranks take the fastest order of ``rank_schedules``."""
 
     def run(self, micro_batches: int) -> list[RankTimes]:
         count = _most_simulated(self.stages, micro_batches)
@@ -153,8 +141,8 @@ class ListPipeline(Pipeline):
         return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]
 
     def _play(self, micro_batches: int) -> list[RankTimes]:
-        fastest = rank_schedules(self, micro_batches, self.limit)[0]
-        return self.play(_make_orders(fastest.kind, fastest.limits, self.stages, micro_batches))
+        fastest = rank_schedules(self, micro_batches)[0]
+        return self.play(_make_orders(fastest.kind, fastest.limits, self, micro_batches))
 
 
 class MeasuredPipeline:
@@ -162,12 +150,10 @@ class MeasuredPipeline:
 
     Args:
         pipeline: measured times, the same on all ranks.
-        limit: see ``rank_schedules``.
     """
 
-    def __init__(self, pipeline: Pipeline, limit: int) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.limit = limit
         self._candidates: dict[int, list[Candidate]] = {}
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
@@ -176,5 +162,5 @@ class MeasuredPipeline:
 
     def candidates(self, micro_batches: int) -> list[Candidate]:
         if micro_batches not in self._candidates:
-            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self.limit)
+            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches)
         return self._candidates[micro_batches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,25 +65,42 @@ def gpipe(num_micro_batches: int) -> list[PipelineOp]:
     return [PipelineOp(Pass.FORWARD, 0, m) for m in order] + [PipelineOp(Pass.BACKWARD, 0, m) for m in order]
 
 
-def one_f_one_b(pp: int, stage: int, num_micro_batches: int, eager: bool = False) -> list[PipelineOp]:
+def one_f_one_b(warm_up: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B: warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
 
-    Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush). A stage stores at most pp - stage activations.
-
-    With ``eager``, twice the warm-up gives each message the time of a micro-batch to arrive over a slow link, and a
-    stage stores at most 2 (pp - stage) - 1 activations (Zhuang et al. 2023, On Optimizing the Communication of Model
-    Parallelism, section 4).
+    A stage stores at most one activation more than it has warm-up forwards.
     """
     return _alternate(
-        warm_up=min(num_micro_batches, (2 if eager else 1) * (pp - stage - 1)),
+        warm_up=min(num_micro_batches, warm_up),
         forwards=[PipelineOp(Pass.FORWARD, 0, m) for m in range(num_micro_batches)],
         backwards=[PipelineOp(Pass.BACKWARD, 0, m) for m in range(num_micro_batches)],
     )
 
 
-def count_warm_up(ops: Sequence[PipelineOp]) -> int:
-    """Count the forward passes of 1F1B before those that alternate with backward passes."""
-    return next(number for number, op in enumerate(ops) if op.is_backward) - 1
+def eager_in_flight(requested: int | None, pp: int) -> int:
+    """Maximum number of micro-batches that a stage of eager-1f1b or auto stores: as requested, else 2 pp - 1."""
+    return requested or 2 * pp - 1
+
+
+def count_warm_up(pp: int, stage: int, in_flight: int) -> int:
+    """Count the warm-up forwards of a stage of 1F1B.
+
+    The first stage stores at most ``in_flight`` activations, later stages evenly fewer, and the last stage one. With pp
+    of them this is PipeDream-Flush (Narayanan et al. 2021, section 2.2.1). With 2 pp - 1, eager 1F1B, each message has
+    the time of a micro-batch to arrive over a slow link (Zhuang et al. 2023, On Optimizing the Communication of Model
+    Parallelism, section 4); with more, it has more.
+    """
+    return math.ceil((in_flight - 1) * (pp - stage - 1) / max(pp - 1, 1))
+
+
+def warm_ups_without_flush(kind: str, pp: int, num_micro_batches: int, max_in_flight: int | None = None) -> list[int]:
+    """Count the warm-up forwards of every stage of 1f1b or eager-1f1b whose steps overlap.
+
+    At most one micro-batch of the next step is in flight before the first backward of a step. If steps are that short,
+    all stages store fewer activations, since a stage with no more of them than the next stage waits for each message.
+    """
+    in_flight = eager_in_flight(max_in_flight, pp) if kind == "eager-1f1b" else pp
+    return [count_warm_up(pp, stage, min(in_flight, num_micro_batches + 1)) for stage in range(pp)]
 
 
 def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
@@ -92,7 +110,7 @@ def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[Pipeline
     ``stage`` backward passes after its own, so that on every stage at most pp micro-batches are between their forward
     and their weight pass, as on the first stage of 1F1B. No stage waits for the first, which has no weight passes.
     """
-    joint_ops = one_f_one_b(pp, stage, num_micro_batches)
+    joint_ops = one_f_one_b(count_warm_up(pp, stage, in_flight=pp), num_micro_batches)
     if stage == 0:
         return joint_ops
     ops = []
@@ -213,7 +231,9 @@ WITH_WEIGHT_PASSES = frozenset({"zb-h1", ZERO_BUBBLE_V, "auto"})
 """Schedules that compute weight gradients apart, or may do so; all but zb-v only after the first stage."""
 
 
-def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
+def make_schedule(
+    kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int, max_in_flight: int | None = None
+) -> list[PipelineOp]:
     """Make the training schedule of a rank.
 
     Args:
@@ -221,6 +241,7 @@ def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches
         pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
         num_micro_batches: number of micro-batches in the step.
+        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
 
     Raises:
         ValueError: when there is no schedule for the arguments.
@@ -242,7 +263,8 @@ def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches
         return gpipe(num_micro_batches)
     if kind == "zb-h1":
         return zero_bubble_h1(pp, stage, num_micro_batches)
-    return one_f_one_b(pp, stage, num_micro_batches, eager=kind == "eager-1f1b")
+    in_flight = eager_in_flight(max_in_flight, pp) if kind == "eager-1f1b" else pp
+    return one_f_one_b(count_warm_up(pp, stage, in_flight), num_micro_batches)
 
 
 def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V, Pass, PipelineOp, TimedPass, make_schedule
+from megatron.parallel.pipeline.schedule import (
+    ZERO_BUBBLE_V,
+    Pass,
+    PipelineOp,
+    TimedPass,
+    make_schedule,
+    one_f_one_b,
+    warm_ups_without_flush,
+)
 
 _MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
@@ -67,6 +75,7 @@ class Pipeline:
         weight_s: the part of ``backward_s`` that a weight pass computes, if the schedule has weight passes.
         stages: number of pipeline ranks.
         hops: messages between the virtual stages.
+        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 stages - 1.
     """
 
     kind: str
@@ -75,6 +84,7 @@ class Pipeline:
     weight_s: Sequence[float]
     stages: int
     hops: Hops
+    max_in_flight: int | None = None
 
     @property
     def chunks(self) -> int:
@@ -89,8 +99,8 @@ class Pipeline:
     def lower_bound(self, micro_batches: int, flush: bool = True) -> float:
         """Lower bound on the step time over all orders of operations, in seconds.
 
-        A rank computes all micro-batches after the first forward has passed the preceding ranks. The last backward,
-        without its weight gradients, passes these ranks again. Without ``flush``, other steps run at these times.
+        A rank computes all micro-batches after the first forward has passed the preceding ranks; the last backward,
+        without weight gradients, passes these ranks again. Without ``flush``, other steps run at these times.
         """
         bound = forth_s = back_s = 0.0
         layout = self.layout
@@ -113,12 +123,14 @@ class Pipeline:
     def run_without_flush(self, micro_batches: int) -> list[RankTimes]:
         """Simulate steps in which passes of two steps take turns; return the mean times once the pipeline is full.
 
-        Passes of several such steps have the order of one long step.
+        Passes of several such steps have the order of one long step with the same warm-up.
         """
-        first, steps = 3, 4
-        few, many = self.run(first * micro_batches), self.run((first + steps) * micro_batches)
+        count = min(micro_batches, max(4 * self.stages, _MAX_FULL_FORWARDS // (7 * self.stages)))
+        warm_ups = warm_ups_without_flush(self.kind, self.stages, micro_batches, self.max_in_flight)
+        few, many = (self.play([ListedOrder(one_f_one_b(warm_up, n * count)) for warm_up in warm_ups]) for n in (3, 7))
+        share = micro_batches / (4 * count)
         return [
-            RankTimes((b.end - a.end) / steps, (b.busy - a.busy) / steps, (b.coding - a.coding) / steps)
+            RankTimes((b.end - a.end) * share, (b.busy - a.busy) * share, (b.coding - a.coding) * share)
             for a, b in zip(few, many, strict=True)
         ]
 
@@ -154,9 +166,9 @@ class Pipeline:
         return [rank.passes for rank in self._play(micro_batches)]
 
     def _play(self, micro_batches: int) -> list[RankTimes]:
-        stages = range(self.stages)
-        schedules = [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in stages]
-        return self.play([ListedOrder(ops) for ops in schedules])
+        shape = self.chunks, micro_batches, self.max_in_flight
+        lists = (make_schedule(self.kind, self.stages, rank, *shape) for rank in range(self.stages))
+        return self.play([ListedOrder(ops) for ops in lists])
 
     def play(self, orders: Sequence[PassOrder]) -> list[RankTimes]:
         """Simulate a step whose operations each rank chooses by its order; return the times of every rank."""
@@ -366,8 +378,7 @@ class _Play:
 
     def _expect_end(self, flow: _Flow) -> None:
         flow.version += 1
-        version = flow.version
-        self._at(flow.since + max(flow.remaining_s, 0.0) / flow.rate, self._end, flow, version)
+        self._at(flow.since + max(flow.remaining_s, 0.0) / flow.rate, self._end, flow, flow.version)
 
     def _end(self, time: float, flow: _Flow, version: int) -> None:
         """Complete the first message of a flow, unless the rate has changed since the event was scheduled."""

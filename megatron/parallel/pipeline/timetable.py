@@ -37,16 +37,21 @@ class Timetable:
         epilogues: for every stage the operations with exposed messages.
         messages_due: for every stage and operation, the receives of messages that were sent before it.
         max_ahead: maximum number of receives posted before they are due, on each route.
+        warm_ups: number of warm-up forwards of every stage if its steps overlap, under 1f1b and eager-1f1b.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
     epilogues: tuple[frozenset[PipelineOp], ...]
     messages_due: tuple[tuple[Due, ...], ...]
     max_ahead: int = MAX_POSTED_AHEAD
+    warm_ups: Sequence[int] = ()
 
 
 def build_timetable(
-    layout: Layout, schedules: Sequence[Sequence[PipelineOp]], max_ahead: int = MAX_POSTED_AHEAD
+    layout: Layout,
+    schedules: Sequence[Sequence[PipelineOp]],
+    max_ahead: int = MAX_POSTED_AHEAD,
+    warm_ups: Sequence[int] = (),
 ) -> Timetable:
     """Builds the timetable of the given schedules.
 
@@ -84,6 +89,7 @@ def build_timetable(
         epilogues=tuple(map(find_epilogue, schedules)),
         messages_due=tuple(tuple(_count_due(layout, *numbered, levels)) for numbered in enumerate(positions)),
         max_ahead=max_ahead,
+        warm_ups=warm_ups,
     )
 
 

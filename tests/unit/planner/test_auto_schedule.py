@@ -47,7 +47,7 @@ def test_a_list_holds_no_more_than_the_memory_that_is_predicted() -> None:
     choice = dataclasses.replace(choice, schedule=AUTO)
     pipeline = predictor.pipeline(choice, wires_of(predictor.cluster, choice))
     assert isinstance(pipeline, ListPipeline)
-    lists = [each for each in rank_schedules(pipeline, 16, 6) if each.kind == AUTO]
+    lists = [each for each in rank_schedules(pipeline, 16) if each.kind == AUTO]
     most_held = 0
     for candidate in lists:
         for ops in candidate.schedules(pipeline, 16):

@@ -185,6 +185,32 @@ def test_a_pipeline_without_a_flush_holds_the_parameters_of_two_steps() -> None:
     assert bytes_of[1] == 3 * bytes_of[0]
 
 
+@pytest.mark.parametrize(
+    ("limit", "no_flush", "count", "held"),
+    [
+        (None, False, 64, 7),
+        (9, False, 64, 9),
+        (40, False, 64, 40),
+        (40, False, 8, 8),
+        (40, True, 8, 9),
+        (6, True, 8, 6),
+    ],
+)
+def test_micro_batches_in_flight_take_memory(limit: int | None, no_flush: bool, count: int, held: int) -> None:
+    """As many as the flag allows, and a step has; without a flush one more."""
+    activations = []
+    for most, flushes, micro_batches in ((None, True, 64), (limit, not no_flush, count)):
+        parallel = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "eager-1f1b", "delay": int(not flushes)}
+        config = small_run(
+            parallel={**parallel, "pipeline_max_in_flight": most, "no_pipeline_flush": not flushes},
+            training={"global_batch_size": 2 * micro_batches},
+            model={"num_layers": 4},
+        )
+        predictor, choice = predictor_of(config)
+        activations.append(predictor.predict(choice).memory["activations"])
+    assert activations[1] == pytest.approx(activations[0] * held / 7)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
 def test_the_bound_of_a_pipeline_without_a_flush_leaves_out_filling_and_draining(schedule: str) -> None:
     parallel = {"pipeline_model_parallel_size": 8, "delay": 1, "no_pipeline_flush": True}

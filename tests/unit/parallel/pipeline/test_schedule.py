@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
@@ -34,13 +35,15 @@ class Case:
     chunks: int
     count: int
     seed: int = 0
+    max_in_flight: int | None = None
 
     def schedules(self) -> list[list[PipelineOp]]:
         if self.kind == "list":
             return [list(ops) for ops in random_list(self.pp, self.count, self.seed)]
         if self.kind.startswith("eval"):
             return [make_forward_schedule(self.chunks, self.pp, self.count) for _ in range(self.pp)]
-        return [make_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
+        shape = self.chunks, self.count, self.max_in_flight
+        return [make_schedule(self.kind, self.pp, s, *shape) for s in range(self.pp)]
 
     @cached_property
     def layout(self) -> Layout:
@@ -78,8 +81,8 @@ def random_list(pp: int, count: int, seed: int) -> list[list[PipelineOp]]:
     passes_s = [[draw(0.1, 3.0) for _ in range(pp)] for _ in range(3)]
     joint_s = [inputs + weights for inputs, weights in zip(*passes_s[1:], strict=True)]
     hops = [Hop(*(draw(0.0, 2.0) for _ in range(4))) for _ in range(2)]
-    pipeline = Pipeline("1f1b", passes_s[0], joint_s, passes_s[2], pp, lambda forward, *_: hops[forward])
-    lists = [candidate for candidate in rank_schedules(pipeline, count, 3 * pp) if candidate.kind == AUTO]
+    pipeline = Pipeline("1f1b", passes_s[0], joint_s, passes_s[2], pp, lambda forward, *_: hops[forward], 3 * pp)
+    lists = [candidate for candidate in rank_schedules(pipeline, count) if candidate.kind == AUTO]
     return lists[seed % len(lists)].schedules(pipeline, count)
 
 
@@ -93,7 +96,9 @@ def cases(draw: st.DrawFn, *kinds: str) -> Case:
         return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
     pp = draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 4)) if kind == "eval" and pp > 1 else 1
-    return Case(kind, pp, chunks, draw(st.integers(1, 20)), draw(st.integers(0, 9)) if kind == "list" else 0)
+    seed = draw(st.integers(0, 9)) if kind == "list" else 0
+    max_in_flight = draw(st.none() | st.integers(pp, 5 * pp)) if kind == "eager-1f1b" else None
+    return Case(kind, pp, chunks, draw(st.integers(1, 20)), seed, max_in_flight)
 
 
 class Wires:
@@ -196,8 +201,9 @@ def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
 
 @given(cases(), st.integers(1, 4))
 def test_bounded_messages_in_flight_do_not_deadlock(case: Case, ahead: int) -> None:
-    keep = max_pending_sends(case.layout)
-    assert finishes(case, _tagged, ahead, keep)
+    """A sender of eager 1F1B runs ahead by at most a share of the micro-batches in flight."""
+    shares = math.ceil(((case.max_in_flight or 1) - 1) / max(case.pp - 1, 1))
+    assert finishes(case, _tagged, ahead, max(max_pending_sends(case.layout), shares + 1))
 
 
 @given(cases())
@@ -244,8 +250,12 @@ def _most_activations(schedule: list[PipelineOp]) -> int:
 @given(cases("1f1b", "eager-1f1b", "zb-h1", "zb-v", "interleaved"))
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
-        if case.kind == "eager-1f1b":
+        if case.kind == "eager-1f1b" and case.max_in_flight is None:
             assert _most_activations(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
+        elif case.max_in_flight is not None:
+            last = case.pp - 1
+            share = 1 + (case.max_in_flight - 1) * (last - stage) / max(last, 1)
+            assert share <= _most_activations(schedule) < share + 1 or _most_activations(schedule) == case.count < share
         elif case.kind == "zb-h1":
             assert _most_activations(schedule) == min(case.count, case.pp)
         elif case.kind == "zb-v":
@@ -257,11 +267,11 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
             assert _most_activations(schedule) == min(case.count * case.chunks, warm_up + 1)
 
 
-def _duration(case: Case, forward: int, backward: int, message: int = 0, weight: int = 0) -> int:
+def _duration(case: Case, forward: int, backward: int, message: float = 0, weight: int = 0) -> float:
     """Time until the last rank finishes, with messages that take a fixed time and do not queue; ``weight``: of the
     weights' gradients, in a weight pass or after the other part of the backward."""
-    ready: dict[Message, int] = {}
-    clock = [0] * case.pp
+    ready: dict[Message, float] = {}
+    clock = [0.0] * case.pp
     queues = [deque(schedule) for schedule in case.schedules()]
     separate = [any(op.computation is Pass.WEIGHT for op in queue) for queue in queues]
     while any(queues):
@@ -297,6 +307,18 @@ def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, 
     assert _duration(Case("eager-1f1b", pp, 1, count), forward, backward, message) == hidden
     if count > 2 * pp:
         assert _duration(Case("1f1b", pp, 1, count), forward, backward, message) > hidden
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40))
+def test_more_in_flight_hide_longer_messages(pp: int, forward: int, backward: int, more: int, count: int) -> None:
+    """Two messages as long as ``more`` micro-batches cost time only in warm-up and cool-down."""
+    message = more * (forward + backward) / 2
+    case = Case("eager-1f1b", pp, 1, count, max_in_flight=1 + (1 + more) * (pp - 1))
+    hidden = count * (forward + backward) + (pp - 1) * (forward + backward + 2 * message)
+    assert _duration(case, forward, backward, message) == pytest.approx(hidden)
+    if count > (2 + more) * pp:
+        fewer = replace(case, max_in_flight=1 + more * (pp - 1))
+        assert _duration(fewer, forward, backward, message) > hidden
 
 
 def test_combinations_without_a_schedule_are_refused() -> None:

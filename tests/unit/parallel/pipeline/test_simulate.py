@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from unittest import mock
 
@@ -31,21 +32,40 @@ def test_the_bubble_without_messages_matches_the_formula(
 
 
 @given(
-    st.sampled_from(("1f1b", "eager-1f1b")), st.integers(1, 6), st.integers(1, 20), st.floats(0.1, 3), st.floats(0.1, 3)
+    st.sampled_from(("1f1b", "eager-1f1b")), st.integers(1, 6), st.integers(0, 20), st.floats(0.1, 3), st.floats(0.1, 3)
 )
-def test_a_full_pipeline_has_no_bubble(kind: str, stages: int, count: int, forward: float, backward: float) -> None:
+def test_a_full_pipeline_has_no_bubble(kind: str, stages: int, more: int, forward: float, backward: float) -> None:
+    """With a micro-batch of each step in each of its stages but one."""
+    count = max(stages - 1, 1) + more
     times = _pipeline(kind, stages, 1, forward, backward, FREE).run_without_flush(count)
     for time in times:
         assert time.end == pytest.approx(count * (forward + backward))
         assert time.busy == pytest.approx(count * (forward + backward))
 
 
-@pytest.mark.parametrize(("kind", "in_flight"), [("1f1b", 4), ("eager-1f1b", 7)])
-def test_eager_forwards_hide_messages_in_a_full_pipeline(kind: str, in_flight: int) -> None:
-    """The first stage waits for a micro-batch's way to the last stage and back, while others are in flight."""
-    times = _pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=2.0)).run_without_flush(8)
-    round_trip = 4 * (1.0 + 2.0) + 6 * 2.0
-    assert times[0].end == pytest.approx(8 * round_trip / in_flight, rel=0.02)
+def test_steps_of_too_few_micro_batches_leave_a_bubble_without_a_flush() -> None:
+    """No more than one micro-batch besides those of a step is in flight."""
+    times = _pipeline("1f1b", 3, 1, 1.0, 1.0, FREE).run_without_flush(1)
+    assert [time.end for time in times] == pytest.approx([4.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "count", "in_flight"),
+    [("1f1b", None, 8, 4), ("eager-1f1b", None, 8, 7), ("eager-1f1b", 10, 16, 10), ("eager-1f1b", 10, 6, 7)],
+)
+def test_micro_batches_in_flight_hide_messages_in_a_full_pipeline(
+    kind: str, limit: int | None, count: int, in_flight: int
+) -> None:
+    """The first stage waits for a micro-batch's way to the last stage and back, while others are in flight, and at most
+    one more than a step has."""
+    pipeline = replace(_pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=4.0)), max_in_flight=limit)
+    round_trip = 4 * (1.0 + 2.0) + 6 * 4.0
+    assert pipeline.run_without_flush(count)[0].end == pytest.approx(count * round_trip / in_flight, rel=0.03)
+
+
+def test_a_long_step_without_a_flush_is_extrapolated() -> None:
+    times = _pipeline("eager-1f1b", 4, 1, 1.0, 2.0, Hop(latency_s=4.0)).run_without_flush(3000)
+    assert times[0].end == pytest.approx(3000 * 36.0 / 7, rel=0.03)
 
 
 @given(st.integers(1, 6), st.integers(0, 30), st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.0, 1.0))

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 
 from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route, Timetable, build_timetable
+from megatron.parallel.tensor.main_grad import WeightGrads
 from tests.unit.parallel.pipeline.test_schedule import Case, Message, cases
 
 
@@ -23,6 +25,12 @@ def test_messages_of_an_operation_are_due_and_few_others(case: Case) -> None:
     fewer than its limit."""
     table = _table(case)
     most = 3 * case.pp - 1 if case.kind == "list" else MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD
+    if case.kind == "eager-1f1b":
+        engine = PipelineEngine(
+            case.layout, 0, None, lambda *_: None, lambda _: None, WeightGrads(), max_in_flight=case.max_in_flight
+        )
+        most = engine.get_timetable(case.kind, case.count).max_ahead
+        assert most <= max(MAX_POSTED_AHEAD, case.max_in_flight or 0)
     for stage, schedule in enumerate(table.schedules):
         received: Counter[Route] = Counter()
         for op, counts in zip(schedule, table.messages_due[stage], strict=True):
