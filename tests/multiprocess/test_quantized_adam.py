@@ -197,3 +197,35 @@ def test_moments_are_frozen_alike_on_every_layout(parallel: dict[str, Any]) -> N
             assert filling == pytest.approx(alone[name], rel=1e-6), name
             fillings[name] = filling
     assert fillings.keys() == alone.keys()
+
+
+def _trained(sharded: bool) -> tuple[list[float], list[dict[str, Tensor]], dict[str, dict[int, Tensor]]]:
+    """Losses, the compressor's state of each bucket, and Adam's momenta of this rank's shards, by name and start."""
+    changes = _quantized_adam(1.0, bits=8, warmup=2)
+    changes["parallel"] |= {"use_distributed_optimizer": sharded, **OVERLAP}
+    engines = tiny_engines({**changes, "model": {"num_layers": 2}})
+    losses = tiny_train(engines, 7).losses
+    states = [dict(state.export_tensors()) for reducer in engines.sync.reducers for state in reducer.states()]
+    momenta: dict[str, dict[int, Tensor]] = {}
+    for shard in engines.optimizer.shards:
+        moment = engines.optimizer.inner.state[shard.main]["exp_avg"]
+        momenta.setdefault(shard.slot.logical_name, {})[shard.start] = moment.flatten()
+    return losses, states, momenta
+
+
+def _trained_both_ways() -> list[Any]:
+    return [_trained(sharded) for sharded in (False, True)]
+
+
+def test_a_sharded_optimizer_takes_the_steps_of_whole_replicas() -> None:
+    """To the bit. Each rank's next message needs the momenta of all shards at their scales, not of its own alone."""
+    results = run_ranks(2, _trained_both_ways)
+    for (losses, states, momenta), (sharded_losses, sharded_states, sharded_momenta) in results:
+        assert sharded_losses == losses
+        for state, sharded_state in zip(states, sharded_states, strict=True):
+            assert sharded_state.keys() == state.keys() >= {"momentum", "residual"}
+            assert all(torch.equal(sharded_state[name], x) for name, x in state.items())
+        for name, shards in sharded_momenta.items():
+            for start, shard in shards.items():
+                assert torch.equal(shard, momenta[name][0][start : start + len(shard)]), name
+    assert results[0][1][2].keys() | results[1][1][2].keys() == results[0][0][2].keys()
