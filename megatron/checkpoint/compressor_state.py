@@ -38,35 +38,26 @@ from megatron.parallel.pipeline.channel import Direction, PipelineChannel
 Log = Callable[[str], None]
 
 
+@dataclass(eq=False)
 class CompressorCheckpoint:
     """Saves and loads the compressor state of a rank.
 
     Args:
         sync: gradient synchronization, with its compressors.
         channel: the channel of pipeline messages.
-        layout, coordinates: the mesh and this rank's coordinates in it.
+        layout, at: the mesh and this rank's coordinates in it.
         first_layers: first layer of each virtual stage; names the boundary before the stage.
         cut: whether messages hold this tensor-parallel rank's share of the sequence.
         outer: the outer optimizer's rounds between islands.
     """
 
-    def __init__(
-        self,
-        sync: GradientSync,
-        channel: PipelineChannel | None,
-        layout: Layout,
-        coordinates: Coordinates,
-        first_layers: Sequence[int],
-        cut: bool = False,
-        outer: OuterSync | None = None,
-    ) -> None:
-        self.sync = sync
-        self.channel = channel
-        self.outer = outer
-        self.layout = layout
-        self.at = coordinates
-        self.first_layers = first_layers
-        self.cut = cut
+    sync: GradientSync
+    channel: PipelineChannel | None
+    layout: Layout
+    at: Coordinates
+    first_layers: Sequence[int]
+    cut: bool = False
+    outer: OuterSync | None = None
 
     def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
         """Committed state tensors, by name. Every rank of the group calls this."""
@@ -339,13 +330,13 @@ class _LoadableState:
         target.read_slice(self.kind, state.tensors[self.kind]).copy_(values)
 
 
+@dataclass(eq=False)
 class _Loaded:
     """Accumulates the slices that were read for a wanted tensor."""
 
-    def __init__(self, item: _LoadableState) -> None:
-        self.item = item
-        self.value: Tensor | None = None
-        self._weights: Tensor | None = None
+    item: _LoadableState
+    value: Tensor | None = None
+    _weights: Tensor | None = None
 
     def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
         """Adds a holder's slice; ``counts`` are the counts of a table of means.

@@ -32,7 +32,7 @@ from megatron.checkpoint.save import (
     ignore_single_process_warning,
     silent,
 )
-from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
+from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_into
 from megatron.config.model_types import describe_model_type
 from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
@@ -70,13 +70,13 @@ def _read_document(root: Path, iteration: Iteration, name: str, flag: str | None
     item = manifest.documents.get(name)
     if item is None:
         raise UserError(f"{folder / MANIFEST} lists no {name}{fallback(root, iteration, flag)}")
-    data = read_item(folder, item)
-    if data is None:
+    data = bytearray(item.length)
+    if not read_into(folder, item, memoryview(data)):
         raise UserError(
             f"{folder / item.file} is missing, truncated or damaged: {item.length} bytes from {item.offset} "
             f"do not have their checksum{fallback(root, iteration, flag)}"
         )
-    return data
+    return bytes(data)
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
@@ -125,18 +125,13 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
         raise UserError(f"{folder / CONFIG} is not a configuration: it is not UTF-8 text{instead}") from error
 
 
-def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
+def saved_kind(root: str | Path, iteration: Iteration) -> str:
     """The kind of a checkpoint's model (``ModelConfig.kind``); GPT if its configuration does not say.
-
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    model = saved_section(root, iteration, "model", flag)
+    model = saved_section(root, iteration, "model")
     classes = model.get("task_classes", 0)
     return describe_model_type(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
 

@@ -74,12 +74,7 @@ def _from_json(value: Any) -> Any:
         if key == BYTES:
             return base64.b64decode(content, validate=True)
         if key == TENSOR:
-            return _tensor_from_json(*content)
+            dtype_name, shape, data = content
+            raw, dtype = bytearray(base64.b64decode(data, validate=True)), dtype_from_name(dtype_name)
+            return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
     return {key: _from_json(item) for key, item in value.items()}
-
-
-def _tensor_from_json(dtype_name: str, shape: list[int], data: str) -> Tensor:
-    raw = bytearray(base64.b64decode(data, validate=True))
-    dtype = dtype_from_name(dtype_name)
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape)

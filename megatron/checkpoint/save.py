@@ -93,9 +93,9 @@ class _SaveRequest:
         first = rank_of(self.group) == 0
         if first:
             self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
-        self._raise_if_any_failed(self.problem or (_make_temporary_folder(self) if first else None))
+        self._raise_if_any_failed(self.problem or self._on_first(_make_temporary_folder))
         self._raise_if_any_failed(_write(self))
-        self._raise_if_any_failed(_publish(self) if first else None)
+        self._raise_if_any_failed(self._on_first(lambda job: files.publish(job.root, job.iteration)))
         if first:
             self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
             if self.keep_last is None:
@@ -109,6 +109,15 @@ class _SaveRequest:
             for problem in problems:
                 path = Path(problem.filename or self.root)
                 self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
+
+    def _on_first(self, step: Callable[[_SaveRequest], None]) -> str | None:
+        """Take a step on the first rank; return the error message, if any."""
+        if rank_of(self.group) == 0:
+            try:
+                step(self)
+            except OSError as error:
+                return describe_error(error, Path(error.filename or self.root))
+        return None
 
     def _raise_if_any_failed(self, problem: str | None) -> None:
         """Remove all written files and raise an error on every rank, if any rank has a problem."""
@@ -178,15 +187,10 @@ def save_checkpoint(
     return None
 
 
-def _make_temporary_folder(job: _SaveRequest) -> str | None:
-    """Make an empty temporary folder; return the error message, if any."""
-    try:
-        job.root.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(job.root)
-        job.folder.mkdir()
-    except OSError as error:
-        return describe_error(error, Path(error.filename or job.root))
-    return None
+def _make_temporary_folder(job: _SaveRequest) -> None:
+    job.root.mkdir(parents=True, exist_ok=True)
+    files.remove_leftovers(job.root)
+    job.folder.mkdir()
 
 
 def _write(job: _SaveRequest) -> str | None:
@@ -204,12 +208,3 @@ def _write(job: _SaveRequest) -> str | None:
     )
     problem = planner.problem or writer.problem
     return problem and f"{problem} (rank {rank_of(job.group)})"
-
-
-def _publish(job: _SaveRequest) -> str | None:
-    """Publish the complete folder; return the error message, if any."""
-    try:
-        files.publish(job.root, job.iteration)
-    except OSError as error:
-        return describe_error(error, Path(error.filename or job.root))
-    return None

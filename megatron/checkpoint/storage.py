@@ -319,9 +319,3 @@ def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
     except (OSError, EOFError):
         return False
     return zlib.crc32(memory) == item.crc32
-
-
-def read_item(folder: Path, item: StoredItem) -> bytes | None:
-    """Read the bytes of an item; None if they cannot be read or their checksum is wrong."""
-    data = bytearray(item.length)
-    return bytes(data) if read_into(folder, item, memoryview(data)) else None

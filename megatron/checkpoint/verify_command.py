@@ -49,18 +49,6 @@ RESIDUAL_TOLERANCE = 1e-6
 """Largest relative error of a message plus its residual, which are added in fp32."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
-    arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg_parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it"
-    )
-    arg_parser.add_argument(
-        "--strict", action="store_true", help="fail where code, kernels, torch or input files differ on this machine"
-    )
-    return arg_parser
-
-
 def find_checkpoint(folder: Path) -> Path:
     """The folder of the checkpoint: the newest, if ``folder`` is that of all checkpoints.
 
@@ -199,7 +187,14 @@ def _machine_differences(statements: Statements) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 when something differs or there is no certificate."""
-    options = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="fail where code, kernels, torch or input files differ on this machine"
+    )
+    options = parser.parse_args(arguments)
     try:
         folder = find_checkpoint(options.folder)
         lines = list(verify(folder, options.strict))

@@ -87,7 +87,7 @@ class _RankFile:
             os.fsync(stream.fileno())
 
 
-def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
+def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], object]) -> None:
     """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
     A model without an iteration is saved as ``release``, since Megatron-LM refuses iteration 0.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -172,39 +172,26 @@ def read(options: argparse.Namespace) -> Weights:
     return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
 
 
-def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], None]) -> None:
-    """Writes the result.
-
-    Raises:
-        UserError: when it cannot be written; nothing is left behind then.
-    """
-    with placed(Path(options.save)) as folder:
-        if options.to == "megatron-cc":
-            write_ours(weights, folder, done)
-        elif options.to == "hf":
-            write_hf(weights, folder, done)
-        else:
-            tp, pp = options.target_tensor_model_parallel_size, options.target_pipeline_model_parallel_size
-            write_classic(weights, folder, tp, pp, done)
-
-
 def convert(options: argparse.Namespace) -> Weights:
     """Runs the conversion that the command line describes.
 
     Raises:
-        UserError: when it cannot be done.
+        UserError: when it cannot be done; no files are left behind then.
     """
     try:
         weights = read(options)
     except OSError as error:
         raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
     # A model that cannot be written is refused at once; the delay keeps the bar from appearing before that message.
-    with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted", delay=1.0) as bar:
-
-        def done(nbytes: int) -> None:
-            bar.update(nbytes)
-
-        write(weights, options, done)
+    bar = tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted", delay=1.0)
+    with bar, placed(Path(options.save)) as folder:
+        if options.to == "megatron-cc":
+            write_ours(weights, folder, bar.update)
+        elif options.to == "hf":
+            write_hf(weights, folder, bar.update)
+        else:
+            tp, pp = options.target_tensor_model_parallel_size, options.target_pipeline_model_parallel_size
+            write_classic(weights, folder, tp, pp, bar.update)
     return weights
 
 

@@ -70,7 +70,8 @@ def read_hf(folder: Path) -> Weights:
         sources = [stored.entry(name, shape) for name, shape in rule.theirs]
         used |= {stored.name_of(name) for name, _ in rule.theirs}
         dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
-        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [source.to(dtype) for source in sources]))
+        read = functools.partial(_read_joined, rule, [source.to(dtype) for source in sources])
+        entries[rule.ours] = Entry(rule.shape, dtype, read)
     for name in sorted(set(stored.places) - used):
         if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
             raise UserError(f"{stored.places[name]}: {name} has no place in the model that {CONFIG} describes")
@@ -86,11 +87,8 @@ def read_hf(folder: Path) -> Weights:
     return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
 
 
-def _joined(rule: Rule, entries: Sequence[Entry]) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        return rule.join([entry.read() for entry in entries]).contiguous()
-
-    return read
+def _read_joined(rule: Rule, entries: Sequence[Entry]) -> Tensor:
+    return rule.join([entry.read() for entry in entries]).contiguous()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -211,7 +209,7 @@ def _load_pickled(path: Path) -> dict[str, Stored]:
 # Megatron-CC to Hugging Face
 
 
-def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD_BYTES) -> None:
+def write_hf(weights: Weights, folder: Path, done: Callable[[int], object], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a folder that ``transformers`` loads.
 
     Args:

@@ -57,7 +57,7 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
 class LazyShard(LogicalShard):
     """A whole tensor that is read only at the moment it is written."""
 
-    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
+    def __init__(self, entry: Entry, done: Callable[[int], object]) -> None:
         box = TensorBox((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         super().__init__(entry.shape, entry.dtype, [box])
         self.entry = entry
@@ -70,7 +70,7 @@ class LazyShard(LogicalShard):
         return tensor
 
 
-def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> None:
+def write_ours(weights: Weights, root: Path, done: Callable[[int], object]) -> None:
     """Writes a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
 
     Args:

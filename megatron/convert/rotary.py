@@ -255,7 +255,7 @@ def qwen3_moe_model(config: Values) -> dict[str, object]:
     return {
         **_swiglu_model(config, 4),
         **_normalized(config),
-        **(_window_of(config, 4096) if slides else {}),
+        **(_window_of(config) if slides else {}),
         **qwen_experts(config, 8, 128, 768),
     }
 
@@ -272,7 +272,7 @@ def _normalized(config: Values) -> dict[str, object]:
 
 def mixtral_model(config: Values) -> dict[str, object]:
     """Model fields of Mixtral; raises UserError for a feature that our models lack."""
-    window = _window_of(config, 4096) if config.has("sliding_window") else {}
+    window = _window_of(config) if config.has("sliding_window") else {}
     return {**_swiglu_model(config, 8, 1e6, 1e-5), **window, **mixtral_experts(config)}
 
 
@@ -301,7 +301,7 @@ def _windows_of(config: Values, pattern: list[int]) -> dict[str, object]:
         pattern = named_windows(config, len(pattern))
     if 1 not in pattern:
         return {}
-    window = _window_of(config, 4096)
+    window = _window_of(config)
     return window | {"window_attn_skip_freq": pattern} if window else {}
 
 
@@ -313,9 +313,9 @@ def named_windows(config: Values, layers: int) -> list[int]:
     return [int(kind == "sliding_attention") for kind in kinds]
 
 
-def _window_of(config: Values, default: int) -> dict[str, object]:
-    """Sliding window, ``default`` if missing; empty if it is null or covers all positions."""
+def _window_of(config: Values) -> dict[str, object]:
+    """Sliding window, 4096 if missing; empty if it is null or covers all positions."""
     if config.says("sliding_window") and not config.has("sliding_window"):
         return {}
-    window = config.integer("sliding_window", default)
+    window = config.integer("sliding_window", 4096)
     return {} if window >= config.integer("max_position_embeddings") else {"sliding_window": window}
