@@ -367,11 +367,6 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         """Multiply-adds per pair of tokens in self-attention."""
         return 2 * self.num_attention_heads * self.kv_channels
 
-    @property
-    def total_layers(self) -> int:
-        """Total number of layers."""
-        return self.num_layers + len(self.decoder_layers)
-
     def begins_decoder(self, layers: range) -> bool:
         """Whether the first decoder layer of an encoder-decoder model is among these."""
         return bool(self.decoder_layers) and self.decoder_layers.start in layers

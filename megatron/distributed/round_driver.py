@@ -114,7 +114,12 @@ class PackedReduction:
         for (op, level, _), members in kinds.items():
             tensors = [tensor for _, tensor in members]
             size = group_at(self.group, level).size
-            packed = tensors[0] if len(tensors) == 1 else _pack(op, tensors, size)
+            if len(tensors) == 1:
+                packed = tensors[0]
+            elif op is Op.EXCHANGE:
+                packed = torch.cat([tensor.view(size, tensor.numel() // size) for tensor in tensors], dim=1)
+            else:
+                packed = torch.cat([tensor.view(-1) for tensor in tensors])
             pending, result = start_request(Request(packed, op, level=level), self.group)
             results = [result] if len(tensors) == 1 else _unpack(op, result, tensors)
             self._started(pending, [(index, view) for (index, _), view in zip(members, results, strict=True)], level)
@@ -194,13 +199,6 @@ class PackedReduction:
         for generator in self._generators:
             generator.close()
         self._pending = []
-
-
-def _pack(op: Op, tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Pack tensors of the same dtype into one tensor for a collective over ``size`` ranks."""
-    if op is Op.EXCHANGE:
-        return torch.cat([tensor.view(size, tensor.numel() // size) for tensor in tensors], dim=1)
-    return torch.cat([tensor.view(-1) for tensor in tensors])
 
 
 def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -19,14 +19,6 @@ CHOICE = "MEGATRON_CC_PRODUCTS"
 """Environment variable: ``own`` forces native products and ``torch`` torch's products, on any processor."""
 
 
-def problem() -> str | None:
-    """The reason why native products are not available here; None if they are."""
-    why = native.problem_on("cpu")
-    if why is None and not native.operators().multiplies():
-        why = "this processor has no AVX2, or MCC_ISA asks for less"
-    return why
-
-
 @functools.cache
 def own_products() -> bool:
     """Whether fp32 CPU tensors use native products.
@@ -39,7 +31,9 @@ def own_products() -> bool:
         raise RuntimeError(f"{CHOICE}={choice}: the choices are own and torch")
     if choice == "torch":
         return False
-    why = problem()
+    why = native.problem_on("cpu")
+    if why is None and not native.operators().multiplies():
+        why = "this processor has no AVX2, or MCC_ISA asks for less"
     if choice == "own" and why is not None:
         raise RuntimeError(f"{CHOICE}=own, but {why}")
     if choice == "own":

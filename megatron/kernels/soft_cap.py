@@ -5,11 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """Soft-capped logits, differentiable by autograd."""
-    return logits.div(cap).tanh().mul(cap)
-
-
 def soft_cap_(logits: Tensor, cap: float | None) -> None:
     """Soft-cap logits in place; no-op if ``cap`` is None."""
     if cap is not None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.base.seeds import keyed_seed
-from megatron.kernels.soft_cap import soft_capped
 from megatron.models.context import AttentionDropout, ForwardContext
 from megatron.models.norm import Norm
 from megatron.models.rank_context import RankContext
@@ -116,7 +115,7 @@ class Attention(ShardedModule, ABC):
         rows = query.unflatten(1, (self.groups, self.queries_per_group)).flatten(2, 3)
         scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:2], *pairs).div(self.divisor)
         if self.cap is not None:
-            scores = soft_capped(scores, self.cap)
+            scores = scores.div(self.cap).tanh().mul(self.cap)
         if causal:
             mask = torch.ones(pairs, dtype=torch.bool, device=query.device).tril()
         if mask is not None:

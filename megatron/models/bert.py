@@ -93,7 +93,7 @@ class BertStage(Stage):
         sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
         if self.config.bert_binary_head:
             assert targets.order_b is not None
-            losses_b = F.cross_entropy(self._order_logits(x_sbh), targets.order_b, reduction="none")
+            losses_b = F.cross_entropy(self.order_logits(x_sbh), targets.order_b, reduction="none")
             sums.append(LossSum(losses_b.detach().sum(), counts[1]))
             divisor = counts[1] if divisors is None else divisors[1]
             # On ranks without the first position the binary head reads another one, and gets zero gradients.
@@ -101,7 +101,8 @@ class BertStage(Stage):
             objective = objective + (losses_b * holds_first).sum() / divisor.to(losses_b.dtype)
         return StageLoss(objective, tuple(sums))
 
-    def _order_logits(self, x_sbh: Tensor) -> Tensor:
+    def order_logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (b, 2) of sentences in order or swapped, of normalized outputs with the first position."""
         logits: Tensor = self.binary_head(x_sbh[0])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -109,8 +110,3 @@ class BertStage(Stage):
         """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
         with torch.no_grad():
             return self._logits(self.lm_head(self.final_layernorm(x_sbh)), self.lm_head.bias)
-
-    def order_logits(self, x_sbh: Tensor) -> Tensor:
-        """Logits (b, 2) of sentences in order or swapped; no gradient. Only on ranks with the first position."""
-        with torch.no_grad():
-            return self._order_logits(self.final_layernorm(x_sbh))

@@ -215,14 +215,18 @@ class Experts(nn.Module):
             chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
         choices = Choices(chosen_tk, routing.weights_tk, holes, routing.capacity)
         x_th = x_sbh.flatten(0, 1)
-        nodes = self.expert_comm.nodes
+        comm, local, nodes = self.expert_comm, self.local, self.expert_comm.nodes
         if nodes is None:
             return self._of_ranks(x_th, choices, x_sbh.shape)
         # A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert
         # numbers and weights are sent along with the rows.
-        local_experts, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
-        count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
-        node_choices = choices_by_node(choices, nodes.size, *self._places(x_th.device), count)
+        local_experts, k = comm.ranks.size * local, choices.chosen_tk.shape[1]
+        count = partial(comm.count_by_node, experts=self.count, most=choices.most)
+        # Node of each expert, and its index on that node; each with an extra entry for no expert.
+        node_of = [node for node in comm.node_of for _ in range(local)]
+        index_of = [rank * local + number for rank in comm.index_in_node for number in range(local)]
+        places = (torch.tensor(row, device=x_th.device) for row in ([*node_of, nodes.size], [*index_of, 0]))
+        node_choices = choices_by_node(choices, nodes.size, *places, count)
         counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
         received_n2 = nodes.exchange_counts(counts_n2)
         (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
@@ -261,14 +265,6 @@ class Experts(nn.Module):
             rows = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
             rows = comm.move(rows.index_select(0, back), combine_leg)
         return combined(rows, choices.weights_tk, order, shape)
-
-    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Node of each expert, and its index on that node; each with an extra entry for no expert."""
-        comm, local = self.expert_comm, self.local
-        assert comm.nodes is not None
-        nodes = [node for node in comm.node_of for _ in range(local)]
-        numbers = [rank * local + number for rank in comm.index_in_node for number in range(local)]
-        return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Outputs of rows sorted by expert. Experts without rows get zero gradients."""

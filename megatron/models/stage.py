@@ -50,7 +50,7 @@ class Stage(nn.Module, ABC):
 
     Args:
         rank: model options, and this rank's communication, device and recomputation.
-        stage_part: part of the model in this chunk; ``StagePart(range(total_layers))`` for the complete model.
+        stage_part: part of the model in this chunk; ``StagePart`` of all layers for the complete model.
         shard: rows of the vocabulary on this rank.
     """
 

@@ -21,7 +21,7 @@ from megatron.parallel.tensor.shards import collect_specs
 
 def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
     """Layers of a virtual stage; encoder and decoder layers are divided evenly over encoder and decoder stages."""
-    stages, layers = layout.num_virtual_stages, range(config.total_layers)
+    stages, layers = layout.num_virtual_stages, range(config.num_layers + len(config.decoder_layers))
     if layout.follows_encoder(stage):
         stages, layers, stage = stages - layout.decoder, config.decoder_layers, stage - layout.decoder
     elif layout.decoder:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
@@ -23,7 +24,7 @@ from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.delay_correction import LookAhead
 from megatron.parallel.data.gradient_sync import ReducedGradients
-from megatron.parallel.data.param_gather import ParamAllGather, has_separate_main
+from megatron.parallel.data.param_gather import ParamAllGather
 from megatron.parallel.data.param_shards import make_local_shards
 from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
 
@@ -116,7 +117,8 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        separate = has_separate_main(plan, self.sharded) or look_ahead is not None
+        # Lossy gathers of any stage give those of all stages separate memory: checkpoints hold all main values or none.
+        separate = look_ahead is not None or (self.sharded and plan.is_compressed(Point.PARAM_GATHER))
         self.shards = make_local_shards(buffers, self.sharded, separate)
         ahead = None if look_ahead is None else LookAhead(self.shards, look_ahead)
         self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded, ahead)
@@ -224,9 +226,3 @@ class Optimizer:
             end_directions(self.inner, self.shards, published, self.frozen_at if gradients.freezes_variance else 0)
         self.publisher.publish(gradients.iteration)
         return replace(totals, grad_norm=norm)
-
-    def reload_main(self) -> None:
-        """Copies the model's parameters to the main parameters, after a checkpoint of the model only is loaded."""
-        if self.separate_main:
-            for shard in self.shards:
-                shard.main.copy_(shard.model)

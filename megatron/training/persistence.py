@@ -348,7 +348,8 @@ class RunCheckpoints:
         """Copy loaded weights from the tensors of ``_weights`` to all other copies."""
         optimizer = self.engines.optimizer
         if optimizer.separate_main and not precise:
-            optimizer.reload_main()
+            for shard in optimizer.shards:
+                shard.main.copy_(shard.model)
         elif precise and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
 
@@ -359,12 +360,6 @@ def _stateful_parts(
     """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
     optimizer, controllers, outer, delayed = engines.optimizer, engines.sync.controllers, engines.outer, engines.delayed
 
-    def set_steps(count: int) -> None:
-        optimizer.steps = count
-
-    def set_frozen_at(count: int) -> None:
-        optimizer.frozen_at = count
-
     def set_runs(saved: Any) -> None:
         runs = saved.items() if isinstance(saved, dict) else ()
         progress.tracked_runs = {str(service): run for service, run in runs if isinstance(run, str)}
@@ -374,7 +369,9 @@ def _stateful_parts(
     stateful.register_value("tracked_runs", lambda: dict(progress.tracked_runs), set_runs, Scope.LOGS)
     stateful.register("schedule", schedule, Scope.SCHEDULE)
     stateful.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
+    set_steps = partial(setattr, optimizer, "steps")
     stateful.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
+    set_frozen_at = partial(setattr, optimizer, "frozen_at")
     stateful.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
     stateful.register_value(
         "outer",

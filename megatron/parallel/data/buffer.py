@@ -146,9 +146,14 @@ class FlatBuffer:
             """Move a gradient that autograd has stored. Some torch versions call the hook without a gradient, too."""
             if has_finished:
                 return
-            grad = param.grad
-            if grad is not None and grad is not memory:
-                self._move_grad(param, main_grad, grad)
+            if param.grad is not None and param.grad is not memory:
+                grad, param.grad = param.grad.detach(), None
+                if main_grad.written and self.direct:  # a recorded backward (create_graph) has added to it out of place
+                    memory.copy_(grad)
+                else:
+                    main_grad.add(grad)
+                if self.direct and main_grad.written:
+                    param.grad = memory
             finish()
 
         def finish() -> None:
@@ -173,16 +178,6 @@ class FlatBuffer:
         for hook in self._hooks:
             hook.remove()
         self._nodes.clear()
-
-    def _move_grad(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
-        """Moves a gradient from autograd's memory to the main gradient."""
-        param.grad = None
-        if main_grad.written and self.direct:  # a recorded backward (create_graph) has added to it out of place
-            main_grad.memory.copy_(grad.detach())
-        else:
-            main_grad.add(grad.detach())
-        if self.direct and main_grad.written:
-            param.grad = main_grad.memory
 
     def begin_grads(self) -> None:
         """Begins a step's gradients. Also cancels the notification of an abandoned step.

@@ -135,9 +135,3 @@ class ParamAllGather:
 def compresses(plan: CompressionPlan, sharded: bool) -> bool:
     """Whether this rank ever gathers parameters through a compressor."""
     return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)
-
-
-def has_separate_main(plan: CompressionPlan, sharded: bool) -> bool:
-    """Whether main values have separate memory because gathers are lossy: on all stages or none, so that checkpoints
-    hold all of them or none."""
-    return sharded and plan.is_compressed(Point.PARAM_GATHER)

@@ -56,7 +56,7 @@ def _ours(folder: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None
     context = ForwardContext(segment_ids_bs=batch["segment_ids_bs"], types_bs=batch["types_bs"])
     with torch.no_grad():
         x_sbh = stage(batch["tokens_bs"], context)
-    order = stage.order_logits(x_sbh) if weights.model.bert_binary_head else None
+        order = stage.order_logits(stage.final_layernorm(x_sbh)) if weights.model.bert_binary_head else None
     return stage.logits(x_sbh).transpose(0, 1), order
 
 

@@ -77,7 +77,8 @@ def test_logits_losses_and_gradients_match_megatron_bert(binary_head: bool, acti
     logits_bsv = ours.logits(x_sbh.detach()).transpose(0, 1)
     assert_close("logits", logits_bsv[text_bs], their_logits.detach()[text_bs])
     if binary_head:
-        assert_close("order", ours.order_logits(x_sbh.detach()), outputs.seq_relationship_logits.detach())
+        order = ours.order_logits(ours.final_layernorm(x_sbh)).detach()
+        assert_close("order", order, outputs.seq_relationship_logits.detach())
     assert_same_gradients(ours, pairs, to_ours)
 
 
