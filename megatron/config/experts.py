@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron.base.option import Condition, derived, option
 from megatron.base.parse_numbers import MOST
@@ -212,11 +212,3 @@ class ExpertsConfig:
     def balance_weight(self) -> float:
         """Sum of the weights of the load-balancing losses."""
         return sum((weight for kind, weight in self.expert_losses.items() if kind != Z_LOSS), start=0.0)
-
-
-_Model = TypeVar("_Model", bound=ExpertsConfig)
-
-
-def with_experts_of(experts: ExpertsConfig, model: _Model) -> _Model:
-    """Copy of a model with the expert fields of another."""
-    return replace(model, **{field.name: getattr(experts, field.name) for field in fields(ExpertsConfig)})

@@ -65,11 +65,6 @@ class IndexTable:
     offsets: NDArray[np.int64]
     doc_idx: NDArray[np.int64]
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the file."""
-        return int(np.sum(self.lengths, dtype=np.int64))
-
 
 def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
     """Token dtype for a vocabulary, as in Megatron: uint16 below 65,500 entries, else int32."""

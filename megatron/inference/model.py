@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -169,7 +168,6 @@ def load_model(
     tokenizer: TokenizerConfig | None = None,
     device: torch.device | None = None,
     topology: Topology | None = None,
-    log: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load a checkpoint, regardless of its tensor- and pipeline-parallel sizes. Every rank calls this.
 
@@ -179,7 +177,6 @@ def load_model(
         tokenizer: fields that override the run's tokenizer configuration.
         device: device of the model if ``topology`` is None; default: CUDA if available, else the CPU.
         topology: ranks that the model is split over; default: this process alone.
-        log: prints lines for the user.
 
     Raises:
         UserError: on every rank, when there is no usable checkpoint.
@@ -195,7 +192,7 @@ def load_model(
     rank = RankContext(config.model, TensorComm(topology.tp, ledger, plan), topology.device, dtype)
     (stage,) = build_stages(rank, topology.layout, topology.coordinates.pp, entries, None)
     assert isinstance(stage, GPTStage)
-    load_weights(stage, root, chosen, topology, log)
+    load_weights(stage, root, chosen, topology)
     channel = None
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
@@ -209,13 +206,7 @@ def load_model(
     return LoadedModel(stage.eval(), vocabulary, config, chosen, topology, ledger, channel, workspaces, flags)
 
 
-def load_weights(
-    stage: Stage,
-    root: str | Path,
-    iteration: Iteration,
-    topology: Topology,
-    log: Callable[[str], None] = lambda line: None,
-) -> None:
+def load_weights(stage: Stage, root: str | Path, iteration: Iteration, topology: Topology) -> None:
     """Load a shard of a model from a checkpoint, ignoring its other tensors. Every rank calls this.
 
     Raises:
@@ -227,7 +218,6 @@ def load_weights(
         model_tensors([stage]),
         topology.control.pg,
         allow_unexpected=lambda name: not name.startswith(MODEL),
-        log=log,
     )
 
 

@@ -96,15 +96,12 @@ class MessageSampler(Observer):
             self._observers.remove(self)  # observers slow every operation down
         for point, sample in self._samples:
             if bool(torch.isfinite(sample.intended).all()):  # otherwise the step is skipped
-                self._add(point.value, sample)
+                key = point.value, sample.residual is not None
+                before = self.entries.get(key, SampledPoint(*key, 0, 0.0, ""))
+                digest = sha256(before.sha256.encode() + sample.intended.cpu().numpy().tobytes()).hexdigest()
+                worst_error = max(before.worst_error, sample.relative_error())
+                self.entries[key] = SampledPoint(*key, before.samples + 1, worst_error, digest)
         self._samples = []
-
-    def _add(self, point: str, sample: Sample) -> None:
-        key = point, sample.residual is not None
-        before = self.entries.get(key, SampledPoint(*key, 0, 0.0, ""))
-        digest = sha256(before.sha256.encode() + sample.intended.cpu().numpy().tobytes()).hexdigest()
-        worst_error = max(before.worst_error, sample.relative_error())
-        self.entries[key] = SampledPoint(*key, before.samples + 1, worst_error, digest)
 
     def audit(self, point: Point, compressor: C) -> C:
         if isinstance(compressor, IdentityRounds) or why_not_sampled(compressor) is not None:

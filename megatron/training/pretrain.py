@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.curriculum import lengths_of
-from megatron.config.experts import with_experts_of
+from megatron.config.experts import ExpertsConfig
 from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
@@ -135,7 +135,8 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         saved, iteration = saved_config(checkpoint.load, checkpoint.ckpt_step)
         check_model_type(checkpoint.source, saved.model.type_and_task, parsed.config.model.type_and_task)
         if checkpoint.moe_use_upcycling:  # the experts come from the flags
-            saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
+            experts = {each.name: getattr(parsed.config.model, each.name) for each in fields(ExpertsConfig)}
+            saved = replace(saved, model=replace(saved.model, **experts))
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
         parsed.config = replace(merged, tokenizer=tokenizer)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.distributed.agreement import gather_texts
-from megatron.parallel.pipeline.channel import Direction
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.training.assembly import Engines
 
@@ -68,17 +67,13 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
     if channel is None:
         return
     for way in (channel.forward, channel.backward):
-        for boundary, end, name, tensor in _memories(way, channel.plan.codec(way.point).traits.shared):
-            location = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
-            yield f"{name} of {location}@{end}", _digest(tensor)
-
-
-def _memories(way: Direction, shared: Sequence[str]) -> Iterator[tuple[int, str, str, Tensor]]:
-    for end, states in (("sender", way.sent), ("receiver", way.received)):
-        for boundary, state in states.items():
-            tensors = state.export_tensors()
-            for name in shared:
-                yield boundary, end, name, tensors.get(name, torch.empty(0))
+        shared = channel.plan.codec(way.point).traits.shared
+        for end, states in (("sender", way.sent), ("receiver", way.received)):
+            for boundary, state in states.items():
+                tensors = state.export_tensors()
+                location = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
+                for name in shared:
+                    yield f"{name} of {location}@{end}", _digest(tensors.get(name, torch.empty(0)))
 
 
 def _digest(tensor: Tensor) -> str:

@@ -81,7 +81,7 @@ class Reporter:
             plan.sizes,
             engines.topology.layout,
             plan.train_iters,
-            plan.evaluation_rounds,
+            (sum(each.rounds for each in plan.valid_sets), sum(each.rounds for each in plan.test_sets)),
             lambda length: float(model_flops_per_sample(*self._model_of(length))),
         )
         self.step_time_check: StepTimeCheck | None = None

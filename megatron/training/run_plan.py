@@ -35,8 +35,3 @@ class RunPlan:
     test_sets: Sequence[EvaluationSet]
     started: float
     judge: Judge | None = None
-
-    @property
-    def evaluation_rounds(self) -> tuple[int, int]:
-        """Global batches of an evaluation of the validation sets, and of the test sets."""
-        return sum(each.rounds for each in self.valid_sets), sum(each.rounds for each in self.test_sets)

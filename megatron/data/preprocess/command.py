@@ -15,7 +15,7 @@ from megatron.base.user_text import flag_of
 from megatron.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
-from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
+from megatron.data.preprocess.pipeline import EncodingJob, Totals, run, run_partitions
 from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import STDIN, divide, expand_inputs
 from megatron.data.preprocess.sentences import load_punkt
@@ -199,7 +199,8 @@ def preprocess(args: argparse.Namespace) -> Totals:
             f"For nltk's model, name in NLTK_DATA the folder that holds tokenizers/punkt_tab/{args.lang}",
             file=sys.stderr,
         )
-    prefixes = output_prefixes(args.output_prefix, options)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = [f"{args.output_prefix}_{key}_{level}" for key in options.json_keys]
     job = EncodingJob(options, args.dataset_impl, args.on_error == "skip", args.workers)
     partitions = divide(files, args.partitions)
     if STDIN in files and args.partitions > 1:

@@ -42,12 +42,6 @@ class Totals:
 Report = Callable[[Totals, list[str]], None]
 
 
-def output_prefixes(output_prefix: str, options: EncodeOptions) -> list[str]:
-    """Output prefix of each key."""
-    level = "sentence" if options.split_sentences else "document"
-    return [f"{output_prefix}_{key}_{level}" for key in options.json_keys]
-
-
 def run(
     job: EncodingJob, sources: list[InputRange], prefixes: list[str], report: Report, *, may_be_empty: bool = False
 ) -> Totals:

@@ -165,7 +165,14 @@ class Worker:
         try:
             if self.model.device.type == "cuda":
                 torch.cuda.set_device(self.model.device)  # the current device is per thread
-            self._loop()
+            with Leader(self.model, self._patience_s) as leader:
+                while not self._stop.is_set():
+                    try:
+                        ticket = self._queue.get(timeout=0.2)
+                    except queue.Empty:
+                        continue
+                    if not ticket.canceled.is_set():
+                        self._do(leader, ticket)
         except BaseException as error:
             self.error = error
         finally:
@@ -178,16 +185,6 @@ class Worker:
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait().emit(Failed(_ENDS, 503))
-
-    def _loop(self) -> None:
-        with Leader(self.model, self._patience_s) as leader:
-            while not self._stop.is_set():
-                try:
-                    ticket = self._queue.get(timeout=0.2)
-                except queue.Empty:
-                    continue
-                if not ticket.canceled.is_set():
-                    self._do(leader, ticket)
 
     def _do(self, leader: Leader, ticket: Ticket) -> None:
         job = ticket.job

@@ -235,7 +235,7 @@ def test_real_index(tmp_path: Path) -> None:
     with open(tmp_path / "oscar.bin", "wb") as stream:
         stream.truncate(4_680_512)
     dataset = IndexedDataset(tmp_path / "oscar")
-    assert (len(dataset), dataset.num_documents, dataset.table.num_tokens) == (790, 790, 2_340_256)
+    assert (len(dataset), dataset.num_documents, dataset.lengths.sum(dtype=np.int64)) == (790, 790, 2_340_256)
     assert dataset.dtype.name == "uint16"
     assert (dataset.lengths.min(), dataset.lengths.max()) == (1025, 140_519)
     dataset.check_token_range(50257)
