@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
 """Limit on the elements of received compressor states: a multiple of the model's parameters, plus a constant."""
 
 
+@dataclass(eq=False)
 class Joining:
     """Transfer of an island's state to an island that joins: the outer parameters with their momentum (the
     weights, before there are outer parameters), the inner optimizer, the compressors' states without residuals, and the
@@ -42,16 +44,11 @@ class Joining:
         tell: prints a line, on the rank that speaks.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        sync: OuterSync,
-        islands: Islands,
-        stateful_parts: StatefulParts,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.stages, self.sync, self.islands = stages, sync, islands
-        self.stateful_parts, self.tell = stateful_parts, tell
+    stages: Sequence[nn.Module]
+    sync: OuterSync
+    islands: Islands
+    stateful_parts: StatefulParts
+    tell: Callable[[str], None]
 
     def admit_islands_at_start(self) -> None:
         """Before the first step, send the state to islands that have come to the start without it."""

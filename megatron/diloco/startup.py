@@ -156,6 +156,7 @@ def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
     return Start(members, behind=tuple(k for k in sorted(entries) if k not in members), in_step=in_step)
 
 
+@dataclass(eq=False)
 class IslandStart:
     """This island at the start of a generation. Every rank of the island has an instance; all call its methods alike.
 
@@ -167,16 +168,12 @@ class IslandStart:
         tell: prints a line, on rank 0.
     """
 
-    def __init__(
-        self,
-        store: IslandStore,
-        island: int,
-        limits: StartLimits,
-        share: Callable[[Callable[[], Any]], Any],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.store, self.island, self.limits, self.share, self.tell = store, island, limits, share, tell
-        self._enters: bool | None = None
+    store: IslandStore
+    island: int
+    limits: StartLimits
+    share: Callable[[Callable[[], Any]], Any]
+    tell: Callable[[str], None]
+    _enters: bool | None = None
 
     def choose_iteration(self, own_iterations: Sequence[int], all_below: float) -> int | None:
         """Comes to the start of a generation, and agrees with the others on the checkpoint to continue from.

@@ -110,6 +110,7 @@ class Workspace:
         return result
 
 
+@dataclass(eq=False)
 class Workspaces:
     """Factory of workspaces; with a recorder, the last workspace is kept to reuse its recordings.
 
@@ -117,9 +118,8 @@ class Workspaces:
         record: the recorder; None if steps cannot be recorded.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
-        self.record = record
-        self._kept: Workspace | None = None
+    record: Record | None = None
+    _kept: Workspace | None = None
 
     @property
     def block(self) -> int:

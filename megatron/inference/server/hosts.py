@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -73,6 +74,7 @@ class AllowedHosts:
         return self._addresses and name is not None and _address(name) is not None
 
 
+@dataclass(eq=False)
 class HostCheck:
     """Middleware that rejects requests with a foreign Host header before any other processing.
 
@@ -81,9 +83,8 @@ class HostCheck:
         hosts: accepted names.
     """
 
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
-        self.app = app
-        self.hosts = hosts
+    app: ASGIApp
+    hosts: AllowedHosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Only HTTP/1.0, which no browser uses, permits requests without the header.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 
 
+@dataclass(eq=False)
 class SyncWarmup:
     """Sums over all islands in synchronous steps; no-ops in the other steps.
 
@@ -25,10 +27,12 @@ class SyncWarmup:
     ``group`` joins this rank with its peers in all islands, after rendezvous; None without synchronous steps.
     """
 
-    def __init__(self, count: int, steps: int, ledger: Ledger, compressed: bool = False) -> None:
-        self.count, self.steps, self.ledger, self.compressed = count, steps, ledger, compressed
-        self.group: Group | None = None
-        self.active = False
+    count: int
+    steps: int
+    ledger: Ledger
+    compressed: bool = False
+    group: Group | None = None
+    active: bool = False
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based), or an evaluation (-1), which each island runs separately."""

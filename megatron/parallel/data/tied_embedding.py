@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from megatron.distributed.round_driver import PackedReduction, TensorReduction
 from megatron.parallel.data.reducer import ParamRange, ParamStack
 
 
+@dataclass(eq=False)
 class EmbeddingSync:
     """All-reduce of a tied embedding's gradient over its holders.
 
@@ -31,13 +33,12 @@ class EmbeddingSync:
         replicas: number of replicas in a fused all-reduce; 1 after a data-parallel reduction.
     """
 
-    def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger, replicas: int = 1) -> None:
-        self.group = group
-        self.replicas = replicas
-        self.plan = plan
-        self.ledger = ledger
-        self.state = CompressorState()
-        self._on = False
+    group: Group
+    plan: CompressionPlan
+    ledger: Ledger
+    replicas: int = 1
+    state: CompressorState = field(default_factory=CompressorState)
+    _on: bool = False
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based)."""
