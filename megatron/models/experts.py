@@ -225,8 +225,9 @@ class Experts(nn.Module):
         # Node of each expert, and its index on that node; each with an extra entry for no expert.
         node_of = [node for node in comm.node_of for _ in range(local)]
         index_of = [rank * local + number for rank in comm.index_in_node for number in range(local)]
-        places = (torch.tensor(row, device=x_th.device) for row in ([*node_of, nodes.size], [*index_of, 0]))
-        node_choices = choices_by_node(choices, nodes.size, *places, count)
+        node_of_e = torch.tensor([*node_of, nodes.size], device=x_th.device)
+        index_of_e = torch.tensor([*index_of, 0], device=x_th.device)
+        node_choices = choices_by_node(choices, nodes.size, node_of_e, index_of_e, count)
         counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
         received_n2 = nodes.exchange_counts(counts_n2)
         (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
