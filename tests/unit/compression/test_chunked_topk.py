@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
@@ -32,12 +31,9 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.sorted_places import SortedPlaces
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
+from tests.support.noise import seeded
 
 RANKS = 3
-
-
-def _noise(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _choice(row: np.ndarray, chunk: int, k: int) -> list[int]:
@@ -88,7 +84,7 @@ def test_sums_and_residuals_against_a_plain_loop(case: dict[str, Any], shape: tu
     k, n = shape[0], shape[1] * shape[2]
     residuals = np.zeros((RANKS, k, n))
     for step in range(5):
-        xs = [_noise(100 * step + rank, *shape) for rank in range(RANKS)]
+        xs = [seeded(shape, 100 * step + rank) for rank in range(RANKS)]
         for rank, x in enumerate(xs):  # zeros in some, most or all of a chunk
             x.view(k, -1)[:, rank : 3 * rank + n // 3] = 0
         inputs = np.stack([x.view(k, n).numpy().copy() for x in xs]) + decay * residuals
@@ -188,7 +184,7 @@ def _buckets(count: int, most: int, low: int) -> int:
 )
 def test_a_message_has_the_documented_layout_bit_by_bit(chunk: int, k: int, n: int, bits: int, nbytes: int) -> None:
     requests: list[Request] = []
-    x = _noise(5, 1, 1, n).float()
+    x = seeded((1, 1, n), 5).float()
     original = x.clone()
     compressor = ChunkedTopK(ChunkedTopKConfig(chunk=chunk, k=k, bits=bits))
     (result,) = run_lockstep(compressor, [x], [CompressorState()], requests=requests)
@@ -252,10 +248,10 @@ def test_a_skipped_step_leaves_decayed_residuals_unchanged(case: dict[str, Any])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bits", [1, 2, 8, 16, 32])
 def test_a_non_finite_gradient_shows_in_its_parameter_alone(bits: int, bad: float) -> None:
-    x = _noise(1, 2, 6, 8).float()
+    x = seeded((2, 6, 8), 1).float()
     x[1, 2, 3] = bad
     compressor = ChunkedTopK(ChunkedTopKConfig(chunk=16, k=4, bits=bits))
-    total = run_lockstep(compressor, [x, _noise(2, 2, 6, 8).float()], [CompressorState(), CompressorState()])[0].total
+    total = run_lockstep(compressor, [x, seeded((2, 6, 8), 2).float()], [CompressorState(), CompressorState()])[0].total
     assert not total[1].isfinite().all()
     assert total[0].isfinite().all()
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
@@ -15,6 +14,7 @@ from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
+from tests.support.noise import seeded
 
 ALGORITHMS = {
     "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=2)),
@@ -28,10 +28,6 @@ ALGORITHMS = {
 }
 
 
-def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 @pytest.mark.parametrize("kind", ["local", "aggregate"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: Any) -> None:
@@ -43,7 +39,7 @@ def test_sums_and_residuals_add_up_to_the_inputs(name: str, kind: Any) -> None:
     inputs_sum, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     norms = []
     for step in range(24):
-        xs = [_noise(shape, 1000 * step + rank) for rank in range(ranks)]
+        xs = [seeded(shape, 1000 * step + rank) for rank in range(ranks)]
         step_taken = step % 10 != 7
         if step_taken:
             inputs_sum += torch.stack(xs).sum(dim=0)
@@ -76,7 +72,7 @@ def test_lazy_error_propagation_matches_a_reference_loop(warm_start: bool, basis
     error = np.zeros((n, m))
     q = None
     for message in range(20):
-        x = _noise((n, m), message).view(4, 3, m)
+        x = seeded((n, m), message).view(4, 3, m)
         payload = codec.encode(x, sender, message)
         got = codec.decode(payload, x.shape, x.dtype, receiver, message)
         if q is None or not warm_start:
@@ -110,7 +106,7 @@ def test_a_basis_of_channels_keeps_errors_within_their_tokens(factors: Any) -> N
         codec = ErrorFeedbackCodec(LowRankCodec(config))
         state, small = CompressorState(), []
         for message in range(16):
-            x = torch.cat([_noise((8, 32), message), _noise((16, 32), 99 - message) / 1000]).float()
+            x = torch.cat([seeded((8, 32), message), seeded((16, 32), 99 - message) / 1000]).float()
             codec.encode(x, state, message)
             state.commit()
             small.append(float(state.tensors[RESIDUAL][8:].norm() / x[8:].norm()))
@@ -125,7 +121,7 @@ def test_lazy_mean_conserves_the_mean_over_tokens() -> None:
     sender, receiver = CompressorState(), CompressorState()
     sent, input_mean = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
     for message in range(50):
-        x = _noise((4, 3, 7), message)
+        x = seeded((4, 3, 7), message)
         got = codec.decode(codec.encode(x, sender, message), x.shape, x.dtype, receiver, message)
         sent += got.reshape(12, 7).mean(dim=0)
         input_mean += x.reshape(12, 7).mean(dim=0)
@@ -146,7 +142,7 @@ def _first_q(m: int, rank: int, n: int) -> np.ndarray:
 def test_a_rank_deficient_or_empty_matrix_is_sent_exactly() -> None:
     """Gram-Schmidt would normalize rounding noise to columns that are not orthogonal."""
     codec = LowRankCodec(LowRankConfig(rank=4))
-    for x in (torch.zeros(20, 16), torch.outer(_noise((20,), 0), _noise((16,), 1)).float()):
+    for x in (torch.zeros(20, 16), torch.outer(seeded((20,), 0), seeded((16,), 1)).float()):
         state = CompressorState()
         for message in range(3):
             y = codec.decode(codec.encode(x, state, message), x.shape, x.dtype, state, message)
@@ -160,7 +156,7 @@ def test_a_skipped_step_leaves_residuals_and_factors_finite() -> None:
     compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2)))
     states = [CompressorState(), CompressorState()]
     for step in range(6):
-        xs = [_noise((1, 8, 6), 2 * step + rank) for rank in range(2)]
+        xs = [seeded((1, 8, 6), 2 * step + rank) for rank in range(2)]
         if step == 3:
             xs[1][0, 2, 2] = torch.inf
         total = run_lockstep(compressor, xs, states)[0].total

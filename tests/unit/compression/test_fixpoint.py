@@ -243,6 +243,10 @@ def test_a_rotation_spreads_outliers() -> None:
         ({"rotation": 48}, "power of two from 8 to 1024"),
         ({"rotation": 64, "scale": "channel"}, "use scale=group"),
         ({"rotation": 64, "group": 24}, "must be a power of two with a rotation"),
+        ({"bits": 3.8, "scale": "channel"}, "use scale=group, or bits=3"),
+        ({"bits": 3.01}, "takes 1/64 of a bit, .* use bits=3, or at least 3.03125"),
+        ({"rotate_when": "outlier"}, "there is no rotation; add rotation=64"),
+        ({"rotation": 64, "outlier_ratio": 3.0}, "outlier-ratio=3: .*add rotate-when=outlier"),
     ],
 )
 def test_invalid_grids_are_refused(options: dict[str, Any], words: str) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import DisagreementError, StableTopK, StableTopKConfig, TopK, TopKConfig
 from megatron.kernels.ops import abs_topk, dilate
+from tests.support.noise import seeded
 
 SHAPE = (2, 4, 5)
 RANKS = 3
-
-
-def _noise(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _choice(update: np.ndarray, density: float, radius: int) -> np.ndarray:
@@ -43,7 +39,7 @@ def test_stable_topk_matches_a_reference_loop(interval: int, radius: int, flush:
     mask = None
     velocity = np.zeros((2, n))
     for step in range(23):
-        xs = [_noise(100 * step + rank) for rank in range(RANKS)]
+        xs = [seeded(SHAPE, 100 * step + rank) for rank in range(RANKS)]
         g = np.stack([x.view(2, n).numpy().copy() for x in xs])
         total = run_lockstep(compressor, xs, states)[0].total.view(2, n).numpy()
         dense = mask is None or step % interval == 0
@@ -74,12 +70,12 @@ def test_stable_topk_matches_a_reference_loop(interval: int, radius: int, flush:
 def test_ranks_with_different_masks_are_an_error() -> None:
     compressor = StableTopK(StableTopKConfig(density=0.2, interval=10))
     states = [CompressorState() for _ in range(2)]
-    run_lockstep(compressor, [_noise(rank) for rank in range(2)], states)
+    run_lockstep(compressor, [seeded(SHAPE, rank) for rank in range(2)], states)
     for rank, state in enumerate(states):
-        compressor.observe(_noise(50 + rank), state)
+        compressor.observe(seeded(SHAPE, 50 + rank), state)
         state.commit()
     with pytest.raises(DisagreementError, match="different coordinates"):
-        run_lockstep(compressor, [_noise(rank) for rank in range(2)], states)
+        run_lockstep(compressor, [seeded(SHAPE, rank) for rank in range(2)], states)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.2, 1.0])
@@ -89,7 +85,7 @@ def test_topk_matches_a_reference_loop(density: float) -> None:
     states = [CompressorState() for _ in range(RANKS)]
     residuals = np.zeros((RANKS, 2, n))
     for step in range(12):
-        xs = [_noise(100 * step + rank) for rank in range(RANKS)]
+        xs = [seeded(SHAPE, 100 * step + rank) for rank in range(RANKS)]
         g = np.stack([x.view(2, n).numpy().copy() for x in xs]) + residuals
         total = run_lockstep(compressor, xs, states)[0].total.view(2, n).numpy()
         masks = np.stack([_choice(row, density, 0) for row in g])

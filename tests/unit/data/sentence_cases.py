@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed import IndexedWriter
 from megatron.tokenizer.build import build_tokenizer
@@ -51,7 +49,3 @@ def random_documents(count: int, seed: int, most_sentences: int = 14) -> list[li
     documents[5] = [600]
     documents[7] = random.randint(1, 9, size=120).tolist()
     return documents
-
-
-def flags(**overrides: Any) -> DataConfig:
-    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **overrides})

@@ -14,8 +14,8 @@ from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import build_loader
-from tests.unit.data.cases import load, present
-from tests.unit.data.sentence_cases import FIRST_WORD, flags, random_documents, tokenizer, write_sentences
+from tests.unit.data.cases import flags, load, present
+from tests.unit.data.sentence_cases import FIRST_WORD, random_documents, tokenizer, write_sentences
 
 EXTRA_IDS = 20
 ORDERS = ["lazy", "fixed", "megatron"]

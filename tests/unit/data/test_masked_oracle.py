@@ -10,7 +10,8 @@ import pytest
 
 from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
-from tests.unit.data.sentence_cases import all_tokens, flags, random_documents, tokenizer, write_sentences
+from tests.unit.data.cases import flags
+from tests.unit.data.sentence_cases import all_tokens, random_documents, tokenizer, write_sentences
 from tests.unit.data.test_oracle import ORACLE, ask
 
 pytestmark = [

@@ -22,11 +22,6 @@ from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.tensor.shards import ParamSpec
 
 
-def seeded(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers that depend on the seed alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 @dataclass
 class Run:
     """An optimizer, its parameters and their gradients."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.tensor.shards import ParamSpec
-from tests.unit.optimizer.support import build_run, seeded, torch_groups
+from tests.support.noise import seeded
+from tests.unit.optimizer.support import build_run, torch_groups
 
 SPECS = {
     "embedding.word_embeddings.weight": ParamSpec((7, 4), of_vocabulary=True),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.optimizer.support import build_run, seeded
+from tests.support.noise import seeded
+from tests.unit.optimizer.support import build_run
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "empty.weight": (3, 4), "norm.weight": (5,), "b.weight": (3, 6)}
 BETAS, EPS, DECAY, SCALE = (0.9, 0.95), 1e-6, 0.1, 4.0

@@ -17,7 +17,8 @@ from megatron.distributed.group import Group
 from megatron.optimizer.matrix_gather import _waves
 from megatron.optimizer.muon import newton_schulz
 from megatron.parallel.tensor.shards import ParamSpec
-from tests.unit.optimizer.support import build_run, seeded
+from tests.support.noise import seeded
+from tests.unit.optimizer.support import build_run
 
 SPECS = {
     "wide.weight": ParamSpec((6, 10), blocks=(6,)),

@@ -14,7 +14,8 @@ from megatron.config.model import LM_LOSS
 from megatron.kernels import ops
 from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.loss_scale import DynamicLossScale
-from tests.unit.optimizer.support import Run, build_run, seeded, torch_groups
+from tests.support.noise import seeded
+from tests.unit.optimizer.support import Run, build_run, torch_groups
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (3, 6)}
 
