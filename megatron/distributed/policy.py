@@ -101,6 +101,11 @@ class CompressionPlan:
         """Whether messages from a stage are compressed in any iteration."""
         return self.is_compressed(point) and self.activation(point).covers_stage(sender_stage, self.stages)
 
+    def compresses(self, point: Point, iteration: int) -> bool:
+        """Whether traffic of this stage at a point is compressed in an iteration (-1 in evaluation)."""
+        covered = self.covers(point, self.stage) and not self.is_turned_off(point)
+        return covered and self.activation(point).is_active(iteration)
+
     @property
     def fused_embedding(self) -> bool:
         """Whether a single all-reduce sums a tied embedding's gradient over all replicas of all stages with a copy."""

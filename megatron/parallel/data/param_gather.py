@@ -59,9 +59,7 @@ class ParamAllGather:
 
     def publish(self, iteration: int) -> None:
         """Updates the model's parameters after the optimizer's update."""
-        is_active = self.plan.activation(Point.PARAM_GATHER).is_active(iteration)
-        is_active = is_active and not self.plan.is_turned_off(Point.PARAM_GATHER)
-        if not compresses(self.plan, self.sharded) or not is_active:
+        if not self.sharded or not self.plan.compresses(Point.PARAM_GATHER, iteration):
             self.publish_ahead()
             return
         gathers = []

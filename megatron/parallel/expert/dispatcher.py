@@ -50,8 +50,7 @@ class RowCoding:
         """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
         for point in self._on:
-            covered = self._plan.covers(point, self._plan.stage)
-            self._on[point] = covered and self._plan.activation(point).is_active(iteration)
+            self._on[point] = self._plan.compresses(point, iteration)
 
     def codec(self, point: Point) -> Codec:
         """Codec of a point in this step."""

@@ -89,8 +89,7 @@ class TensorComm:
         """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
         for point in self._on:
-            covered = self.plan.covers(point, self.plan.stage)
-            self._on[point] = covered and self.plan.activation(point).is_active(iteration)
+            self._on[point] = self.plan.compresses(point, iteration)
 
     def launch_signature(self, length: int) -> list[Hashable]:
         """Launch signatures of a step's collectives, by point.
