@@ -122,7 +122,7 @@ class CostBook:
         cost: _T = self._costs[key]
         return cost
 
-    def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
+    def texts(self, choice: Choice, *points: Point) -> tuple[str, ...]:
         """Spec strings of a choice that serve any of the points."""
         self.specs(choice)
         return tuple(text for text in choice.specs if any(spec.point in points for spec in self._specs[text]))
@@ -135,7 +135,7 @@ class CostBook:
 
     def coding(self, choice: Choice, *points: Point) -> float:
         """Largest correction of the compressors at the points."""
-        corrections = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
+        corrections = [self.cluster.correction(CODING + text) for text in self.texts(choice, *points)]
         return max(corrections, default=1.0)
 
     def _dry(
@@ -151,7 +151,7 @@ class CostBook:
         rank."""
         of_experts = kind_of(name) == EXPERTS
         points = INNER_POINTS if of_experts else TP_POINTS
-        texts = self._text(choice, *points)
+        texts = self.texts(choice, *points)
         recompute = choice.recompute if name not in (EMBEDDING, HEAD) else None
         expert_load = None
         if of_experts:
@@ -159,8 +159,18 @@ class CostBook:
             nodes = levels[Level.ACROSS][1] if levels else 0
             expert_load = ExpertLoad(1.0 if balanced else self.imbalance, nodes)
         key = ("piece", name, *self._cut(choice, name), choice.micro_batch, recompute, texts, expert_load)
+        if len(texts) > 1:  # one dry run for each compressor, not for each set of them
+            return self._cached(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
         return self._cached(key, texts, lambda: self._dry(choice, specs, expert_load=expert_load).piece(name))
+
+    def _combined_piece(self, choice: Choice, name: str, balanced: bool, texts: Sequence[str]) -> PieceCost:
+        """Cost of a piece with several compressors inside layers."""
+        exact, *changed = (
+            self.piece(dataclasses.replace(choice, specs=specs), name, balanced)
+            for specs in ((), *((text,) for text in texts))
+        )
+        return exact.with_changes(changed)
 
     def reduction(self, choice: Choice, name: str, stage: int, experts_only: bool = False) -> ReductionCost:
         """Cost of reducing a piece's gradients on a stage: over all replicas, or (``experts_only``) gradients of
@@ -170,7 +180,7 @@ class CostBook:
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
-        texts = self._text(choice, Point.DP_GRAD) if covered else ()
+        texts = self.texts(choice, Point.DP_GRAD) if covered else ()
         # Reduced by the fused embedding all-reduce, or with the embedding on the same rank.
         fused = self.fused(choice) or (self.tied and not choice.splits_tie and name == HEAD)
         size = choice.expert_dp if experts_only else choice.dp
@@ -199,7 +209,7 @@ class CostBook:
 
     def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
         """Cost of all-reducing the tied embedding's gradient over its holders."""
-        texts = self._text(choice, Point.EMBED_GRAD)
+        texts = self.texts(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
         levels = self.levels(choice, Point.EMBED_GRAD)
         replicas, nodes = _ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
@@ -222,7 +232,7 @@ class CostBook:
         replicas, _ = _ranks(spec if covered else None, choice.islands, {})
         return self._cached(
             key,
-            self._text(choice, Point.OUTER),
+            self.texts(choice, Point.OUTER),
             lambda: self._dry(choice, used, stage).reduction(
                 name, fused=fused, replicas=replicas, experts_only=experts_only, point=Point.OUTER
             ),
@@ -260,7 +270,7 @@ class CostBook:
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """Cost of a pipeline message."""
-        texts = self._text(choice, point) if compressed else ()
+        texts = self.texts(choice, point) if compressed else ()
         message_parts = choice.message_parts(self.config)
         model = self.config.model
         shape = torch.Size((model.seq_length // message_parts, choice.micro_batch, model.hidden_size))
@@ -291,7 +301,7 @@ class CostBook:
         """Cost of a replica's updated parameters on a stage, as a message to the other replicas."""
         spec = self.specs(choice).get(Point.PARAM_GATHER)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
-        texts = self._text(choice, Point.PARAM_GATHER) if covered else ()
+        texts = self.texts(choice, Point.PARAM_GATHER) if covered else ()
         dtype = self.config.precision.params_dtype
         return self._message(Point.PARAM_GATHER, spec if covered else None, 1, texts, torch.Size((elements,)), dtype)
 

@@ -7,6 +7,7 @@ stand-ins, which record the collectives they are asked for. There is no second c
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,26 @@ class CostTally:
             seconds=statistics.median(tally.seconds for tally in counted),
             coding_s=statistics.median(tally.coding_s for tally in counted),
             waited_s=statistics.median(tally.waited_s for tally in counted),
+        )
+
+    def with_changes(self, changed: Sequence[CostTally]) -> CostTally:
+        """Tally with several independent changes, from the tallies with each of them alone."""
+        collectives = Counter(self.collectives)
+        sent, inside = Counter(self.sent), Counter(self.inside)
+        for tally in changed:
+            collectives.update(tally.collectives)
+            collectives.subtract(self.collectives)
+            for total, new, old in ((sent, tally.sent, self.sent), (inside, tally.inside, self.inside)):
+                total.update(new)
+                total.subtract(old)
+        return CostTally(
+            **{
+                name: getattr(self, name) + sum(getattr(tally, name) - getattr(self, name) for tally in changed)
+                for name in ("seconds", "coding_s", "waited_s", "flops")
+            },
+            collectives=list(collectives.elements()),
+            sent=dict(sent),
+            inside=dict(inside),
         )
 
 

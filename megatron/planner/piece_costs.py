@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.data.buffer import NamedParam
@@ -78,6 +78,23 @@ class PieceCost:
     partial: int = 0
     tied_shape: tuple[int, ...] = ()
     params: Sequence[NamedParam] = ()
+
+    def with_changes(self, changed: Sequence[PieceCost]) -> PieceCost:
+        """Costs with several compressors, from the costs with each of them alone.
+
+        Compressors of different points replace different operations, so that the changes of all costs add up.
+        """
+        return replace(
+            self,
+            **{
+                name: getattr(self, name).with_changes([getattr(cost, name) for cost in changed])
+                for name in ("forward", "backward", "weight")
+            },
+            **{
+                name: getattr(self, name) + sum(getattr(cost, name) - getattr(self, name) for cost in changed)
+                for name in ("recorded_bytes", "saved_bytes", "working_bytes")
+            },
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,31 @@ def test_flops_match_the_formula(precision: dict[str, Any], tp: int, ep: int) ->
     small = sum(2 * 3 * tokens * config.model.hidden_size * (n + 1) for n in config.model.expert_layers.values())
     expected = model_flops_per_sample(config.model, 1024, causal=False) + again
     assert total * tp == pytest.approx(expected + tp * weighing + (tp - 1) * small, rel=2e-3)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_changes_by_several_compressors_inside_layers_add_up(recomputed: bool) -> None:
+    """As in one dry run with all of them."""
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": recomputed}
+    recompute = {"recompute_granularity": "full" if recomputed else None}
+    specs = ("tp-forward=fixpoint", "tp-backward=fixpoint,bits=4,rotation=64", "experts=aggressive")
+    config = small_run(specs=specs, model={**MOE, "num_experts": [8]}, parallel=layout, recompute=recompute)
+    predictor, choice = predictor_of(config)
+    for name in predictor.names:
+        composed = predictor.book.piece(choice, name)
+        direct = predictor.book._dry(choice, predictor.book.specs(choice)).piece(name)
+        exact = predictor.book.piece(dataclasses.replace(choice, specs=()), name)
+        assert composed.forward.coding_s + composed.backward.coding_s > exact.forward.coding_s + exact.backward.coding_s
+        for way in ("forward", "backward", "weight"):
+            total, expected = getattr(composed, way), getattr(direct, way)
+            assert Counter(total.collectives) == Counter(expected.collectives)
+            for values in ("sent", "inside"):
+                nonzero = {point: count for point, count in getattr(total, values).items() if count}
+                assert nonzero == {point: count for point, count in getattr(expected, values).items() if count}
+            for value in ("seconds", "coding_s", "flops"):
+                assert getattr(total, value) == pytest.approx(getattr(expected, value), rel=1e-9)
+        for value in ("recorded_bytes", "saved_bytes", "working_bytes", "parameters"):
+            assert getattr(composed, value) == getattr(direct, value)
 
 
 def _comm(expert_load: ExpertLoad, size: int = 4) -> DryExpertComm:
