@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
@@ -168,6 +168,11 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
 def point_name(text: str) -> str:
     """Name of the point, or of the points, of a value of ``--compress``."""
     return text.partition("=")[0].strip().lower()
+
+
+def named_points(texts: Iterable[str]) -> set[str]:
+    """Names of the points that values of ``--compress`` serve; those of several points expanded."""
+    return {point_name(each) for text in texts for each in expand_spec(text)}
 
 
 def expand_spec(text: str) -> list[str]:

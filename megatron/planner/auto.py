@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
-from megatron.compression.registry import Registry
-from megatron.compression.schedule import RunLength
-from megatron.compression.spec import point_name, read_specs
-from megatron.config.check_compression import why_no_traffic
-from megatron.config.run import RunConfig
+from megatron.planner.candidates import CandidateSpec, Ladders, affordable
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import Cluster
-from megatron.planner.costs import wires_of
+from megatron.planner.costs import INNER_POINTS
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.search import refusal_reason
 
 WORTHWHILE = 0.03
 """Share of an iteration that compression must save; also, sets this close to the fastest count as equally fast.
@@ -37,29 +30,13 @@ The planner is less accurate about the gain of compression than about difference
 _MEMORY_SHARE = 0.8
 """Share of a device's memory that the engines of all timed sets may need at the same time."""
 
+_PASS_POINTS = (Point.PP_FWD, Point.PP_BWD, *INNER_POINTS)
+"""Points whose traffic is part of the forward and backward passes."""
+
+_ROUNDING = 1e-9
+"""Share by which rounding may raise a lower bound."""
 
 NOTHING_TO_CHOOSE = "--compress auto: no point without a spec has both traffic and a compressor to choose"
-
-
-@dataclass(frozen=True)
-class CandidateSpec:
-    """A compressor that may be chosen.
-
-    Args:
-        spec: value of ``--compress``.
-        increase: upper end of its measured increase of the validation loss, in percent.
-        mean_increase: mean of that increase.
-        residual: norm of the residual over that of the gradient, as measured; None without error feedback.
-    """
-
-    spec: str
-    increase: float
-    mean_increase: float = 0.0
-    residual: float | None = None
-
-
-Ladders = Mapping[Point, Sequence[CandidateSpec]]
-"""Candidates by point."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +76,7 @@ class CompressorSet:
     @property
     def increase(self) -> float:
         """Largest expected increase of the validation loss, in percent: the sum over the points."""
-        return sum(candidate.increase for candidate in self.candidates.values())
+        return _increase(self.candidates)
 
     @property
     def seconds(self) -> float:
@@ -131,61 +108,16 @@ class AutoChoice:
     trials: Sequence[CompressorSet] = ()
 
 
-def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders:
-    """Candidates of each point that has traffic in a choice and no spec of the user, as the compressors declare them.
+@dataclass(frozen=True)
+class _Part:
+    """Compressors of some points, with a lower bound on the seconds that depend on them."""
 
-    Sums in two levels are candidates where several nodes have several replicas each.
-
-    Args:
-        config: resolved configuration; its own specs are those of the user.
-        choice: the layout.
-        cluster: the numbers of devices and nodes.
-
-    Raises:
-        UserError: when a compressor declares options that it cannot read.
-    """
-    registry = build_registry(config.compression.compress_module)
-    length = RunLength(config.training.planned_iters or 1_000_000)
-    two_levels = 1 < wires_of(cluster, choice).dp.per_node < choice.dp
-    user_points = {point_name(spec) for spec in choice.specs}
-    ladders: dict[Point, list[CandidateSpec]] = {}
-    for point in Point:
-        if not point.compressible or point is Point.OUTER or point.value in user_points:
-            continue
-        if why_no_traffic(config.model, config.parallel, choice.world_size, point):
-            continue
-        for name in registry.names:
-            for candidate in candidates_of(registry, name, point, config.model.hidden_size):
-                spec = read_specs([candidate.spec], registry, length)[point]
-                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
-                if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
-                    ladders.setdefault(point, []).append(candidate)
-    return ladders
-
-
-def candidates_of(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
-    """The settings of a compressor that may be chosen at a point."""
-    return [
-        CandidateSpec(rung.spec(point, name, hidden_size), rung.highest_increase, rung.mean_increase, rung.residual)
-        for rung in registry[name].ladder.get(point, ())
-    ]
-
-
-def affordable(ladders: Ladders, budget: float) -> Ladders:
-    """The candidates whose own increase of the loss is within a budget; points without one keep none."""
-    return {
-        point: [candidate for candidate in candidates if candidate.increase <= budget]
-        for point, candidates in ladders.items()
-    }
-
-
-def candidate_specs(ladders: Ladders) -> list[str]:
-    """Specs of all candidates."""
-    return [candidate.spec for candidates in ladders.values() for candidate in candidates]
+    candidates: Mapping[Point, CandidateSpec]
+    bound_s: float
 
 
 class CompressorSearch:
-    """All sets of candidates within a budget, and the choice among them.
+    """The fastest sets of candidates within a budget, and the choice among them.
 
     Args:
         predictor: predictor of the model on the cluster.
@@ -194,7 +126,16 @@ class CompressorSearch:
         budget: largest acceptable sum of increases of the validation loss, in percent.
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
 
-    ``sets`` holds the prediction of every set, so a choice by prediction is exact. The first is empty.
+    ``sets`` holds all sets that the choice can depend on: no compressors, the ``MAX_TRIALS`` fastest sets, and the one
+    with the lowest increase among those as fast as the fastest, within ``WORTHWHILE``.
+
+    They are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
+    pipeline messages determine the passes of an iteration; for each combination of them, ``Predictor.lower_bound``
+    bounds their seconds in any order of passes. Compressors of the other points only determine what follows the last
+    pass, bounded by ``Predictor.least_rest_s``. So the sum of two bounds is below the seconds of every set that
+    consists of the two parts, and parts whose sum exceeds the seconds of the sets found so far are left out.
+    Combinations at fewer points have no bound of their own: messages share links, so that a compressor that makes a
+    message faster can delay another one.
 
     Raises:
         UserError: when a set cannot be predicted.
@@ -205,17 +146,99 @@ class CompressorSearch:
     ) -> None:
         self.predictor, self._choice, self._budget = predictor, choice, budget
         self._ladders = affordable(ladders, budget)
-        uncompressed = CompressorSet({}, predictor.predict(choice))
+        uncompressed = self.predict_set({})
         self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
-        self.sets = [uncompressed]
-        for members in itertools.product(*([None, *candidates] for candidates in self._ladders.values())):
-            candidates = {
-                point: member for point, member in zip(self._ladders, members, strict=True) if member is not None
-            }
-            if candidates and sum(candidate.increase for candidate in candidates.values()) <= budget:
-                compressors = CompressorSet(candidates, self._predict(candidates))
-                if compressors.prediction.memory_bytes <= self._memory_limit:
-                    self.sets.append(compressors)
+        self._passes = self._parts(predictor.lower_bound, lambda point: point in _PASS_POINTS)
+        self._rests = self._parts(predictor.least_rest_s, lambda point: point not in _PASS_POINTS)
+        by_increase = sorted(
+            (increase, first, second)
+            for first, passes in enumerate(self._passes)
+            for second, rest in enumerate(self._rests)
+            if (increase := _increase(self._merge(passes, rest))) <= budget
+        )
+        self.considered = len(by_increase)
+        fastest = self._find_fastest()
+        selected = [candidates for _, candidates in fastest]
+        if fastest:
+            mildest = self._find_mildest(by_increase, fastest[0][0])
+            selected = [mildest, *(candidates for candidates in selected if candidates != mildest)]
+        self.sets = [uncompressed, *map(self.predict_set, selected)]
+
+    def predict_set(self, candidates: Mapping[Point, CandidateSpec]) -> CompressorSet:
+        """Predict an iteration with some candidates."""
+        return CompressorSet(candidates, self.predictor.predict(self._with(candidates)))
+
+    def set_with(self, specs: Sequence[str]) -> CompressorSet:
+        """The set with some candidates' specs."""
+        if known_sets := [each for each in self.sets if each.specs == specs]:
+            return known_sets[0]
+        ladders = self._ladders.items()
+        return self.predict_set({point: each for point, ladder in ladders for each in ladder if each.spec in specs})
+
+    def _with(self, candidates: Mapping[Point, CandidateSpec]) -> Choice:
+        specs = (candidate.spec for candidate in candidates.values())
+        return replace(self._choice, specs=(*self._choice.specs, *specs))
+
+    def _parts(self, bound_s: Callable[[Choice], float], belongs: Callable[[Point], bool]) -> list[_Part]:
+        """All combinations of candidates at some points within the budget, in the order of their bounds."""
+        combinations: list[dict[Point, CandidateSpec]] = [{}]
+        for point in filter(belongs, self._ladders):
+            extended = ({**each, point: candidate} for each in combinations for candidate in self._ladders[point])
+            combinations += [each for each in extended if _increase(each) <= self._budget]
+        parts = [_Part(each, bound_s(self._with(each)) * (1 - _ROUNDING)) for each in combinations]
+        return sorted(parts, key=lambda part: part.bound_s)
+
+    def _merge(self, passes: _Part, rest: _Part) -> dict[Point, CandidateSpec]:
+        """The candidates of two parts, in the order of the points."""
+        candidates = {**passes.candidates, **rest.candidates}
+        return {point: candidates[point] for point in self._ladders if point in candidates}
+
+    def _passes_s(self, passes: _Part) -> float:
+        return self.predictor.passes_s(self._with(passes.candidates)) * (1 - _ROUNDING)
+
+    def _fits(self, candidates: Mapping[Point, CandidateSpec]) -> bool:
+        """Whether a set fits into memory."""
+        return self.predictor.memory_bytes(self._with(candidates)) <= self._memory_limit
+
+    def _find_fastest(self) -> list[tuple[float, dict[Point, CandidateSpec]]]:
+        """Up to ``MAX_TRIALS`` of the fastest sets with their seconds, the fastest first."""
+        fastest: list[tuple[float, dict[Point, CandidateSpec]]] = []
+        limit_s = math.inf
+        for passes in self._passes:
+            if passes.bound_s + self._rests[0].bound_s >= limit_s:
+                break
+            passes_s = self._passes_s(passes)
+            for rest in self._rests:
+                if passes_s + rest.bound_s >= limit_s:
+                    break
+                candidates = self._merge(passes, rest)
+                if not candidates or _increase(candidates) > self._budget:
+                    continue
+                seconds = self._seconds(candidates)
+                if seconds < limit_s and self._fits(candidates):
+                    fastest.append((seconds, candidates))
+                    fastest.sort(key=lambda pair: pair[0])
+                    del fastest[MAX_TRIALS:]
+                    limit_s = fastest[-1][0] if len(fastest) == MAX_TRIALS else math.inf
+        return fastest
+
+    def _find_mildest(
+        self, by_increase: Sequence[tuple[float, int, int]], fastest_s: float
+    ) -> dict[Point, CandidateSpec]:
+        """The set with the lowest increase among those as fast as the fastest; of several, the fastest."""
+        mildest: dict[Point, CandidateSpec] = {}
+        mildest_s, limit_s, lowest = math.inf, fastest_s / (1 - WORTHWHILE), math.inf
+        for increase, first, second in by_increase:
+            if increase > lowest:
+                break
+            passes, rest = self._passes[first], self._rests[second]
+            if passes.bound_s + rest.bound_s > limit_s or self._passes_s(passes) + rest.bound_s > limit_s:
+                continue
+            candidates = self._merge(passes, rest)
+            seconds = self._seconds(candidates) if candidates else math.inf
+            if seconds * (1 - WORTHWHILE) <= fastest_s and seconds < mildest_s and self._fits(candidates):
+                mildest, mildest_s, lowest = candidates, seconds, increase
+        return mildest
 
     def contenders(self) -> list[CompressorSet]:
         """Sets worth timing: no compressors and, if any are nearly as fast as the fastest prediction, up to
@@ -241,31 +264,30 @@ class CompressorSearch:
         sets = trials or self.sets
         chosen = _mildest_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
         points = [self._explain(point, chosen, trials) for point in self._ladders]
-        return AutoChoice(sets[0], chosen, points, len(self.sets), trials)
+        return AutoChoice(sets[0], chosen, points, self.considered, trials)
 
-    def _predict(self, candidates: Mapping[Point, CandidateSpec]) -> Prediction:
-        specs = (candidate.spec for candidate in candidates.values())
-        return self.predictor.predict(replace(self._choice, specs=(*self._choice.specs, *specs)))
+    def _seconds(self, candidates: Mapping[Point, CandidateSpec]) -> float:
+        return self.predictor.seconds(self._with(candidates))
 
     def _explain(self, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]) -> PointChoice:
         """The choice at a point with what it saves, or the reason why nothing is chosen there."""
         seconds = chosen.prediction.seconds
         if point in chosen.candidates:
             without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
-            return PointChoice(point, chosen.candidates[point], self._predict(without_point).seconds - seconds)
+            return PointChoice(point, chosen.candidates[point], self._seconds(without_point) - seconds)
         if not self._ladders[point]:
             return PointChoice(point, None, 0.0, f"each compressor costs more than {self._budget:g}% of loss")
-        predictions = {
-            candidate: self._predict({**chosen.candidates, point: candidate}) for candidate in self._ladders[point]
+        seconds_with = {
+            candidate: self._seconds({**chosen.candidates, point: candidate}) for candidate in self._ladders[point]
         }
-        fastest = min(predictions, key=lambda candidate: predictions[candidate].seconds)
-        saved_s = seconds - predictions[fastest].seconds
+        fastest = min(seconds_with, key=lambda candidate: seconds_with[candidate])
+        saved_s = seconds - seconds_with[fastest]
         name = fastest.spec.partition("=")[2]
         if saved_s <= 0.0:
             reason = "coding would take longer than it saves"
         elif saved_s <= WORTHWHILE * seconds:
             reason = f"{name} would save {saved_s:.3g} s, too little"
-        elif predictions[fastest].memory_bytes > self._memory_limit:
+        elif not self._fits({**chosen.candidates, point: fastest}):
             reason = f"{name} would save {saved_s:.3g} s, but does not fit into memory"
         elif fastest.increase > self._budget - chosen.increase:
             reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
@@ -274,6 +296,11 @@ class CompressorSearch:
         else:
             reason = f"{name} would save {saved_s:.3g} s, together with other points too little"
         return PointChoice(point, None, saved_s, reason)
+
+
+def _increase(candidates: Mapping[Point, CandidateSpec]) -> float:
+    """Sum of the increases of the loss, in percent."""
+    return sum(candidate.increase for candidate in candidates.values())
 
 
 def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:

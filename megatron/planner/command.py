@@ -39,7 +39,8 @@ from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.planner.auto import CompressorSearch, candidate_specs, read_ladders, report
+from megatron.planner.auto import CompressorSearch, report
+from megatron.planner.candidates import candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, Choice, choice_of, plannable
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
 from megatron.planner.expert_imbalance import imbalance_of

@@ -55,6 +55,31 @@ class Prediction:
         return sum(self.memory.values())
 
 
+@dataclass(frozen=True)
+class _Iteration:
+    """The times of an iteration, in seconds.
+
+    Args:
+        wires, pipeline, stages: of the choice; stages by pipeline rank.
+        times: simulated times of each pipeline rank.
+        synced: times at which each rank's gradients are reduced.
+        embedding_s: coding of the tied embedding's gradient.
+        gather_s: all-gather of the parameters.
+        slowest: the last rank to reduce its gradients.
+        seconds: the whole iteration.
+    """
+
+    wires: Wires
+    pipeline: Pipeline
+    stages: Sequence[StageCost]
+    times: Sequence[RankTimes]
+    synced: Sequence[float]
+    embedding_s: float
+    gather_s: float
+    slowest: int
+    seconds: float
+
+
 class Predictor(Stages):
     """Predictor of choices for a model on a cluster.
 
@@ -110,17 +135,10 @@ class Predictor(Stages):
         if choice.outer_spec:
             inner_specs = tuple(spec for spec in choice.specs if spec != choice.outer_spec)
             return self._with_outer(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
-        wires = wires_of(self.cluster, choice)
-        pipeline = self.pipeline(choice, wires)
-        times = self.times(choice, pipeline)
-        stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
-        synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
-        slowest = max(range(choice.pp), key=lambda rank: synced[rank])
-        stage, time = stages[slowest], times[slowest]
-        # All ranks start their updates together; the stage with the slowest all-gather finishes last.
-        gather = max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
-        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather
-        seconds += self._orthogonal_s(choice, slowest, wires)
+        iteration = self._iterate(choice)
+        wires, slowest, gather, seconds = iteration.wires, iteration.slowest, iteration.gather_s, iteration.seconds
+        stage, time, synced_s = iteration.stages[slowest], iteration.times[slowest], iteration.synced[slowest]
+        embedding_s = iteration.embedding_s
         passes = self.passes(choice, wires)
         exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in stage.pieces.items())
         tp_coding = choice.micro_batches * sum(n * passes[name].coding_s for name, n in stage.pieces.items())
@@ -131,8 +149,8 @@ class Predictor(Stages):
             "expert parallel": experts,
             "pipeline": time.end - time.busy - time.coding,
             "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
-            "gradients": synced[slowest] - time.end - stage.coding_s - embedding_s,
-            "optimizer": seconds - synced[slowest] - gather,
+            "gradients": synced_s - time.end - stage.coding_s - embedding_s,
+            "optimizer": seconds - synced_s - gather,
             "parameters": gather,
         }
         sent = traffic(self, choice, wires)
@@ -155,6 +173,51 @@ class Predictor(Stages):
             tokens / seconds,
             tflops / self.cluster.device.peak_tflops,
         )
+
+    def seconds(self, choice: Choice) -> float:
+        """Seconds of an iteration without islands, as ``predict`` returns them."""
+        return self._iterate(choice).seconds
+
+    def passes_s(self, choice: Choice) -> float:
+        """Seconds until the last pass of an iteration has ended."""
+        return max(time.end for time in self.times(choice, self.pipeline(choice, wires_of(self.cluster, choice))))
+
+    def least_rest_s(self, choice: Choice) -> float:
+        """Lower bound on the seconds of an iteration beyond ``passes_s``.
+
+        It does not depend on the compressors of the passes. The rank whose passes end last cannot reduce its gradients
+        faster than any rank that has nothing to wait for, of which the fastest counts. The rest, from the norm to the
+        all-gather, follows the last reduction.
+        """
+        wires = wires_of(self.cluster, choice)
+        after_s = [
+            self._least_reduction_s(choice, rank, wires)
+            + self._update_s(choice, rank)
+            + self._orthogonal_s(choice, rank, wires)
+            for rank in range(choice.pp)
+        ]
+        return min(after_s) + self._world_s(wires, choice) + self._slowest_gather_s(choice, wires)
+
+    def _least_reduction_s(self, choice: Choice, rank: int, wires: Wires) -> float:
+        """Lower bound on the seconds from a rank's last pass to its reduced gradients."""
+        stage = self.stage(choice, rank, wires)
+        partial_s = collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
+        later_s = stage.coding_s - stage.first_coding_s
+        if not choice.overlaps_reduction:
+            return stage.first_coding_s + max(partial_s, sum(stage.rounds[:1])) + max(later_s, sum(stage.rounds[1:]))
+        return stage.first_coding_s + partial_s + later_s
+
+    def _iterate(self, choice: Choice) -> _Iteration:
+        wires = wires_of(self.cluster, choice)
+        pipeline = self.pipeline(choice, wires)
+        times = self.times(choice, pipeline)
+        stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
+        synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
+        slowest = max(range(choice.pp), key=lambda rank: synced[rank])
+        gather_s = self._slowest_gather_s(choice, wires)
+        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather_s
+        seconds += self._orthogonal_s(choice, slowest, wires)
+        return _Iteration(wires, pipeline, stages, times, synced, embedding_s, gather_s, slowest, seconds)
 
     def _with_outer(self, inner: Prediction, choice: Choice) -> Prediction:
         """Predict the mean iteration of a run with islands.
@@ -265,6 +328,10 @@ class Predictor(Stages):
                 if size > 1:
                     seconds += group.collective("all-to-all", sent * size / (size - 1), size)
         return seconds
+
+    def _slowest_gather_s(self, choice: Choice, wires: Wires) -> float:
+        """Seconds of the slowest rank's all-gather: all ranks start their updates together."""
+        return max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
 
     def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
         """Seconds of all-gathering the updated parameters of a pipeline rank over its replicas."""

@@ -15,10 +15,10 @@ from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
 from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
-from megatron.parallel.pipeline.simulate import Hop, Pipeline
+from megatron.parallel.pipeline.simulate import Hop, Hops, Pipeline
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
-from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
+from megatron.planner.costs import INNER_POINTS, STEADY, TP_POINTS, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
 from megatron.planner.matrix_work import MatrixWork, matrix_work
 from megatron.planner.piece_costs import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
@@ -84,14 +84,21 @@ class Stages:
         self.names = pieces_of(config.model)
         self.book = CostBook(config, cluster, vocab_size, imbalance)
         self._matrices: dict[Hashable, list[MatrixWork]] = {}
+        self._stages: dict[Hashable, StageCost] = {}
+        self._counts: dict[tuple[int, int], dict[str, int]] = {}
+        self._passes: dict[Choice, dict[str, Passes]] = {}
+        self._hops: dict[Choice, Hops] = {}
         dtype = config.precision.params_dtype
         self.param_bytes = dtype.itemsize
         self.grad_bytes = main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32).itemsize
 
     def pieces_of(self, choice: Choice, virtual: int) -> dict[str, int]:
         """Number of each piece in a virtual stage, by name."""
-        order = self.order(choice, virtual)
-        return {name: order.count(name) for name in self.names}
+        key = choice.pp * choice.chunks, virtual
+        if key not in self._counts:
+            order = self.order(choice, virtual)
+            self._counts[key] = {name: order.count(name) for name in self.names}
+        return self._counts[key]
 
     def order(self, choice: Choice, virtual: int) -> tuple[str, ...]:
         """Piece names of a virtual stage in forward order."""
@@ -102,6 +109,12 @@ class Stages:
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         """Times of the forward and backward passes of each piece, by name."""
+        key = dataclasses.replace(choice, specs=self.book.texts(choice, *INNER_POINTS))
+        if key not in self._passes:
+            self._passes[key] = self._make_passes(choice, wires)
+        return self._passes[key]
+
+    def _make_passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         passes, separate = {}, choice.schedule in WITH_WEIGHT_PASSES
         for name in self.names:
             piece = self.book.piece(choice, name)
@@ -138,6 +151,21 @@ class Stages:
         """The pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
+        key = dataclasses.replace(choice, specs=self.book.texts(choice, Point.PP_FWD, Point.PP_BWD, *TP_POINTS))
+        if key not in self._hops:
+            self._hops[key] = self._make_hops(choice, wires)
+        return (ListPipeline if choice.schedule == AUTO else Pipeline)(
+            choice.schedule,
+            [sum(n * passes[name].forward_s for name, n in count.items()) for count in counts],
+            [sum(n * passes[name].backward_s for name, n in count.items()) for count in counts],
+            [sum(n * passes[name].weight_s for name, n in count.items()) for count in counts],
+            choice.pp,
+            self._hops[key],
+            self.config.parallel.pipeline_max_in_flight,
+        )
+
+    def _make_hops(self, choice: Choice, wires: Wires) -> Hops:
+        """The messages between virtual stages."""
 
         @cache
         def hop_over(forward: bool, compressed: bool, wire: Wire) -> Hop:
@@ -157,15 +185,7 @@ class Stages:
             on = self.compresses(choice, point, choice.placement.ends_of(boundary, forward)[0], late)
             return hop_over(forward, on, wires.hops[choice.link_of(boundary)])
 
-        return (ListPipeline if choice.schedule == AUTO else Pipeline)(
-            choice.schedule,
-            [sum(n * passes[name].forward_s for name, n in count.items()) for count in counts],
-            [sum(n * passes[name].backward_s for name, n in count.items()) for count in counts],
-            [sum(n * passes[name].weight_s for name, n in count.items()) for count in counts],
-            choice.pp,
-            hop,
-            self.config.parallel.pipeline_max_in_flight,
-        )
+        return hop
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Number of each piece on a pipeline rank, by name."""
@@ -246,6 +266,13 @@ class Stages:
 
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
+        texts = self.book.texts(choice, Point.DP_GRAD, Point.EMBED_GRAD)
+        key = dataclasses.replace(choice, specs=texts), rank
+        if key not in self._stages:
+            self._stages[key] = self._make_stage(choice, rank, wires)
+        return self._stages[key]
+
+    def _make_stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         counts = self.contents(choice, rank)
         total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0)
         for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):

@@ -18,7 +18,7 @@ from megatron.base.values import Values
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import point_name, read_specs
+from megatron.compression.spec import named_points, point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import any_rank, gather_texts, together
@@ -32,13 +32,10 @@ from megatron.planner.auto import (
     AutoChoice,
     CompressorSearch,
     CompressorSet,
-    Ladders,
-    affordable,
-    candidate_specs,
     fit_together,
-    read_ladders,
     report,
 )
+from megatron.planner.candidates import Ladders, affordable, candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, choice_of, plannable
 from megatron.planner.cluster import Cluster, Device
 from megatron.planner.measure import described, measure_all
@@ -148,7 +145,7 @@ def choose_compressors(
         torch.cuda.empty_cache()
     measured_cluster = described(values, cluster)
     search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
-    contenders = _agree_on_sets(group, search.contenders(), search.sets)
+    contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_specs(config, contender.specs, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
@@ -162,7 +159,7 @@ def choose_compressors(
     suggested = suggestions(search.predictor, result.chosen.prediction)
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
-    (chosen,) = _agree_on_sets(group, [result.chosen], search.sets)
+    (chosen,) = _agree_on_sets(group, [result.chosen], search)
     return with_specs(config, chosen.specs, topology), result
 
 
@@ -259,7 +256,7 @@ def _kept_config(
         read_specs(specs, build_registry(config.compression.compress_module), RunLength(config.training.planned_iters))
     except UserError as error:
         raise values.wrong(str(error)) from error
-    user_points = {point_name(spec) for spec in config.compression.spec_texts}
+    user_points = named_points(config.compression.spec_texts)
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
     reason, kept_config = "", None
@@ -306,13 +303,12 @@ def _search(config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladde
 
 
 def _agree_on_sets(
-    group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], sets: Sequence[CompressorSet]
+    group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: CompressorSearch
 ) -> list[CompressorSet]:
     """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
     differently."""
-    by_specs = {tuple(candidate_set.specs): candidate_set for candidate_set in sets}
     texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
-    return [by_specs[tuple(specs)] for specs in json.loads(texts[0])]
+    return together(group, lambda: [search.set_with(specs) for specs in json.loads(texts[0])])
 
 
 def _memory_gib(device: torch.device, ranks_here: int) -> float:

@@ -18,7 +18,7 @@ from megatron.data.batch import Batch
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
-from megatron.planner.auto import CandidateSpec, candidates_of
+from megatron.planner.candidates import CandidateSpec, candidates_of
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.run_plan import RunPlan

@@ -16,7 +16,7 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
-from megatron.planner.auto import CandidateSpec
+from megatron.planner.candidates import CandidateSpec
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate

@@ -14,7 +14,7 @@ from megatron.compression.listing import list_names
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import read_spec, read_specs
+from megatron.compression.spec import named_points, read_spec, read_specs
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,9 @@ def test_a_wrong_word_for_experts_is_refused(texts: list[str], message: str) -> 
     with pytest.raises(UserError) as error:
         read_specs(texts, Registry(BUILTIN), RunLength(10))
     assert message in str(error.value)
+
+
+def test_points_of_specs_for_several_points() -> None:
+    experts = {point.value for point in EXPERT_POINTS}
+    assert named_points(["experts=default", "DP-grad=cast"]) == {"dp-grad", *experts}
+    assert named_points(["ep-combine=cast"]) == {"ep-combine-forward", "ep-combine-backward"}

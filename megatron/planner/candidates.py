@@ -1,0 +1,92 @@
+"""Compressors that ``--compress auto`` may choose in a run, by point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.compression.plugins import build_registry
+from megatron.compression.points import Point
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import named_points, read_specs
+from megatron.config.check_compression import why_no_traffic
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster
+from megatron.planner.costs import wires_of
+from megatron.planner.search import refusal_reason
+
+
+@dataclass(frozen=True)
+class CandidateSpec:
+    """A compressor that may be chosen.
+
+    Args:
+        spec: value of ``--compress``.
+        increase: upper end of its measured increase of the validation loss, in percent.
+        mean_increase: mean of that increase.
+        residual: norm of the residual over that of the gradient, as measured; None without error feedback.
+    """
+
+    spec: str
+    increase: float
+    mean_increase: float = 0.0
+    residual: float | None = None
+
+
+Ladders = Mapping[Point, Sequence[CandidateSpec]]
+"""Candidates by point."""
+
+
+def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders:
+    """Candidates of each point that has traffic in a choice and no spec of the user, as the compressors declare them.
+
+    Sums in two levels are candidates where several nodes have several replicas each.
+
+    Args:
+        config: resolved configuration; its own specs are those of the user.
+        choice: the layout.
+        cluster: the numbers of devices and nodes.
+
+    Raises:
+        UserError: when a compressor declares options that it cannot read.
+    """
+    registry = build_registry(config.compression.compress_module)
+    length = RunLength(config.training.planned_iters or 1_000_000)
+    two_levels = 1 < wires_of(cluster, choice).dp.per_node < choice.dp
+    user_points = named_points(choice.specs)
+    ladders: dict[Point, list[CandidateSpec]] = {}
+    for point in Point:
+        if not point.compressible or point is Point.OUTER or point.value in user_points:
+            continue
+        if why_no_traffic(config.model, config.parallel, choice.world_size, point):
+            continue
+        for name in registry.names:
+            for candidate in candidates_of(registry, name, point, config.model.hidden_size):
+                spec = read_specs([candidate.spec], registry, length)[point]
+                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
+                if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
+                    ladders.setdefault(point, []).append(candidate)
+    return ladders
+
+
+def candidates_of(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
+    """The settings of a compressor that may be chosen at a point."""
+    return [
+        CandidateSpec(rung.spec(point, name, hidden_size), rung.highest_increase, rung.mean_increase, rung.residual)
+        for rung in registry[name].ladder.get(point, ())
+    ]
+
+
+def affordable(ladders: Ladders, budget: float) -> Ladders:
+    """The candidates whose own increase of the loss is within a budget; points without one keep none."""
+    return {
+        point: [candidate for candidate in candidates if candidate.increase <= budget]
+        for point, candidates in ladders.items()
+    }
+
+
+def candidate_specs(ladders: Ladders) -> list[str]:
+    """Specs of all candidates."""
+    return [candidate.spec for candidates in ladders.values() for candidate in candidates]
