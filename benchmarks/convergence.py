@@ -3,13 +3,15 @@
     make bench-convergence                        all cases and seeds; finished runs are kept
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
     make bench-convergence ARGS="--ladder"        the candidates of --compress auto
+    make bench-convergence ARGS="--ladder tp-"    those of tensor parallelism
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
-replicas; a model with experts on 4 replicas that share them; sums in two levels on 4 replicas, 2 on each of 2 nodes;
-islands of a process each. Afterwards each trained model continues held-out text (the task CONTINUATION), since a loss
-may hide the cost of compression there. Prints a table (the whole spec, mean and spread over the seeds, and whether the
-loss is equivalent to dense within 0.3%), names warm-ups that take more than a fifth of the run, and writes it all with
-a picture. Curves over iterations: plot_loss_curves.py with the logs in runs/.
+replicas; compressed tensor parallelism on 2 ranks; a model with experts on 4 replicas that share them, or 2; sums in
+two levels on 4 replicas, 2 on each of 2 nodes; islands of a process each. Afterwards each trained model continues
+held-out text (the task CONTINUATION), since a loss may hide the cost of compression there. Prints a table (the whole
+spec, mean and spread over the seeds, and whether the loss is equivalent to dense within 0.3%), names warm-ups that
+take more than a fifth of the run, and writes it all with a picture. Curves over iterations: plot_loss_curves.py with
+the logs in runs/.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from megatron.config.islands import folder_of
 from megatron.training.records import read_records
 
 POINTS = (
-    *("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", "outer"),
+    *("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", "outer", "tp-forward", "tp-backward"),
     *(point.value for point in EXPERT_POINTS),
 )
 
@@ -113,7 +115,7 @@ def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int
     flags = runs.flags({**values, **kind.flags, "save": saved, "no-save-optim": True}, specs, out, log)
     flags += filter(is_flag, words)
     output = out / "logs" / f"{log.stem}.log"
-    runs.train(flags, f"{case}, seed {seed}", log, output, ranks=4, nodes=kind.nodes, islands=kind.islands)
+    runs.train(flags, f"{case}, seed {seed}", log, output, ranks=kind.ranks, nodes=kind.nodes, islands=kind.islands)
     if not continues:
         return
     checkpoint = folder_of(str(saved), 0) if kind.islands > 1 else saved
@@ -272,7 +274,13 @@ def main() -> None:
         help="a case of your own, such as 'mine: dp-grad=cast'; the first word of its name ('islands, mine') chooses "
         "the layout. Without --cases, only its baseline is trained beside it. Repeatable",
     )
-    parser.add_argument("--ladder", action="store_true", help="the candidates of --compress auto, beside dense")
+    parser.add_argument(
+        "--ladder",
+        nargs="?",
+        const="",
+        metavar="POINT",
+        help="the candidates of --compress auto, beside dense; only those at points whose names begin with POINT",
+    )
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated (1,2,3)")
     parser.add_argument("--iterations", type=int, default=1000, help="of each run (1000)")
     parser.add_argument(
@@ -285,10 +293,11 @@ def main() -> None:
         user_cases = dict(map(read_case, options.case))
     except ValueError as error:
         parser.error(f"--case {error}")
-    alone = [*user_cases, *(ladder_cases() if options.ladder else ())]
+    candidates = {} if options.ladder is None else ladder_cases(options.ladder)
+    alone = [*user_cases, *candidates]
     baselines = ";".join(dict.fromkeys(family(case).baseline for case in alone)) or None
     names = parse_names(parser, "--cases", options.cases or baselines, CASES, ";")
-    cases = {name: CASES[name] for name in names} | user_cases | (ladder_cases() if options.ladder else {})
+    cases = {name: CASES[name] for name in names} | user_cases | candidates
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
     failed = []
     if not options.table:

@@ -92,6 +92,14 @@ CASES |= {
     f"{REPLICAS}, levels 8/4, no error feedback": ["dp-grad=fixpoint,levels=8/4,error-feedback=off"],
 }
 
+TENSORS = "tensors"
+"""First word of the cases of 2 tensor-parallel ranks."""
+CASES |= {f"{TENSORS}, dense": []}
+
+EXPERT_PAIR = "expert pair"
+"""First word of the cases of 2 replicas that share the experts of each layer."""
+CASES |= {f"{EXPERT_PAIR}, dense": []}
+
 ISLANDS = "islands"
 """First word of the cases of 4 islands of a process each."""
 _MUON = "--optimizer=muon"
@@ -114,23 +122,26 @@ CASES |= {
 }
 
 
-def ladder_cases() -> dict[str, list[str]]:
-    """The candidates of ``--compress auto``, each by itself, named by their specs. Without the fused embedding, whose
-    losses are those of the plain one. Sums in two levels have the layout of replicas."""
-    specs = (
-        (point, rung.spec(point, name, MODEL["hidden-size"]))
+def ladder_cases(points: str = "") -> dict[str, list[str]]:
+    """The candidates of ``--compress auto`` at the points whose names begin with ``points``, each by itself, named by
+    their specs, behind the layout's first word. Without the fused embedding, whose losses are those of the plain one.
+    """
+    return {
+        f"{_layout_of(point, spec)}{spec}": [spec, *([SHARDED] if point is Point.PARAM_GATHER else [])]
         for name, registration in BUILTIN.items()
         for point, rungs in registration.ladder.items()
-        for rung in rungs
-        if point is not Point.EMBED_GRAD
-    )
-    return {
-        f"{REPLICAS}, {spec}" if "levels=" in spec else spec: [
-            spec,
-            *([SHARDED] if point is Point.PARAM_GATHER else []),
-        ]
-        for point, spec in specs
+        for spec in (rung.spec(point, name, MODEL["hidden-size"]) for rung in rungs)
+        if point is not Point.EMBED_GRAD and spec.startswith(points)
     }
+
+
+def _layout_of(point: Point, spec: str) -> str:
+    """First word of the cases with the layout of a candidate, and a comma; empty for two stages."""
+    if point in (Point.TP_FWD, Point.TP_BWD):
+        return f"{TENSORS}, "
+    if point.is_expert_leg:
+        return f"{EXPERT_PAIR}, "
+    return f"{REPLICAS}, " if "levels=" in spec else ""
 
 
 MARGIN = 0.3
@@ -176,6 +187,7 @@ class Family:
     Args:
         baseline: name of their baseline.
         flags: flags in addition to MODEL.
+        ranks: number of processes.
         nodes: simulated nodes.
         islands: islands among the ranks.
         evaluations: validations during the run.
@@ -183,13 +195,27 @@ class Family:
 
     baseline: str
     flags: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 4
     nodes: int = 1
     islands: int = 1
     evaluations: int = 2
 
 
 _REPLICATED: dict[str, Any] = {"pipeline-model-parallel-size": 1, "micro-batch-size": 4}
+_SPLIT: dict[str, Any] = {
+    "pipeline-model-parallel-size": 1,
+    "tensor-model-parallel-size": 2,
+    "micro-batch-size": 16,
+}
+_PAIR: dict[str, Any] = {
+    **WITH_EXPERTS,
+    "pipeline-model-parallel-size": 1,
+    "expert-model-parallel-size": 2,
+    "micro-batch-size": 8,
+}
 FAMILIES: dict[str, Family] = {
+    TENSORS: Family(f"{TENSORS}, dense", _SPLIT, ranks=2),
+    EXPERT_PAIR: Family(f"{EXPERT_PAIR}, dense", _PAIR, ranks=2),
     EXPERTS: Family(f"{EXPERTS}, dense", {**WITH_EXPERTS, **_REPLICATED}),
     REPLICAS: Family(f"{REPLICAS}, dense", _REPLICATED, nodes=2),
     ISLANDS: Family(f"{REPLICAS}, dense", _REPLICATED, islands=4),

@@ -117,6 +117,7 @@ def test_the_candidates_of_the_automatic_choice_are_cases() -> None:
     assert cases["dp-grad=fixpoint,bits=4,error-feedback=on"] == ["dp-grad=fixpoint,bits=4,error-feedback=on"]
     assert cases["param-gather=fixpoint,bits=4,group=2048"][1] == "--use-distributed-optimizer"
     assert {family(case).baseline for case in cases} == {"dense", "replicas, dense"}
+    assert ladder_cases("pp-") == {case: words for case, words in cases.items() if case.startswith("pp-")} != {}
 
 
 def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -> None:
@@ -126,6 +127,7 @@ def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -
     assert family(name).islands == 4
     assert family(name).baseline == "replicas, dense"
     assert family("islandsmine").baseline == "dense"
+    assert family("tensors, mine").ranks == family("expert pair, mine").ranks == 2
     for wrong in ("outer=cast", ": outer=cast"):
         with pytest.raises(ValueError, match="write NAME: SPEC"):
             read_case(wrong)
