@@ -14,10 +14,12 @@ import pytest
 
 from benchmarks.lab import command as netlab
 from megatron.checkpoint.load import load_common
+from megatron.compression.points import EXPERT_POINTS
 from megatron.training.auto_compression import CHOICE
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.layer_codes import MODULE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
@@ -37,13 +39,23 @@ def _train(prefix: Path, log: Path, compress: list[str], world_size: int = 4, **
     return run_cli(world_size, ["pretrain_gpt.py", *flags]).check()
 
 
-@pytest.fixture(scope="module")
-def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run on four hosts with slow links, stopped after 3 of 6 iterations, and what it printed."""
+def _train_on_slow_links(hosts: int, flags: list[str]) -> str:
+    """Output of a run on so many hosts with slow links."""
     try:
         netlab.check_permission()
     except netlab.LabError as problem:
         pytest.skip(str(problem))
+    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", str(hosts), "--rate", "3mbit", "--timeout", "100", "--"]
+    result = subprocess.run(
+        [sys.executable, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on four hosts with slow links, stopped after 3 of 6 iterations, and what it printed."""
     folder = tmp_path_factory.mktemp("chosen")
     flags = tiny_flags(
         prefix,
@@ -54,12 +66,7 @@ def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
         save=folder / "saved",
         log_json_file=folder / "log.jsonl",
     )
-    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", "4", "--rate", "3mbit", "--timeout", "100", "--"]
-    result = subprocess.run(
-        [sys.executable, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == 0, result.stderr
-    return folder, result.stdout
+    return folder, _train_on_slow_links(4, flags)
 
 
 def test_the_choice_is_made_without_training(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
@@ -91,6 +98,32 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     _train(prefix, tmp_path / "by_hand.jsonl", specs)
     losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
     assert losses == {iteration: repeated[iteration] for iteration in (1, 2, 3)}
+
+
+IN_LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "tensors": ({"tensor_model_parallel_size": 2}, {"tp-forward", "tp-backward"}),
+    "experts": (
+        {"num_experts": 4, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 32},
+        {point.value for point in EXPERT_POINTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_traffic_inside_layers_is_compressed_on_slow_links(name: str, prefix: Path, tmp_path: Path) -> None:
+    """And the flags repeat the run."""
+    changes, points = IN_LAYERS[name]
+    sizes = {"seq_length": 64, "max_position_embeddings": 64, "micro_batch_size": 4, "global_batch_size": 8}
+    layout = {"hidden_size": 64, "train_iters": 3, "compress_module": MODULE, **sizes, **changes}
+    auto = {"compress": ["auto"], "max_loss_increase": 50, "log_json_file": tmp_path / "auto.jsonl"}
+    text = _train_on_slow_links(2, tiny_flags(prefix, **layout, **auto))
+    assert "the same by hand" in text, text
+    (by_hand,) = re.findall(r"the same by hand: (.*)", text)
+    specs = re.findall(r"--compress (\S+)", by_hand)
+    assert {spec.partition("=")[0] for spec in specs} >= points
+    by_hand_flags = tiny_flags(prefix, **layout, compress=specs, log_json_file=tmp_path / "by_hand.jsonl")
+    run_cli(2, ["pretrain_gpt.py", *by_hand_flags]).check()
+    assert _losses(tmp_path / "auto.jsonl") == _losses(tmp_path / "by_hand.jsonl")
 
 
 def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
@@ -246,6 +279,7 @@ def test_experts_of_the_user_are_measured_and_sums_that_are_left_out_are_no_cand
     experts = {"num_experts": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
     result = _train(prefix, tmp_path / "log.jsonl", ["auto", "experts=default"], 2, **experts)
     assert re.search(r"--compress auto: (?:measured|predicted) .*\n  dp-grad ", result.stdout)
+    assert "\n  ep-" not in result.stdout
     alone = {"no_allreduce": True, "pipeline_model_parallel_size": 1}
     result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, **alone)
     assert "no point without a spec has both traffic and a compressor to choose" in result.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,26 +11,13 @@ from megatron.compression.schedule import RunLength
 from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.loss_guard import LossGuard
 from megatron.training.step import take_batches
+from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_engines, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
-MODULE = """
-from megatron.compression.fixpoint import FixpointCodec, FixpointRounds, FixpointSumConfig
-from megatron.compression.ladder import Rung
-from megatron.compression.points import EXPERT_POINTS, Point
-from megatron.compression.registry import Registration
-
-
-def register(registry):
-    rungs = Rung("bits=8", (0.001, 0.001)), Rung("bits=4", (0.002, 0.002))
-    ladder = dict.fromkeys((Point.TP_FWD, Point.TP_BWD, *EXPERT_POINTS), rungs)
-    codes = Registration(FixpointSumConfig, codec=FixpointCodec, rounds=FixpointRounds, ladder=ladder)
-    registry.register("codes", codes)
-"""
 TENSORS: dict[str, dict[str, Any]] = {"parallel": {"tensor_model_parallel_size": 2}}
-TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Point, ...]]] = {
     "tensors": (TENSORS, TP_POINTS),
     "sequence": (merge(TENSORS, {"parallel": {"sequence_parallel": True}}), TP_POINTS),
@@ -45,14 +31,14 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], tuple[Point, ...]]] = {
 }
 
 
-def _ease_to_exact(name: str, module: str) -> dict[str, tuple[list[float], list[list[str]], list[float], list[str]]]:
+def _ease_to_exact(name: str) -> dict[str, tuple[list[float], list[list[str]], list[float], list[str]]]:
     """For each point, the share of its bytes that steps send, the specs in use, the point's cost by the check after
     each step, all of which exceed the budget, and the points whose cost is measured."""
     changes, points = LAYOUTS[name]
     results = {}
     for point in points:
         specs = ["auto", f"{point.value}=codes,bits=4"]
-        engines = tiny_engines(merge(changes, {"compression": {"compress": specs, "compress_module": [module]}}))
+        engines = tiny_engines(merge(changes, {"compression": {"compress": specs, "compress_module": [MODULE]}}))
         batches = tiny_batches(engines.config, engines.topology, False, start=5000)
         count = 4 // engines.topology.layout.dp
         guard = LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(30))
@@ -70,11 +56,9 @@ def _ease_to_exact(name: str, module: str) -> dict[str, tuple[list[float], list[
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_settings_inside_layers_are_followed_to_exact_traffic(name: str, tmp_path: Path) -> None:
+def test_settings_inside_layers_are_followed_to_exact_traffic(name: str) -> None:
     """What forward points cost is measured; behind the gentlest setting, all bytes are sent."""
-    module = tmp_path / "codes.py"
-    module.write_text(MODULE)
-    for result in run_ranks(2, _ease_to_exact, name, str(module)):
+    for result in run_ranks(2, _ease_to_exact, name):
         for point, (shares, used, costs, measured) in result.items():
             assert used == [[f"{point}=codes,bits=4"], [f"{point}=codes,bits=8"], [], []]
             assert shares[0] < shares[1] < 0.5

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.auto import (
     MAX_TRIALS,
     TRIAL_MARGIN,
@@ -31,6 +31,7 @@ from megatron.planner.auto import (
 from megatron.planner.candidates import CandidateSpec, affordable, candidate_specs, read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
+from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
 NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
@@ -129,6 +130,8 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
     may_gain = bool(compressed) and compressed[0] <= 1 - WORTHWHILE
     assert len(contenders[1:]) == min(len(compressed), MAX_TRIALS if may_gain else 1)
     assert all(each.seconds <= slowest_s for each in contenders[1:])
+    if may_gain:
+        assert min(each.seconds for each in contenders[1:]) == pytest.approx(compressed[0])
     if result.chosen.candidates:
         assert result.chosen in contenders
     if len(compressed) > MAX_TRIALS and may_gain:  # all but the mildest of the fastest are the fastest
@@ -244,6 +247,26 @@ def test_points_of_the_user_and_without_traffic_are_left_alone() -> None:
     assert not read_ladders(config, predictor_of(config, single)[1], single)
     single_stage = _auto(SLOW, pipeline_model_parallel_size=1, use_distributed_optimizer=False)
     assert {point.point for point in single_stage.points} == {Point.DP_GRAD}
+
+
+@pytest.mark.parametrize(
+    ("specs", "points"),
+    [
+        ([], EXPERT_POINTS),
+        (["ep-dispatch=cast"], (Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD)),
+        (["experts=default"], ()),
+    ],
+)
+def test_points_inside_layers_take_part(specs: list[str], points: tuple[Point, ...]) -> None:
+    """But not those with a spec of the user, of several points either."""
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    compression = {"compress": ["auto", *specs], "compress_module": [MODULE]}
+    config = small_run(model={"num_experts": [4]}, parallel=layout, compression=compression)
+    ladders = read_ladders(config, predictor_of(config)[1], CLUSTER)
+    offered = {point: [candidate.spec for candidate in ladder] for point, ladder in ladders.items()}
+    for point in (*TP_POINTS, *EXPERT_POINTS):
+        codes = [f"{point.value}=codes,bits=8", f"{point.value}=codes,bits=4"]
+        assert set(codes) <= set(offered[point]) if point in (*TP_POINTS, *points) else point not in offered
 
 
 def test_compressors_that_training_refuses_are_no_candidates() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.compression.points import EXPERT_POINTS
 from megatron.planner.auto import WORTHWHILE, CompressorSearch
 from megatron.planner.candidates import read_ladders
+from megatron.planner.command import main
 from megatron.planner.search import refusal_reason
-from tests.unit.planner.support import CLUSTER, predictor_of, small_run
+from tests.support.layer_codes import MODULE, TP_POINTS
+from tests.unit.planner.support import CLUSTER, predictor_of, small_run, write_files
 
 NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
 SLOW = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.05))
@@ -75,3 +80,18 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     increases = {candidate.spec: candidate.increase for ladder in ladders.values() for candidate in ladder}
     lowest = min(sum(increases[spec] for spec in specs) for specs in within)
     assert search.choose().chosen.increase == pytest.approx(lowest)
+
+
+def test_traffic_inside_layers_is_compressed_on_a_described_slow_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not on a fast one."""
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    compression = {"compress": ["auto"], "compress_module": [MODULE], "max_loss_increase": 50.0}
+    config = small_run(model={"hidden_size": 256, "num_experts": [4]}, parallel=layout, compression=compression)
+    points = {point.value for point in (*TP_POINTS, *EXPERT_POINTS)}
+    for cluster, chosen in ((SLOW, points), (FAST, set())):
+        assert main(write_files(tmp_path, config, cluster)) == 0
+        (report,) = re.findall(r"^--compress auto: (?:.+\n)+", capsys.readouterr().out, re.MULTILINE)
+        assert all(f"\n  {point} " in report for point in points)
+        assert {point for point in points if f"--compress {point}=" in report} == chosen
