@@ -132,7 +132,7 @@ class CompressorSearch:
     They are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
     pipeline messages determine the passes of an iteration; for each combination of them, ``Predictor.lower_bound``
     bounds their seconds in any order of passes. Compressors of the other points only determine what follows the last
-    pass, bounded by ``Predictor.least_rest_s``. So the sum of two bounds is below the seconds of every set that
+    pass, bounded by ``Predictor.least_update_s``. So the sum of two bounds is below the seconds of every set that
     consists of the two parts, and parts whose sum exceeds the seconds of the sets found so far are left out.
     Combinations at fewer points have no bound of their own: messages share links, so that a compressor that makes a
     message faster can delay another one.
@@ -149,12 +149,12 @@ class CompressorSearch:
         uncompressed = self.predict_set({})
         self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
         self._passes = self._parts(predictor.lower_bound, lambda point: point in _PASS_POINTS)
-        self._rests = self._parts(predictor.least_rest_s, lambda point: point not in _PASS_POINTS)
+        self._updates = self._parts(predictor.least_update_s, lambda point: point not in _PASS_POINTS)
         by_increase = sorted(
             (increase, first, second)
             for first, passes in enumerate(self._passes)
-            for second, rest in enumerate(self._rests)
-            if (increase := _increase(self._merge(passes, rest))) <= budget
+            for second, update in enumerate(self._updates)
+            if (increase := _increase(self._merge(passes, update))) <= budget
         )
         self.considered = len(by_increase)
         fastest = self._find_fastest()
@@ -188,9 +188,9 @@ class CompressorSearch:
         parts = [_Part(each, bound_s(self._with(each)) * (1 - _ROUNDING)) for each in combinations]
         return sorted(parts, key=lambda part: part.bound_s)
 
-    def _merge(self, passes: _Part, rest: _Part) -> dict[Point, CandidateSpec]:
+    def _merge(self, passes: _Part, update: _Part) -> dict[Point, CandidateSpec]:
         """The candidates of two parts, in the order of the points."""
-        candidates = {**passes.candidates, **rest.candidates}
+        candidates = {**passes.candidates, **update.candidates}
         return {point: candidates[point] for point in self._ladders if point in candidates}
 
     def _passes_s(self, passes: _Part) -> float:
@@ -205,13 +205,13 @@ class CompressorSearch:
         fastest: list[tuple[float, dict[Point, CandidateSpec]]] = []
         limit_s = math.inf
         for passes in self._passes:
-            if passes.bound_s + self._rests[0].bound_s >= limit_s:
+            if passes.bound_s + self._updates[0].bound_s >= limit_s:
                 break
             passes_s = self._passes_s(passes)
-            for rest in self._rests:
-                if passes_s + rest.bound_s >= limit_s:
+            for update in self._updates:
+                if passes_s + update.bound_s >= limit_s:
                     break
-                candidates = self._merge(passes, rest)
+                candidates = self._merge(passes, update)
                 if not candidates or _increase(candidates) > self._budget:
                     continue
                 seconds = self._seconds(candidates)
@@ -231,10 +231,10 @@ class CompressorSearch:
         for increase, first, second in by_increase:
             if increase > lowest:
                 break
-            passes, rest = self._passes[first], self._rests[second]
-            if passes.bound_s + rest.bound_s > limit_s or self._passes_s(passes) + rest.bound_s > limit_s:
+            passes, update = self._passes[first], self._updates[second]
+            if passes.bound_s + update.bound_s > limit_s or self._passes_s(passes) + update.bound_s > limit_s:
                 continue
-            candidates = self._merge(passes, rest)
+            candidates = self._merge(passes, update)
             seconds = self._seconds(candidates) if candidates else math.inf
             if seconds * (1 - WORTHWHILE) <= fastest_s and seconds < mildest_s and self._fits(candidates):
                 mildest, mildest_s, lowest = candidates, seconds, increase

@@ -182,7 +182,7 @@ class Predictor(Stages):
         """Seconds until the last pass of an iteration has ended."""
         return max(time.end for time in self.times(choice, self.pipeline(choice, wires_of(self.cluster, choice))))
 
-    def least_rest_s(self, choice: Choice) -> float:
+    def least_update_s(self, choice: Choice) -> float:
         """Lower bound on the seconds of an iteration beyond ``passes_s``.
 
         It does not depend on the compressors of the passes. The rank whose passes end last cannot reduce its gradients

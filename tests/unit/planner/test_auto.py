@@ -58,7 +58,7 @@ class FakePredictor:
     def lower_bound(self, choice: Choice) -> float:
         return (1.0 - self.slack) * self.passes_s(choice)
 
-    def least_rest_s(self, choice: Choice) -> float:
+    def least_update_s(self, choice: Choice) -> float:
         return (1.0 - self.slack) * (0.35 - self._saved_s(choice, "dp-", "embedding", "param-"))
 
     def seconds(self, choice: Choice) -> float:

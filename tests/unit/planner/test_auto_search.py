@@ -57,7 +57,7 @@ def test_bounds_of_the_parts_of_an_iteration_are_below_it(name: str) -> None:
             seconds, passes_s = predictor.seconds(compressed), predictor.passes_s(compressed)
             assert seconds == predictor.predict(compressed).seconds
             assert 0.0 < predictor.lower_bound(compressed) <= passes_s * (1 + 1e-9)
-            assert 0.0 < predictor.least_rest_s(compressed) <= (seconds - passes_s) * (1 + 1e-9)
+            assert 0.0 < predictor.least_update_s(compressed) <= (seconds - passes_s) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("budget", [0.4, 1.5])
