@@ -36,12 +36,12 @@ def test_the_stream_is_in_fp32_and_closer_to_an_fp32_model(kind: str) -> None:
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_a_model_learns(normalization: str) -> None:
-    model = {"fp32_residual_connection": True, "normalization": normalization}
+    model = {"fp32_residual_connection": True, "normalization": normalization, "num_layers": 2}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
     trace = tiny_run({"model": model, "precision": {"bf16": True}}, 20)
     assert trace.losses[-1] < trace.losses[0] - 0.3
-    again = tiny_run({"model": model, "precision": {"bf16": True}, "recompute": recompute}, 20)
-    assert again.losses == trace.losses
+    again = tiny_run({"model": model, "precision": {"bf16": True}, "recompute": recompute}, 4)
+    assert again.losses == trace.losses[:4]
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp64": True}])
