@@ -186,17 +186,13 @@ class Predictor(Stages):
         """Lower bound on the seconds of an iteration beyond ``passes_s``.
 
         It does not depend on the compressors of the passes. The rank whose passes end last cannot reduce its gradients
-        faster than any rank that has nothing to wait for, of which the fastest counts. The rest, from the norm to the
-        all-gather, follows the last reduction.
+        faster than any rank that has nothing to wait for. The last rank to reduce them, which may be another, updates
+        its parameters after that, and all ranks gather them.
         """
-        wires = wires_of(self.cluster, choice)
-        after_s = [
-            self._least_reduction_s(choice, rank, wires)
-            + self._update_s(choice, rank)
-            + self._orthogonal_s(choice, rank, wires)
-            for rank in range(choice.pp)
-        ]
-        return min(after_s) + self._world_s(wires, choice) + self._slowest_gather_s(choice, wires)
+        wires, ranks = wires_of(self.cluster, choice), range(choice.pp)
+        reduction_s = min(self._least_reduction_s(choice, rank, wires) for rank in ranks)
+        update_s = min(self._update_s(choice, rank) + self._orthogonal_s(choice, rank, wires) for rank in ranks)
+        return reduction_s + update_s + self._world_s(wires, choice) + self._slowest_gather_s(choice, wires)
 
     def _least_reduction_s(self, choice: Choice, rank: int, wires: Wires) -> float:
         """Lower bound on the seconds from a rank's last pass to its reduced gradients."""

@@ -60,6 +60,16 @@ def test_bounds_of_the_parts_of_an_iteration_are_below_it(name: str) -> None:
             assert 0.0 < predictor.least_update_s(compressed) <= (seconds - passes_s) * (1 + 1e-9)
 
 
+def test_the_bound_holds_if_a_rank_reduces_fast_and_another_updates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, choice = predictor_of(small_run(parallel=STAGES | {"pipeline_model_parallel_size": 2}))
+    passes_s = predictor.passes_s(choice)
+    monkeypatch.setattr(predictor, "_least_reduction_s", lambda choice, rank, wires: (0.0, 10.0)[rank])
+    monkeypatch.setattr(predictor, "_update_s", lambda choice, rank: (10.0, 0.0)[rank])
+    # The passes of the second rank end 9 seconds before those of the first.
+    monkeypatch.setattr(predictor, "_synchronized", lambda *_: ([passes_s, passes_s + 1.0], 0.0))
+    assert predictor.least_update_s(choice) <= predictor.seconds(choice) - passes_s
+
+
 @pytest.mark.parametrize("budget", [0.4, 1.5])
 def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     config = small_run(model={"hidden_size": 256}, parallel=STAGES | {"pipeline_model_parallel_size": 2})
