@@ -325,8 +325,8 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
             dues.append(dict(counts))
         return tuple(dues)
 
-    def late(layout: Layout, schedules: Any, max_ahead: int) -> Timetable:
-        table = build_timetable(layout, schedules, max_ahead)
+    def late(layout: Layout, *arguments: Any) -> Timetable:
+        table = build_timetable(layout, *arguments)
         return replace(table, messages_due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
 
     def forget_all(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
