@@ -54,7 +54,7 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     logs = {}
     for schedule in ("1f1b", "zb-h1", "auto"):
         logs[schedule] = tmp_path / f"{schedule}.jsonl"
-        more = {"pipeline_max_in_flight": 6} if schedule == "auto" else {}
+        more = {"pipeline_max_in_flight": 12} if schedule == "auto" else {}
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
