@@ -24,28 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import join_for_help, parse_names, runs
+from benchmarks.convergence_cases import SMALL_RUN
 from benchmarks.lab.hosts import Lab, check_permission, run_with_hosts
 from megatron.base.markdown import markdown_table
 from megatron.training.records import read_records
 
 TRAINING: dict[str, Any] = {
-    "num-attention-heads": 4,
-    "seq-length": 64,
-    "max-position-embeddings": 64,
-    "position-embedding-type": "rope",
-    "attention-dropout": 0.0,
-    "hidden-dropout": 0.0,
+    **SMALL_RUN,
     "micro-batch-size": 4,
-    "global-batch-size": 16,
     "train-iters": 240,
-    "lr-decay-style": "cosine",
     "lr-warmup-iters": 20,
-    "weight-decay": 0.1,
-    "num-workers": 0,
-    "log-interval": 20,
     "eval-interval": 240,
-    "eval-iters": 100,
-    "distributed-backend": "gloo",
 }
 WIDE: dict[str, Any] = {"num-layers": 2, "hidden-size": 64, "lr": 3e-3, "min-lr": 3e-4}
 DEEP: dict[str, Any] = {"num-layers": 6, "hidden-size": 32, "lr": 6e-3, "min-lr": 6e-4}

@@ -147,29 +147,34 @@ def _layout_of(point: Point, spec: str) -> str:
 MARGIN = 0.3
 """Percent of loss within which a case or a spec counts as equivalent to dense, by two one-sided tests at 5%."""
 
-MODEL: dict[str, Any] = {
-    "num-layers": 4,
-    "hidden-size": 64,
+SMALL_RUN: dict[str, Any] = {
     "num-attention-heads": 4,
     "seq-length": 64,
     "max-position-embeddings": 64,
     "position-embedding-type": "rope",
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,
-    "pipeline-model-parallel-size": 2,
-    "micro-batch-size": 2,
     "global-batch-size": 16,
-    "sample-order": "fixed",
-    "lr": 3e-3,
-    "min-lr": 3e-4,
     "lr-decay-style": "cosine",
-    "lr-warmup-iters": 40,
     "weight-decay": 0.1,
-    "adam-beta2": 0.999,
     "num-workers": 0,
     "log-interval": 20,
     "eval-iters": 100,
     "distributed-backend": "gloo",
+}
+"""Flags of all small models whose losses are compared."""
+
+MODEL: dict[str, Any] = {
+    **SMALL_RUN,
+    "num-layers": 4,
+    "hidden-size": 64,
+    "pipeline-model-parallel-size": 2,
+    "micro-batch-size": 2,
+    "sample-order": "fixed",
+    "lr": 3e-3,
+    "min-lr": 3e-4,
+    "lr-warmup-iters": 40,
+    "adam-beta2": 0.999,
 }
 
 WITH_EXPERTS: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron.compression.points import Point
 from megatron.planner.candidates import CandidateSpec, Ladders, affordable
@@ -156,6 +157,7 @@ class CompressorSearch:
             for second, update in enumerate(self._updates)
             if (increase := _increase(self._merge(passes, update))) <= budget
         )
+        self._passes_s = cache(lambda part: predictor.passes_s(self._with(self._passes[part].candidates)))
         self.considered = len(by_increase)
         fastest = self._find_fastest()
         selected = [candidates for _, candidates in fastest]
@@ -193,9 +195,6 @@ class CompressorSearch:
         candidates = {**passes.candidates, **update.candidates}
         return {point: candidates[point] for point in self._ladders if point in candidates}
 
-    def _passes_s(self, passes: _Part) -> float:
-        return self.predictor.passes_s(self._with(passes.candidates)) * (1 - _ROUNDING)
-
     def _fits(self, candidates: Mapping[Point, CandidateSpec]) -> bool:
         """Whether a set fits into memory."""
         return self.predictor.memory_bytes(self._with(candidates)) <= self._memory_limit
@@ -204,10 +203,10 @@ class CompressorSearch:
         """Up to ``MAX_TRIALS`` of the fastest sets with their seconds, the fastest first."""
         fastest: list[tuple[float, dict[Point, CandidateSpec]]] = []
         limit_s = math.inf
-        for passes in self._passes:
+        for number, passes in enumerate(self._passes):
             if passes.bound_s + self._updates[0].bound_s >= limit_s:
                 break
-            passes_s = self._passes_s(passes)
+            passes_s = self._passes_s(number) * (1 - _ROUNDING)
             for update in self._updates:
                 if passes_s + update.bound_s >= limit_s:
                     break
@@ -232,7 +231,9 @@ class CompressorSearch:
             if increase > lowest:
                 break
             passes, update = self._passes[first], self._updates[second]
-            if passes.bound_s + update.bound_s > limit_s or self._passes_s(passes) + update.bound_s > limit_s:
+            if passes.bound_s + update.bound_s > limit_s:
+                continue
+            if self._passes_s(first) * (1 - _ROUNDING) + update.bound_s > limit_s:
                 continue
             candidates = self._merge(passes, update)
             seconds = self._seconds(candidates) if candidates else math.inf

@@ -14,9 +14,9 @@ from megatron.parallel.pipeline.list_schedule import AUTO, FIRST
 from megatron.parallel.pipeline.schedule import (
     Pass,
     PipelineOp,
-    eager_in_flight,
     find_epilogue,
     make_schedule,
+    most_in_flight,
     one_f_one_b,
     warm_ups_without_flush,
 )
@@ -89,7 +89,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
         if choice.schedule == AUTO:  # a list may hold as many as are allowed
-            most = min(eager_in_flight(max_in_flight, choice.pp), choice.micro_batches)
+            most = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
             counts: frozenset[Held] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
         else:
             counts = held_by_rank(

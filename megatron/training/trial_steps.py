@@ -121,7 +121,7 @@ class _Trial:
         self._topology, self._vocab_size, self._length = topology, vocab_size, length
         self._plan, self._consumed_samples = plan, consumed_samples
         self.engines: Engines | None = None
-        self.batches: Sequence[Batch] = ()
+        self._batches: Sequence[Batch] = ()
         self._steps = 0
 
     def _build(self) -> Engines:
@@ -129,7 +129,7 @@ class _Trial:
         engines = together(group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length))
         assert self._plan.train_set is not None
         with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
-            self.batches = together(group, partial(take_full_batch, engines, loader))
+            self._batches = together(group, partial(take_full_batch, engines, loader))
         self._steps = 0
         return engines
 
@@ -140,20 +140,24 @@ class _Trial:
         engines, control = self.engines, self._topology.control
         control.barrier()
         start = time.perf_counter()
-        train_step(engines, self.batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
+        train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
         engines.ledger.clock.synchronize()
         self._steps += 1
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
 
+    def drop_engines(self) -> None:
+        """Drop the engines; the garbage collection frees their memory."""
+        assert self.engines is not None
+        release_engines(self.engines)
+        self.engines, self._batches = None, ()
+
 
 def _drop_engines(trials: Sequence[_Trial]) -> None:
     """Free the memory of the engines of some trials, where there are any."""
-    had_engines = False
+    trials = [trial for trial in trials if trial.engines is not None]
     for trial in trials:
-        if trial.engines is not None:
-            release_engines(trial.engines)
-            trial.engines, trial.batches, had_engines = None, (), True
-    if had_engines:
+        trial.drop_engines()
+    if trials:
         free_memory()
 
 

@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.config.check_parallel import SCHEDULES_WITHOUT_FLUSH
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
@@ -19,9 +20,9 @@ from megatron.parallel.pipeline.schedule import (
     Pass,
     PipelineOp,
     count_warm_up,
-    eager_in_flight,
     make_forward_schedule,
     make_schedule,
+    most_in_flight,
     warm_ups_without_flush,
 )
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Timetable, build_timetable
@@ -119,11 +120,11 @@ class PipelineEngine:
                 schedules = [
                     make_schedule(kind, pp, stage, chunks, num_micro_batches, self.max_in_flight) for stage in range(pp)
                 ]
-                if kind in ("1f1b", "eager-1f1b"):
+                if kind in SCHEDULES_WITHOUT_FLUSH and pp > 1:
                     warm_ups = warm_ups_without_flush(kind, pp, num_micro_batches, self.max_in_flight)
-                if kind == "eager-1f1b" and pp > 1:
                     # A sender runs ahead by its additional warm-up forwards.
-                    max_ahead = max(max_ahead, count_warm_up(pp, pp - 2, eager_in_flight(self.max_in_flight, pp)))
+                    in_flight = most_in_flight(kind, pp, self.max_in_flight)
+                    max_ahead = max(max_ahead, count_warm_up(pp, pp - 2, in_flight))
             self._timetables[key] = build_timetable(self.layout, schedules, max_ahead, warm_ups)
         return self._timetables[key]
 
@@ -246,9 +247,9 @@ class PipelineEngine:
         begin_forward: Callable[[int], None] = lambda micro_batch: None,
     ) -> None:
         """Run passes of steps that overlap; ``begin_forward`` is called before each forward with its micro-batch."""
-        for (step, op), previous, following in zip(passes, [None, *passes], [*passes[1:], None], strict=False):
-            if previous is None:
-                step.messages.expect(op)
+        for step, op in passes[:1]:
+            step.messages.expect(op)
+        for (step, op), following in zip(passes, [*passes[1:], None], strict=False):
             if op.is_forward:
                 begin_forward(op.micro_batch)
             receives.post()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, eager_in_flight, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule, most_in_flight
 from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
 
 AUTO = "auto"
@@ -115,7 +115,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
         micro_batches: number of micro-batches in the step.
     """
     stages, count = pipeline.stages, _most_simulated(pipeline.stages, micro_batches)
-    limit = eager_in_flight(pipeline.max_in_flight, stages)
+    limit = most_in_flight(AUTO, stages, pipeline.max_in_flight)
     settings: list[tuple[str, tuple[int, ...]]] = [("1f1b", ()), ("zb-h1", ()), ("eager-1f1b", ())]
     if micro_batches <= limit:
         settings.append(("gpipe", ()))

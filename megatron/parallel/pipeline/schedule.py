@@ -77,9 +77,10 @@ def one_f_one_b(warm_up: int, num_micro_batches: int) -> list[PipelineOp]:
     )
 
 
-def eager_in_flight(requested: int | None, pp: int) -> int:
-    """Maximum number of micro-batches that a stage of eager-1f1b or auto stores: as requested, else 2 pp - 1."""
-    return requested or 2 * pp - 1
+def most_in_flight(kind: str, pp: int, requested: int | None) -> int:
+    """Maximum number of micro-batches that a stage stores: pp with 1f1b; with eager-1f1b and auto as requested, or
+    2 pp - 1."""
+    return pp if kind == "1f1b" else requested or 2 * pp - 1
 
 
 def count_warm_up(pp: int, stage: int, in_flight: int) -> int:
@@ -99,8 +100,8 @@ def warm_ups_without_flush(kind: str, pp: int, num_micro_batches: int, max_in_fl
     At most one micro-batch of the next step is in flight before the first backward of a step. If steps are that short,
     all stages store fewer activations, since a stage with no more of them than the next stage waits for each message.
     """
-    in_flight = eager_in_flight(max_in_flight, pp) if kind == "eager-1f1b" else pp
-    return [count_warm_up(pp, stage, min(in_flight, num_micro_batches + 1)) for stage in range(pp)]
+    in_flight = min(most_in_flight(kind, pp, max_in_flight), num_micro_batches + 1)
+    return [count_warm_up(pp, stage, in_flight) for stage in range(pp)]
 
 
 def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
@@ -263,8 +264,7 @@ def make_schedule(
         return gpipe(num_micro_batches)
     if kind == "zb-h1":
         return zero_bubble_h1(pp, stage, num_micro_batches)
-    in_flight = eager_in_flight(max_in_flight, pp) if kind == "eager-1f1b" else pp
-    return one_f_one_b(count_warm_up(pp, stage, in_flight), num_micro_batches)
+    return one_f_one_b(count_warm_up(pp, stage, most_in_flight(kind, pp, max_in_flight)), num_micro_batches)
 
 
 def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
