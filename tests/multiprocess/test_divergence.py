@@ -13,12 +13,15 @@ from tests.support.corpus import tiny_flags
 SCRIPT = "pretrain_gpt.py"
 DIVERGING: dict[str, object] = {
     "optimizer": "sgd",
+    "sgd_momentum": 0,
     "lr": 1e3,
+    "weight_decay": 1e30,
     "lr_warmup_iters": 20,
     "clip_grad": 0,
     "train_iters": 24,
 }
-"""Four steps are taken; the gradients of the fifth, and of all after it, are not finite."""
+"""The first step has a learning rate of 0, the second multiplies the matrices by 5e31; losses and gradients are not finite
+from the third step on, on any hardware."""
 
 
 def _run(ranks: int, prefix: Path, **changes: object) -> list[CliResult]:
@@ -35,30 +38,31 @@ def test_a_diverged_run_ends_with_its_own_status_and_leaves_the_last_good_checkp
     prefix: Path, tmp_path: Path
 ) -> None:
     save = tmp_path / "saved"
-    flags = {"save": save, "save_interval": 2, "keep_last": 1, "max_skipped_steps": 4}
+    flags = {"save": save, "save_interval": 1, "keep_last": 1, "max_skipped_steps": 4}
     results = _run(2, prefix, **flags, load=save)
     assert [result.returncode for result in results] == [5, 5], results[0].text()
-    line = rf"error: the run has diverged: 4 steps in a row .* iteration 4;.*--load {save} --ckpt-step 2.*--lr"
+    line = rf"error: the run has diverged: 4 steps in a row .* iteration 2;.*--load {save} --ckpt-step 1.*--lr"
     assert re.search(line, results[0].stderr), results[0].stderr
     assert results[0].stderr.count("error") == 1
     assert "error" not in results[1].stderr
-    assert _saved(save) == ["iter_0000002", "iter_0000006"]
+    assert _saved(save) == ["iter_0000001", "iter_0000005"]
     # The line's advice works: nothing was saved over that checkpoint, and the run goes on from it.
-    words = f"--load {save} --ckpt-step 2".split()
-    advised = [SCRIPT, *tiny_flags(prefix, **DIVERGING | {"train_iters": 6, "lr": 1e-2, "lr_decay_iters": 24}), *words]
+    words = f"--load {save} --ckpt-step 1".split()
+    changes = {"train_iters": 6, "lr": 1e-2, "weight_decay": 0.01, "lr_decay_iters": 24}
+    advised = [SCRIPT, *tiny_flags(prefix, **DIVERGING | changes), *words]
     resumed = run_cli(1, [*advised, "--override-opt_param-scheduler"]).check()
     assert "number of skipped iterations:   1" not in resumed.stdout
 
 
 @pytest.mark.multiprocess
 def test_skipped_steps_are_counted_over_restarts(prefix: Path, tmp_path: Path) -> None:
-    flags: dict[str, object] = {"save": tmp_path, "load": tmp_path, "exit_interval": 6, "max_skipped_steps": 4}
+    flags: dict[str, object] = {"save": tmp_path, "load": tmp_path, "exit_interval": 4, "max_skipped_steps": 4}
     first, second = (_run(1, prefix, **flags)[0] for _ in range(2))
     assert first.returncode == 0, first.text()
     assert second.returncode == 5, second.text()
-    assert _saved(tmp_path) == ["iter_0000006"]
-    assert "iteration        8/" in second.stdout
-    assert "iteration        9/" not in second.stdout
+    assert _saved(tmp_path) == ["iter_0000004"]
+    assert "iteration        6/" in second.stdout
+    assert "iteration        7/" not in second.stdout
 
 
 @pytest.mark.multiprocess
@@ -66,9 +70,13 @@ def test_the_first_non_finite_number_ends_a_run_that_checks(prefix: Path, tmp_pa
     flags: dict[str, object] = {"save": tmp_path, "save_interval": 1, "keep_last": 1}
     results = _run(2, prefix, **flags, check_for_nan_in_loss_and_grad=True, pipeline_model_parallel_size=2)
     assert [result.returncode for result in results] == [5, 5], results[0].text()
-    line = r"error: the run has diverged: a gradient of iteration 5 is not finite .*--check-for-nan-in-loss-and-grad"
+    line = r"error: the run has diverged: the loss of iteration 3 is not finite .*--check-for-nan-in-loss-and-grad"
     assert re.search(line, results[0].stderr), results[0].stderr
-    assert _saved(tmp_path) == ["iter_0000003", "iter_0000004"]
+    assert _saved(tmp_path) == ["iter_0000001", "iter_0000002"]
+    (overflow,) = _run(1, prefix, fp16=True, loss_scale=1e30, lr=1e-3, check_for_nan_in_loss_and_grad=True)
+    assert overflow.returncode == 5, overflow.text()
+    line = r"error: the run has diverged: a gradient of iteration 1 is not finite .*--check-for-nan-in-loss-and-grad"
+    assert re.search(line, overflow.stderr), overflow.stderr
 
 
 @pytest.mark.multiprocess
@@ -84,6 +92,6 @@ def test_a_falling_loss_scale_is_no_divergence(prefix: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_run_that_ends_before_the_limit_of_skipped_steps_says_so(prefix: Path) -> None:
-    (result,) = _run(1, prefix, train_iters=7, lr_decay_iters=24)
+    (result,) = _run(1, prefix, train_iters=5, lr_decay_iters=24)
     assert result.returncode == 0, result.text()
     assert "warning: the last 3 steps were skipped" in result.stdout
