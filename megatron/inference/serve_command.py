@@ -94,7 +94,7 @@ def serve(
         CommunicationError: when another rank is gone.
     """
     from megatron.inference.server.app import Server
-    from megatron.inference.server.listening import HTTPServer, configuration, room_for
+    from megatron.inference.server.listening import HTTPServer, configuration
     from megatron.tokenizer.chat import open_chat_template
 
     def request_exit() -> None:
@@ -107,10 +107,7 @@ def serve(
     app = Server(worker, limits, flags.max_request_bytes, name, hosts, template).app()
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    most = room_for(flags.max_connections)
-    if most < flags.max_connections:
-        print(f"note: --max-connections is {most}: this process may not have more files open (ulimit -n)", flush=True)
-    config = configuration(app, most)
+    config = configuration(app, flags.max_connections)
     server = HTTPServer(config, worker, lambda: print(f"serving {name} at {url}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both while it runs, and raises them again afterwards; by then the server has ended.

@@ -20,8 +20,8 @@ DIVERGING: dict[str, object] = {
     "clip_grad": 0,
     "train_iters": 24,
 }
-"""The first step has a learning rate of 0, the second multiplies the matrices by 5e31; losses and gradients are not finite
-from the third step on, on any hardware."""
+"""The first step has a learning rate of 0, the second multiplies the matrices by 5e31; losses and gradients are not
+finite from the third step on, on any hardware."""
 
 
 def _run(ranks: int, prefix: Path, **changes: object) -> list[CliResult]:

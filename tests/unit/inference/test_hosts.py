@@ -113,11 +113,8 @@ def test_the_model_is_found_by_its_name(running: Running) -> None:
     assert _ask(running, "GET", "/v1/models")[1]["data"] == [answer]
 
 
-def test_malformed_http_gives_an_error_in_json(running: Running) -> None:
-    answer = running.ask(b"NONSENSE\r\n\r\n")
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400")
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+def test_malformed_http_is_refused(running: Running) -> None:
+    assert running.ask(b"NONSENSE\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_a_fault_of_the_server_is_json(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
