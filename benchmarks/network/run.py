@@ -56,6 +56,7 @@ TABLE = Table(
     Column("predicted", "predicted_s", ".2f"),
     Column("tokens/s", "tokens_per_s", ".0f"),
     Column("compute s", "compute_s", ".2f"),
+    Column("on the slowest", "slowest_compute_s", ".2f"),
     Column("coding s", "coded_s", ".3f"),
     Column("exposed s", "waited_s", ".2f"),
     Column("MB a host", "host_mb", ".2f"),
@@ -74,6 +75,7 @@ class Measurement:
         seconds: time of an iteration on the slowest rank, the median.
         tokens_per_s: tokens per second of the whole run.
         compute_s, coded_s, waited_s: seconds of an iteration, means over the ranks.
+        slowest_compute_s: seconds of computing on the slowest rank, which no schedule goes below.
         host_mb: MB that a host sends in an iteration, by its interface's counter; the largest over the hosts.
         loss: loss of the last step.
         predicted_s: the planner's time of an iteration; None for a case that it does not know.
@@ -87,6 +89,7 @@ class Measurement:
     seconds: float
     tokens_per_s: float
     compute_s: float
+    slowest_compute_s: float
     coded_s: float
     waited_s: float
     host_mb: float
@@ -275,7 +278,8 @@ def measure(
                 median = {key: statistics.median(answer[key] for answer in answers) for key in answers[0]}
                 measurement = Measurement(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
-                    median["compute_s"], median["coded_s"], median["waited_s"], sent_mb, answers[-1]["loss"],
+                    median["compute_s"], median["slowest_compute_s"], median["coded_s"], median["waited_s"],
+                    sent_mb, answers[-1]["loss"],
                     predicted(bench, case, cluster and linked(cluster, rate)),
                     {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
                 )  # fmt: skip
