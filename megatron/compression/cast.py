@@ -21,9 +21,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class CastConfig:
-    """Numbers in half precision."""
+    """Values in half precision."""
 
-    dtype: Literal["bf16", "fp16"] = opt("bf16", "on the wire; fp16 overflows beyond 65504")
+    dtype: Literal["bf16", "fp16"] = opt("bf16", "data type on the wire; fp16 overflows beyond 65504")
 
 
 class HalfFormat(Format):

@@ -34,15 +34,15 @@ _DTYPES = {16: torch.bfloat16, 32: torch.float32}
 
 @dataclass(frozen=True)
 class ChunkedTopKConfig:
-    """The largest numbers of every chunk, with their places and values in a few bits."""
+    """The largest values of every chunk, with positions and values in a few bits."""
 
-    chunk: int = opt(4096, "consecutive numbers of a parameter that are a chunk", minimum=2, maximum=1 << 16)
-    k: int = opt(64, "numbers of each chunk that are sent", minimum=1, scheduled=True)
+    chunk: int = opt(4096, "consecutive elements of a parameter in a chunk", minimum=2, maximum=1 << 16)
+    k: int = opt(64, "values sent per chunk", minimum=1, scheduled=True)
     bits: int = opt(
-        2, "bits of a value: 1, 2, 4 or 8 name a bin, whose mean is sent once for a parameter; 16 is bf16, 32 fp32"
+        2, "bits per value: 1, 2, 4 or 8 select a bin, whose mean is sent once per parameter; 16 is bf16, 32 fp32"
     )
     merge: Literal["ranks", "senders"] = opt(
-        "ranks", "a place's sum, or as many times the mean over the ranks that sent it as there are ranks"
+        "ranks", "the sum at a position, or the mean over the ranks that sent it times the number of ranks"
     )
 
     def __post_init__(self) -> None:

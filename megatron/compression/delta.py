@@ -44,10 +44,12 @@ class DeltaConfig(FixpointConfig):
     predict: Literal["sample", "token"] = opt(
         "sample", "differences from the sample's last visit, for runs of several epochs, or from the token's mean"
     )
-    horizon: int = opt(64, "with predict=token, activations of a token after which it forgets older ones", minimum=1)
+    horizon: int = opt(
+        64, "with predict=token, activations of a token after which its mean forgets older ones", minimum=1
+    )
     bits: float = opt(
         4,
-        "bits of each number of a difference; with a fraction as in fixpoint",
+        "bits per value of a difference; fractions as in fixpoint",
         minimum=1,
         maximum=8,
         scheduled=True,
@@ -55,15 +57,15 @@ class DeltaConfig(FixpointConfig):
     )
     first_bits: int = opt(
         16,
-        "bits of each number at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",
+        "bits per value at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",
         minimum=1,
         maximum=32,
     )
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
-    memory: int = opt(0, "samples of these in memory, the others in a file; 0 for all", minimum=0)
-    folder: str = opt("", "folder of that file; the system's temporary folder unless given")
+    memory: int = opt(0, "number of these samples kept in memory, the others in a file; 0 for all", minimum=0)
+    folder: str = opt("", "folder of that file; by default the system's temporary folder")
     cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "dtype of remembered activations")
-    cache_bits: int = opt(0, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
+    cache_bits: int = opt(0, "bits per remembered value; 0 keeps cache-dtype", minimum=0, maximum=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +87,7 @@ class DeltaConfig(FixpointConfig):
 class DeltaLowBitsConfig(DeltaConfig):
     """The compressor delta with a quantized memory."""
 
-    cache_bits: int = opt(4, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
+    cache_bits: int = opt(4, "bits per remembered value; 0 keeps cache-dtype", minimum=0, maximum=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,24 +41,24 @@ single iteration may be an outlier, such as the first iteration after a restart.
 class EDGCConfig(PowerSGDConfig):
     """PowerSGD whose rank follows the entropy of the gradient."""
 
-    rank: int = opt(64, "the greatest rank, and the first", minimum=2)
-    min_rank: int = opt(0, "the least rank; 0 means a quarter of the greatest", minimum=0)
-    window: int = opt(1000, "iterations after which the rank is decided anew", minimum=2)
+    rank: int = opt(64, "the highest rank, and the first one", minimum=2)
+    min_rank: int = opt(0, "the lowest rank; 0 means a quarter of the highest", minimum=0)
+    window: int = opt(1000, "iterations between changes of the rank", minimum=2)
     sample_every: int = opt(10, "iterations between measurements of the entropy", minimum=1)
-    sample_share: int = opt(4, "one of so many elements of the gradient is measured", minimum=1)
+    sample_share: int = opt(4, "one of every N elements of the gradient is measured", minimum=1)
     rule: Literal["linear", "formula"] = opt(
-        "linear", "by the entropy's change, as the published code; or by the error that the theory keeps constant"
+        "linear", "by the change in entropy, as in the published code; or by the error that the theory keeps constant"
     )
-    max_step: int = opt(4, "the rank moves by no more than this at a time", minimum=1)
+    max_step: int = opt(4, "largest change of the rank at a time", minimum=1)
     warmup_ends: Literal["iterations", "error"] = opt(
         "iterations",
-        "by the iterations of warmup; or, after these, by the error: when the least rank loses less than the greatest "
-        "one did at the start of the run",
+        "after the iterations of warmup; or later, by the error: once the lowest rank loses less than the "
+        "highest one did at the start of the run",
     )
     stage_slack: float | None = derived(
         "measured",
-        "share by which the rank of each later pipeline stage, whose reduction begins earlier, is greater; without it "
-        "ranks fit into measured times, and sums are exact where that is faster",
+        "share by which the rank of each later pipeline stage, whose reduction begins earlier, is higher; "
+        "without it, ranks are fitted to measured times, and sums are exact where that is faster",
         minimum=0,
         maximum=10,
     )

@@ -33,29 +33,29 @@ _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor"
 
 @dataclass(frozen=True)
 class FixpointConfig:
-    """1 to 8 bits a number, with a scale for each group, channel or tensor."""
+    """1 to 8 bits per value, with a scale for each group, channel or tensor."""
 
     bits: float = opt(
         8,
-        "bits of each number; with a fraction, such as 3.8, tiles have 3 or 4, which is chosen by their error",
+        "bits per value; with a fraction, such as 3.8, tiles get 3 or 4 bits, depending on their error",
         minimum=1,
         maximum=8,
         scheduled=True,
         whole_ramp=True,
     )
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
-    group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
-    rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
-    rotate_when: Literal["always", "outlier"] = opt("always", "which blocks a rotation takes")
+    group: int = opt(64, "values per group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
+    rotation: int = opt(0, "block size of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
+    rotate_when: Literal["always", "outlier"] = opt("always", "which blocks are rotated")
     outlier_ratio: float = opt(
-        2.0, "largest over second-largest magnitude above which rotate-when=outlier rotates a block", minimum=1
+        2.0, "ratio of largest to second-largest magnitude above which rotate-when=outlier rotates a block", minimum=1
     )
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
     grid: Literal["auto", "symmetric", "asymmetric", "signed", "midrise", "minmax"] = opt(
         "auto",
-        "auto is signed at 2 and 3 bits (midrise at 2 with a rotation), else symmetric; asymmetric clips the positive "
-        "peak, as AQ-SGD does; minmax sends the least and the greatest number of each group",
+        "auto is signed at 2 and 3 bits (midrise at 2 with a rotation), else symmetric; asymmetric clips the "
+        "positive peak, as AQ-SGD does; minmax sends the smallest and the largest value of each group",
     )
     rounding: Literal["nearest", "stochastic"] = opt(
         "nearest", "stochastic is seeded, and unbiased unless the grid or the scale clips"
@@ -118,7 +118,7 @@ class FixpointConfig:
 
 @dataclass(frozen=True)
 class FixpointSumConfig(FixpointConfig):
-    """1 to 8 bits a number, with a scale for each group, channel or tensor."""
+    """1 to 8 bits per value, with a scale for each group, channel or tensor."""
 
     levels: str = opt("flat", "bits of sums inside a node and between nodes, such as 8/4; flat for one level")
 

@@ -31,10 +31,12 @@ _SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
 class Float8Config:
     """8-bit floats, with a scale for each tile, row or tensor."""
 
-    format: Literal["e4m3", "e5m2"] = opt("e4m3", "3 bits of mantissa, or 2 and more range")
+    format: Literal["e4m3", "e5m2"] = opt("e4m3", "3 bits of mantissa, or 2 and a wider range")
     scale: Literal["tile", "row", "tensor"] = opt("tile", "what shares a scale")
-    tile: int = opt(128, "numbers in a tile, along the last dimension", minimum=8, maximum=1 << 20)
-    scale_dtype: Literal["fp32", "bf16", "e8m0"] = opt("fp32", "of the scales on the wire; e8m0: powers of two")
+    tile: int = opt(128, "values per tile, along the last dimension", minimum=8, maximum=1 << 20)
+    scale_dtype: Literal["fp32", "bf16", "e8m0"] = opt(
+        "fp32", "data type of the scales on the wire; e8m0: powers of two"
+    )
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 

@@ -25,10 +25,10 @@ class LowRankConfig:
     """Two thin factors of a message, by a power iteration."""
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
-    warm_start: bool = opt(True, "begin each message at the last one's factor")
+    warm_start: bool = opt(True, "start each message from the previous one's factor")
     basis: Literal["tokens", "channels"] = opt(
         "tokens",
-        "what messages are projected on: a basis over their tokens, as published, which gives tokens with small "
+        "basis onto which messages are projected: over their tokens, as published, which gives tokens with small "
         "gradients the errors of others; or over their channels, with which each token loses a part of itself",
     )
     seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)

@@ -21,10 +21,12 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class ParameterServerConfig:
-    """Exact sums of gradients at parameter servers."""
+    """Exact sums of gradients through parameter servers."""
 
     server: Literal["central", "sharded"] = opt(
-        "sharded", "central: the first replica, whose link carries the gradients of all; sharded: each, for its part"
+        "sharded",
+        "central: the first replica, whose link carries the gradients of all replicas; sharded: each replica, "
+        "for its share",
     )
 
 

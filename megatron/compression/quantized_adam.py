@@ -27,7 +27,7 @@ from megatron.compression.state import CompressorState
 class QuantizedAdamConfig(FixpointSumConfig):
     """All-reduces of momenta with two-sided error feedback, under Adam with frozen second moments."""
 
-    beta: float = opt(0.9, "decay of the momentum, that of --adam-beta1", minimum=0, maximum=0.999)
+    beta: float = opt(0.9, "decay of the momentum, equal to --adam-beta1", minimum=0, maximum=0.999)
 
 
 @dataclass(frozen=True)

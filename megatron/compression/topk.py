@@ -67,7 +67,7 @@ class StableTopKConfig:
 
     density: float = opt(0.1, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
     interval: int = opt(100, "steps between two dense steps, which choose the coordinates", minimum=1)
-    range: int = opt(0, "neighbors on either side of a chosen coordinate that are sent as well", minimum=0)
+    range: int = opt(0, "neighbors on either side of a chosen coordinate that are also sent", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(
         "dump",
         "how the residual is sent: all of it in the dense step, its mean over the steps, or a slice in every step",

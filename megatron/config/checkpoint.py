@@ -32,54 +32,53 @@ class CheckpointConfig:
     )
     load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER", common="save and resume")
     ckpt_step: int | None = derived(
-        "the newest", "Iteration of the checkpoint of --load.", unit="iterations", minimum=0, aliases=("iteration",)
+        "the newest", "Iteration to load from --load.", unit="iterations", minimum=0, aliases=("iteration",)
     )
     overwrite_checkpoints: bool = option(
         False,
-        "Save into a folder that holds checkpoints of another run; those of iterations that this run saves, too, are "
-        "replaced. Without it such a folder is refused, unless --load resumes from it.",
+        "Save into a folder that holds checkpoints of another run, and replace those of the same iterations. "
+        "Without this flag, such a folder is refused unless --load resumes from it.",
         only_if=(_OTHER_FOLDER,),
     )
     finetune: bool = option(
         False,
-        "Load the weights only: counters, optimizer, random state and schedules start anew.",
+        "Load only the weights: counters, optimizer, random state and schedules start afresh.",
         common="save and resume",
     )
     pretrained_checkpoint: str | None = derived(
         "random weights",
-        "Folder of a checkpoint that a run begins with, as with --finetune, where --load holds none yet.",
+        "Folder of a checkpoint to start from, as with --finetune, if --load has no checkpoint yet.",
         metavar="FOLDER",
     )
     moe_use_upcycling: bool = option(
         False,
-        "Begin with the weights of a dense model in --load: each expert is a copy of its layer's MLP. Everything else "
-        "begins as with --finetune.",
+        "Start from the weights of a dense model in --load: each expert is a copy of its layer's MLP. Everything "
+        "else starts as with --finetune.",
     )
-    no_save_optim: bool = option(False, "Do not save the optimizer.")
-    no_load_optim: bool = option(False, "Do not load the optimizer.", only_if=(_RESUMED_RUN,))
+    no_save_optim: bool = option(False, "Do not save the optimizer state.")
+    no_load_optim: bool = option(False, "Do not load the optimizer state.", only_if=(_RESUMED_RUN,))
     no_load_lr_state: bool = option(
         False,
-        "Do not load the position in the learning-rate schedule: warm-up and decay begin anew while iterations go on.",
+        "Do not load the position in the learning-rate schedule: warm-up and decay start afresh while iterations "
+        "continue.",
         only_if=(_RESUMED_RUN,),
     )
     use_checkpoint_args: bool = option(
         False, "Take the model's shape from the checkpoint instead of from the flags.", common="save and resume"
     )
-    exit_on_missing_checkpoint: bool = option(
-        False, "Stop when --load holds no checkpoint, instead of starting afresh."
-    )
-    async_save: bool = option(False, "Write checkpoints while training goes on.")
+    exit_on_missing_checkpoint: bool = option(False, "Stop if --load has no checkpoint, instead of starting afresh.")
+    async_save: bool = option(False, "Write checkpoints while training continues.")
     keep_last: int | None = derived(
         "all",
-        "Keep only this many of the newest checkpoints, and the newest after which an update was taken.",
+        "Keep only this many of the newest checkpoints, plus the newest that was followed by an update.",
         unit="checkpoints",
         minimum=1,
     )
     certificate: bool | None = derived(
         "on with --compress auto and --save, without --no-pipeline-flush",
-        "Write into each checkpoint a certificate, which megatron-cc-verify checks: digests of files, configuration, "
-        "code, kernels and data, the bytes sent beside the interfaces' counters, samples of what compressors sent, and "
-        "whether replicas are equal.",
+        "Write a certificate into each checkpoint, which megatron-cc-verify checks: digests of files, "
+        "configuration, code, kernels and data, the bytes sent next to the interfaces' counters, samples of what "
+        "compressors sent, and whether replicas are equal.",
     )
 
     @property

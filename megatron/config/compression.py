@@ -36,18 +36,18 @@ class CompressionConfig:
 
     compress: list[str] = option(  # noqa: RUF009
         [],
-        "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or what goes "
-        "to experts and back: experts=default. "
-        "--list-compressors prints all points and compressors. auto measures this machine and its links at the start, "
-        "and chooses the fastest compressors within --max-loss-increase for all points without a spec.",
+        "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or the "
+        "tokens to experts and back: experts=default. --list-compressors prints all points and compressors. auto "
+        "measures this machine and its links at the start, and chooses the fastest compressors within "
+        "--max-loss-increase for all points without a spec.",
         repeatable=True,
         metavar="POINT=SPEC|auto",
         common="compress",
     )
     max_loss_increase: float = option(
         0.5,
-        "Largest increase of the validation loss that --compress auto accepts, by what was measured with each "
-        "compressor on a small GPT (docs/results/loss.md).",
+        "Largest increase in validation loss that --compress auto accepts, based on measurements of each "
+        "compressor with a small GPT (docs/results/loss.md).",
         unit="percent",
         above=0.0,
         maximum=100.0,
@@ -55,21 +55,21 @@ class CompressionConfig:
     )
     loss_check_interval: int = option(
         100,
-        "Iterations between checks of what the compressors chosen by --compress auto cost in loss; above "
-        "--max-loss-increase, one of them takes a gentler setting, and long far below it takes its setting back. 0 for "
-        "no checks.",
+        "Iterations between checks of the loss cost of the compressors chosen by --compress auto. Above "
+        "--max-loss-increase, one of them switches to a gentler setting; if the cost stays far below, it "
+        "switches back. 0: no checks.",
         minimum=0,
         only_if=(_AUTO_CHOICE,),
     )
     compress_adapt: bool = option(
         False,
-        "Choose the compressors of --compress auto again when links become slower: the run saves itself, chooses, and "
-        "goes on. It chooses at once if it resumes from a run without this flag.",
+        "Choose the compressors of --compress auto again when links become slower: the run saves a checkpoint, "
+        "chooses, and continues. It chooses at once if it resumes from a run without this flag.",
         only_if=(_AUTO_CHOICE,),
     )
     compress_module: list[str] = option(  # noqa: RUF009
         [],
-        "A Python file whose register(registry) adds compressors.",
+        "Python file whose register(registry) adds compressors.",
         repeatable=True,
         contents="file",
         metavar="FILE",
@@ -77,8 +77,8 @@ class CompressionConfig:
     )
     eval_compressed: bool = option(
         False,
-        "Compress pp-forward, tp-forward, ep-dispatch-forward and ep-combine-forward in evaluation too, as eval=on "
-        "does for each; else evaluation is uncompressed.",
+        "Compress pp-forward, tp-forward, ep-dispatch-forward and ep-combine-forward in evaluation, too, as "
+        "eval=on does for each; by default evaluation is uncompressed.",
         only_if=(_FORWARD_COMPRESSOR,),
     )
 

@@ -39,12 +39,12 @@ _LEARNING = needs("curriculum.curriculum_learning")
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Sequence lengths that grow over the first part of the run, up to --seq-length. Evaluations have that length."""
+    """Sequence lengths that grow to --seq-length over the first part of the run. Evaluations use the full length."""
 
-    curriculum_learning: bool = option(False, "Begin with short sequences; see docs/guides/curriculum.md.")
+    curriculum_learning: bool = option(False, "Start with short sequences; see docs/guides/curriculum.md.")
     curriculum_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "fixed_linear",
-        "How the length grows: linearly, as a root of the steps, by a list, or by a function of your own.",
+        "How the length grows: linearly, as a root of the step, from a list, or by your own function.",
         only_if=(_LEARNING,),
     )
     curriculum_seqlen_min: int | None = derived(
@@ -56,14 +56,14 @@ class CurriculumConfig:
     )
     curriculum_seqlen_step: int = option(
         8,
-        "Lengths are multiples of this number; of 8 and more, they suit tensor cores.",
+        "Lengths are multiples of this; 8 and more suit tensor cores.",
         unit="tokens",
         minimum=1,
         only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_linear", "fixed_root")),
     )
     curriculum_seqlen_steps: int | None = derived(
         "needed, but for fixed_discrete",
-        "Iterations after which sequences have their full length.",
+        "Iterations after which sequences have full length.",
         unit="iterations",
         minimum=1,
         maximum=_MOST_STEPS,
@@ -78,14 +78,14 @@ class CurriculumConfig:
     )
     curriculum_discrete_seqlens: list[int] | None = derived(  # noqa: RUF009
         "needed by fixed_discrete",
-        "The lengths in their order; the last one is --seq-length.",
+        "Lengths in order; the last one is --seq-length.",
         unit="tokens",
         minimum=1,
         only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_discrete_steps: list[int] | None = derived(  # noqa: RUF009
         "needed by fixed_discrete",
-        "The last iteration of each of these lengths but the last one, which stays.",
+        "Last iteration of each length except the final one, which remains.",
         unit="iterations",
         minimum=1,
         maximum=_MOST_STEPS,
@@ -93,8 +93,8 @@ class CurriculumConfig:
     )
     curriculum_function: str | None = derived(
         "needed by custom",
-        "A Python file with a function seqlen(step) that returns the length of a step (the first is 1); asked for the "
-        "first --curriculum-seqlen-steps steps, before the run begins.",
+        "Python file with a function seqlen(step) that returns the length of a step (the first is 1); called for "
+        "the first --curriculum-seqlen-steps steps, before the run starts.",
         metavar="FILE",
         contents="file",
         only_if=(_LEARNING, when("curriculum.curriculum_type", "custom")),

@@ -41,7 +41,7 @@ class DataConfig:
 
     data_path: list[str] = option(  # noqa: RUF009
         [],
-        "Dataset prefix, or a blend of several; divided by --split.",
+        "Dataset prefix, or a blend of several; split by --split.",
         metavar=_BLEND,
         contents="blend",
         common="data",
@@ -56,16 +56,17 @@ class DataConfig:
         [], "Datasets for the final test only.", metavar=_BLEND, contents="blend"
     )
     mock_data: bool = option(
-        False, "Train on tokens drawn from --seed in place of files, divided by --split; for a first try of a cluster."
+        False,
+        "Train on random tokens drawn from --seed instead of files, split by --split; for a first test of a cluster.",
     )
     multiple_validation_sets: bool = option(
         False,
-        "Report the losses on each dataset of --valid-data-path (or --data-path) apart; they take no weights.",
+        "Report losses separately for each dataset of --valid-data-path (or --data-path); these take no weights.",
         only_if=(unless("validation.eval_iters", 0),),
     )
     split: str = option(
         "969,30,1",
-        "Shares of documents for training, validation and test under --data-path.",
+        "Shares of the documents of --data-path for training, validation and test.",
         only_if=(needs("data.data_path", "data.mock_data"),),
         common="data",
     )
@@ -81,7 +82,7 @@ class DataConfig:
     )
     num_workers: int = option(
         2,
-        "Threads of each rank that read samples ahead; 0 reads them when they are needed.",
+        "Threads per rank that read samples ahead; 0 reads samples when they are needed.",
         unit="threads",
         minimum=0,
         maximum=256,
@@ -89,33 +90,33 @@ class DataConfig:
     )
     dataloader_type: Literal["single", "cyclic"] | None = derived(
         "single",
-        "Epochs as --sample-order makes them (single), or the same samples in each, reshuffled (cyclic).",
+        "single: epochs as --sample-order defines them; cyclic: the same samples in each epoch, reshuffled.",
     )
     reset_position_ids: bool = option(
         False, "Restart positions after each end of document.", only_if=(_DOCUMENTS_IN_A_ROW,)
     )
     reset_attention_mask: bool = option(False, "Attend only within a document.", only_if=(_DOCUMENTS_IN_A_ROW,))
     eod_mask_loss: bool = option(
-        False, "No loss where the input is an end of document.", only_if=(_DOCUMENTS_IN_A_ROW,)
+        False, "Compute no loss where the input is an end-of-document token.", only_if=(_DOCUMENTS_IN_A_ROW,)
     )
     mask_prob: float = option(
         0.15,
-        "BERT and T5: share of the tokens that are to be predicted.",
+        "BERT and T5: share of the tokens to predict.",
         above=0,
         below=1,
         only_if=(_MASKED_WORDS, WORDS),
     )
     short_seq_prob: float = option(
         0.1,
-        "BERT and T5: share of the samples that are shorter than they could be.",
+        "BERT and T5: share of the samples that are shorter than possible.",
         minimum=0,
         maximum=1,
         only_if=(_MASKED_WORDS, WORDS),
     )
     sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",
-        "Order of samples: lazy cuts each epoch anew; fixed draws the same samples in every epoch, as codecs that "
-        "remember samples need; megatron is Megatron's eager order for reproducing its runs.",
+        "Order of samples: lazy cuts each epoch into new samples; fixed draws the same samples in every epoch, "
+        "as codecs that remember samples need; megatron is Megatron's eager order, to reproduce its runs.",
     )
 
     @property

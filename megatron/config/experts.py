@@ -24,8 +24,8 @@ class ExpertsConfig:
 
     num_experts: list[int] = option(  # noqa: RUF009
         [],
-        "Mixture of experts: number of experts of each layer that has them, the same for all, or one number a layer (a "
-        "pyramid). 1, or none: dense layers.",
+        "Mixture of experts: number of experts in each layer that has experts, as one number for all of them or "
+        "one for each (a pyramid). 1 or none: dense layers.",
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
@@ -33,7 +33,7 @@ class ExpertsConfig:
     )
     expert_interval: int = option(
         1,
-        "Every layer of this interval has experts: with 2 the second, the fourth, ...",
+        "Give every N-th layer experts: with 2, the second, the fourth, ...",
         unit="layers",
         minimum=1,
         checkpoint="shape",
@@ -41,7 +41,7 @@ class ExpertsConfig:
     )
     moe_layer_freq: int = option(
         1,
-        "Every layer of this interval has experts, from the first one: with 2 the first, the third, ...",
+        "Give every N-th layer experts, starting with the first: with 2, the first, the third, ...",
         unit="layers",
         minimum=1,
         checkpoint="shape",
@@ -57,7 +57,7 @@ class ExpertsConfig:
     )
     moe_router_topk: int = option(
         2,
-        "Experts that each token goes to.",
+        "Number of experts per token.",
         minimum=1,
         maximum=MOST,
         aliases=("topk",),
@@ -73,21 +73,21 @@ class ExpertsConfig:
     )
     moe_router_pre_softmax: bool = option(
         False,
-        "Weigh a token's experts by the softmax over all experts, not over its own alone. Always so with "
-        "--moe-router-topk 1.",
+        "Weight a token's experts by the softmax over all experts, instead of over its own experts only. Always "
+        "on with --moe-router-topk 1.",
         checkpoint="shape",
         only_if=(EXPERTS, unless("model.moe_router_topk", 1)),
     )
     moe_router_topk_scaling_factor: float = option(
         1.0,
-        "Factor of the weights of a token's experts.",
+        "Factor by which the weights of a token's experts are multiplied.",
         above=0,
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
     moe_router_num_groups: int | None = derived(
         "a token chooses among all experts",
-        "Groups of a layer's experts, of equal size, of which a token first chooses --moe-router-group-topk.",
+        "Number of equal groups of experts per layer; each token first chooses --moe-router-group-topk of them.",
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
@@ -95,7 +95,8 @@ class ExpertsConfig:
     )
     moe_router_group_topk: int | None = derived(
         "needed by --moe-router-num-groups",
-        "Groups among whose experts a token chooses: those whose two best experts have the largest sum of scores.",
+        "Number of groups from which a token chooses its experts: those whose two best experts have the largest "
+        "sum of scores.",
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
@@ -103,26 +104,26 @@ class ExpertsConfig:
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "Balance experts by a bias of each, which counts in the choice of experts alone, and grows where they get less "
-        "than their share.",
+        "Balance experts by a per-expert bias, which affects only the choice of experts, and grows for experts "
+        "that get less than their share.",
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
-        "Step of --moe-router-enable-expert-bias in each iteration.",
+        "Step size of --moe-router-enable-expert-bias per iteration.",
         minimum=0,
         only_if=(EXPERTS, needs("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]] = option(  # noqa: RUF009
         ["aux_loss"],
-        "Loss that balances experts: over the tokens of a micro-batch (aux_loss), over those of each sequence "
-        "(seq_aux_loss), over those of the whole global batch before (global_aux_loss), several of them, or none.",
+        "Loss that balances experts: over the tokens of a micro-batch (aux_loss), of each sequence "
+        "(seq_aux_loss), or of the whole previous global batch (global_aux_loss); several of these, or none.",
         only_if=(EXPERTS,),
     )
     moe_aux_loss_coeff: list[float] = option(  # noqa: RUF009
         [1e-2],
-        "Weight of the loss that balances experts; of several, one for all or one each.",
+        "Weight of the balancing loss; for several losses, one weight for all or one for each.",
         minimum=0,
         aliases=("moe-loss-coeff",),
         only_if=(EXPERTS, unless("model.moe_router_load_balancing_type", "none")),
@@ -135,42 +136,44 @@ class ExpertsConfig:
     )
     moe_input_jitter_eps: float = option(
         0.0,
-        "Multiply what the router reads by random numbers within this of 1 in training.",
+        "In training, multiply the router's input by random factors that differ from 1 by at most this.",
         minimum=0,
         below=1,
         only_if=(EXPERTS,),
     )
     moe_expert_capacity_factor: float = derived(
         "no token is dropped",
-        "Tokens of a micro-batch that an expert takes, over its equal share; the others skip it.",
+        "Expert capacity factor: tokens of a micro-batch that an expert takes, as a multiple of its equal share; "
+        "other tokens skip it.",
         above=0,
         aliases=("moe-train-capacity-factor",),
         only_if=(EXPERTS,),
     )
     moe_eval_capacity_factor: float = derived(
         "--moe-expert-capacity-factor",
-        "The same in evaluation and generation.",
+        "Expert capacity factor in evaluation and generation.",
         above=0,
         only_if=(EXPERTS,),
     )
     moe_min_capacity: int = option(
-        4, "Tokens that an expert always takes.", unit="tokens", minimum=1, only_if=(EXPERTS, _CAPACITY)
+        4, "Minimum capacity of an expert.", unit="tokens", minimum=1, only_if=(EXPERTS, _CAPACITY)
     )
     moe_token_drop_policy: Literal["probs", "position"] = option(
         "probs",
-        "Tokens that an expert drops beyond its capacity: those of the lowest weights, or the last ones.",
+        "Tokens that an expert drops beyond its capacity: those with the lowest weights (probs), or the last "
+        "ones (position).",
         only_if=(EXPERTS, _CAPACITY),
     )
     mlp_type: Literal["standard", "residual"] = option(
         "standard",
-        "residual: beside the experts an MLP that all tokens go through, mixed with them by learned weights of each "
-        "token (PR-MoE).",
+        "residual: add an MLP that all tokens go through, mixed with the experts by learned per-token weights "
+        "(PR-MoE).",
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
     moe_shared_expert_intermediate_size: int = derived(
         "no shared expert",
-        "Inner width of an MLP beside the experts that all tokens go through.",
+        "Inner width of a shared expert: an MLP that all tokens go through, in addition to their experts.",
         minimum=1,
         maximum=4 * MOST,
         checkpoint="shape",
@@ -178,7 +181,7 @@ class ExpertsConfig:
     )
     moe_shared_expert_gate: bool = option(
         False,
-        "Weigh the shared expert by a learned number of each token.",
+        "Weight the shared expert by a learned per-token gate.",
         checkpoint="shape",
         only_if=(EXPERTS,),
     )

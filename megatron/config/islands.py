@@ -32,13 +32,13 @@ _ISLANDS = Condition(lambda run, _: run.islands.several, "there is one island")
 
 @dataclass(frozen=True, kw_only=True)
 class IslandsConfig:
-    """Islands that train one model: each a run of its own, which meets the others at --compress outer=... only."""
+    """Islands that train one model: each is a separate run, and they communicate only at the point outer."""
 
     islands: int = option(
         1,
-        "Number of islands. Each is a world of its own (its own launcher, ranks and layout) and takes its share of the "
-        "global batch. They go in step at first, and then exchange differences every few steps, as --compress "
-        "outer=... says. tools/launch.py --islands starts all of them on one machine.",
+        "Number of islands. Each is a separate world (with its own launcher, ranks and layout) and takes its "
+        "share of the global batch. They first sum gradients in every step, and then exchange differences every "
+        "few steps, as --compress outer=... says. tools/launch.py --islands starts all of them on one machine.",
         minimum=1,
         maximum=MOST_ISLANDS,
         common="compress",
@@ -51,19 +51,19 @@ class IslandsConfig:
     )
     islands_address: str | None = derived(
         f"{ADDRESS_VARIABLE} of the environment, which tools/launch.py sets",
-        "Where the islands meet: the address of tools/launch.py --serve-islands.",
+        "Address where the islands meet: that of tools/launch.py --serve-islands.",
         metavar="HOST:PORT",
     )
     islands_quorum: int | None = derived(
         "all islands",
-        "Fewest islands that a round needs. With fewer the run saves and ends.",
+        "Minimum number of islands in a round. With fewer, the run saves and ends.",
         unit="islands",
         minimum=1,
         maximum=MOST_ISLANDS,
     )
     islands_timeout_seconds: float = option(
         60.0,
-        "Longest time that a round waits for an island; then the others go on without it.",
+        "How long a round waits for an island before the others continue without it.",
         unit="seconds",
         minimum=1,
         maximum=86_400,
@@ -72,7 +72,7 @@ class IslandsConfig:
 
     islands_linger_seconds: float = option(
         0.0,
-        "Longest time that islands which have come to the end stay, so that one that comes late is sent their state.",
+        "How long finished islands wait to send their state to an island that arrives late.",
         unit="seconds",
         minimum=0,
         maximum=604_800,

@@ -34,8 +34,8 @@ class LayerFormConfig:
     )
     sandwich_norm: bool = option(
         False,
-        "Normalize also what attention and the MLP return, before it is added to their input: four norms a layer "
-        "(Gemma 2).",
+        "Also normalize the outputs of attention and the MLP before they are added to the residual stream: four "
+        "norms per layer (Gemma 2).",
         checkpoint="shape",
     )
     norm_epsilon: float = option(
@@ -46,13 +46,13 @@ class LayerFormConfig:
         checkpoint="shape",
     )
     swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape", common="model form")
-    geglu: bool = option(False, "Gated MLP: GELU(gate) * up, the GELU in its tanh form (Gemma).", checkpoint="shape")
+    geglu: bool = option(False, "Gated MLP: GELU(gate) * up, with GELU in its tanh form (Gemma).", checkpoint="shape")
     openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape", only_if=(_GELU_IN_EXACT_FORM,))
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")
     bias_gelu_fusion: bool = option(
         True,
-        "GELU in its exact (erf) form. Without this flag GELU has its tanh form, as in Megatron, wherever "
-        "the MLP has a bias.",
+        "GELU in its exact (erf) form. Without this flag GELU has its tanh form, as in Megatron, if the MLP has "
+        "a bias.",
         flag="no-bias-gelu-fusion",
         off_switch=True,
         checkpoint="shape",
@@ -67,32 +67,32 @@ class LayerFormConfig:
     )
     add_qkv_bias: bool = option(
         False,
-        "Biases in the projection to queries, keys and values, where --disable-bias-linear leaves the others out.",
+        "Biases in the query, key and value projection, even with --disable-bias-linear.",
         checkpoint="shape",
     )
     qk_layernorm: bool = option(
         False,
-        "Normalize the queries and keys of each head (--normalization), before their positions are rotated (Qwen3): "
-        "the logits of attention stay bounded.",
+        "Normalize the queries and keys of each head (--normalization) before the rotary embedding (Qwen3), "
+        "which bounds the attention logits.",
         checkpoint="shape",
     )
     query_pre_attn_scalar: int | None = derived(
         "--kv-channels",
-        "Attention's scores are divided by the square root of this.",
+        "Divide attention scores by the square root of this.",
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
     )
     attn_logit_softcapping: float | None = derived(
         "no bound",
-        "Bound C of attention's scores x, softly: C tanh(x / C) (Gemma 2). Attention then is not fused: it holds the "
-        "scores of all pairs of tokens.",
+        "Soft bound C on the attention scores x: C tanh(x / C) (Gemma 2). Attention is then not fused: it stores "
+        "the scores of all pairs of tokens.",
         above=0,
         checkpoint="shape",
     )
     parallel_residual: bool = option(
         False,
-        "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
+        "Run the MLP in parallel with attention, on the layer's input, instead of after attention.",
         checkpoint="shape",
     )
 

@@ -27,7 +27,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradients.")
     timing_log_level: int = option(
         0,
-        "Timers: the iteration only (0), coarse operations too (1), or everything (2).",
+        "Timers: only the iteration (0), also coarse operations (1), or everything (2).",
         minimum=0,
         maximum=2,
     )
@@ -48,7 +48,7 @@ class LoggingConfig:
     )
     tensorboard_queue_size: int = option(
         1000,
-        "Records that TensorBoard's writer holds before it writes.",
+        "Records that TensorBoard's writer buffers.",
         unit="records",
         minimum=1,
         maximum=10**6,
@@ -56,8 +56,8 @@ class LoggingConfig:
     )
     wandb_project: str | None = derived(
         "no Weights & Biases",
-        "Write the curves of --tensorboard-dir to this project of Weights & Biases, whose package must be installed "
-        "(WANDB_MODE=offline writes files only).",
+        "Write the curves of --tensorboard-dir to this Weights & Biases project; its package must be installed "
+        "(WANDB_MODE=offline only writes files).",
         metavar="NAME",
         may_differ=_OF_ONE,
     )
@@ -77,7 +77,7 @@ class LoggingConfig:
     )
     mlflow_experiment: str | None = derived(
         "no MLflow",
-        "Write the curves of --tensorboard-dir to this experiment of MLflow, whose package must be installed "
+        "Write the curves of --tensorboard-dir to this MLflow experiment; its package must be installed "
         "(mlflow-skinny suffices for a tracking server); MLFLOW_TRACKING_URI names the server.",
         metavar="NAME",
         may_differ=_OF_ONE,
@@ -110,7 +110,7 @@ class LoggingConfig:
     )
     log_json_file: str | None = derived(
         "none",
-        "Append one JSON object a log line to this file.",
+        "Append one JSON object per event (log line, evaluation, ...) to this file.",
         metavar="FILE",
         may_differ=_OF_ONE,
         common="evaluate and log",
@@ -125,45 +125,44 @@ class LoggingConfig:
     )
     peak_tflops: float | None = derived(
         "the device's, where its name is known",
-        "Peak rate of one device at the training precision, to which the log's MFU (model FLOPs utilization) "
-        "is relative.",
+        "Peak rate of one device at the training precision, for the MFU (model FLOPs utilization) in the log.",
         unit="TFLOP/s",
         above=0,
         may_differ=_OF_ONE,
     )
     check_orth_error_acti: bool = option(
         False,
-        "At each iteration print the cosine between the errors of compressed activation gradients and the change of "
-        "activations from one micro-batch to the next, and the means of both (of the last rank).",
+        "In each iteration, print the cosine between the errors of compressed activation gradients and the "
+        "change of activations from one micro-batch to the next, and the means of both (of the last rank).",
     )
     log_gradients: bool = option(
         False,
-        "Every --log-gradients-interval iterations record where the largest gradients of each matrix are: the share of "
-        "them that was there the last time, and their share of the norm (in --log-json-file; "
-        "tools/plot_grad_distribution.py draws it).",
+        "Every --log-gradients-interval iterations, record where the largest gradients of each matrix are: the "
+        "share of them that were there the last time, and their share of the norm (in --log-json-file; "
+        "tools/plot_grad_distribution.py plots it).",
     )
     log_gradients_interval: int = option(
         100, "Iterations between records.", unit="iterations", minimum=1, only_if=(needs("logging.log_gradients"),)
     )
     log_gradients_density: float = option(
         0.01,
-        "Share of each matrix that counts as largest.",
+        "Share of each matrix that counts as its largest gradients.",
         above=0,
         maximum=1,
         only_if=(needs("logging.log_gradients"),),
     )
     log_gradients_bins: int = option(
         0,
-        "Also record how many of the largest are in each of so many equal parts of a matrix, for the heat map of "
-        "tools/plot_grad_distribution.py --places (Radius draws 5,000; 200 show as much); 0: do not.",
+        "Also record how many of the largest are in each of this many equal parts of a matrix, for the heat map "
+        "of tools/plot_grad_distribution.py --places (Radius draws 5,000; 200 show as much); 0: do not.",
         minimum=0,
         maximum=5000,
     )
     profile_trace: str | None = derived(
         "none",
-        "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "
-        "decode, reduce, optimizer, with bytes; of the device's time and with its kernels on CUDA. "
-        "tools/merge_traces.py makes one file of them.",
+        "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, "
+        "wait, decode, reduce, optimizer, with bytes; on CUDA with the device's times and kernels. "
+        "tools/merge_traces.py merges them into one file.",
         metavar="FOLDER",
         may_differ="each rank writes a file of its own, on whatever disk is near",
     )
@@ -175,7 +174,7 @@ class LoggingConfig:
     )
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
-        "A progress bar: only on a terminal (auto), always or never.",
+        "Progress bar: only on a terminal (auto), always or never.",
         may_differ=_OF_ONE,
     )
 

@@ -30,7 +30,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         checkpoint="shape",
     )
     num_layers: int = required(
-        "Number of transformer layers; for T5 those of the encoder.",
+        "Number of transformer layers; for T5, of the encoder.",
         unit="layers",
         minimum=1,
         maximum=MOST_LAYERS,
@@ -74,7 +74,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MOST, checkpoint="shape"
     )
     seq_length: int = required(
-        "Sequence length of the training samples; for T5 that of the encoder.",
+        "Sequence length of the training samples; for T5, of the encoder.",
         unit="tokens",
         minimum=1,
         maximum=MOST,
@@ -84,7 +84,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     decoder_seq_length: int | None = derived(
         "needed by T5",
-        "Sequence length of T5's decoder: what was cut out of the encoder's text, and its marks.",
+        "Sequence length of T5's decoder: the spans cut out of the encoder's text, with their sentinels.",
         unit="tokens",
         minimum=3,
         maximum=MOST,
@@ -93,7 +93,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     max_position_embeddings: int = derived(
         "--seq-length, or --decoder-seq-length where that is longer",
-        "Number of positions that learned position embeddings can name.",
+        "Number of learned position embeddings.",
         unit="tokens",
         minimum=1,
         maximum=MOST,
@@ -116,18 +116,18 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     rope_local_base_freq: float | None = derived(
         "--rotary-base",
-        "Base of the rotary frequencies of the layers with a window (--sliding-window), which --rotary-scaling then "
-        "leaves as they are (Gemma 3).",
+        "Base of the rotary frequencies in layers with a window (--sliding-window), to which --rotary-scaling "
+        "then does not apply (Gemma 3).",
         above=0,
         checkpoint="shape",
     )
     rotary_percent: float = option(
-        1.0, "Share of each head's channels that is rotated.", above=0, maximum=1, checkpoint="shape"
+        1.0, "Share of each head's channels to rotate.", above=0, maximum=1, checkpoint="shape"
     )
     rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
-        "Scale the rotary wavelengths for sequences longer than those of pretraining: all of them (linear), or "
-        "only the long ones (llama3, yarn).",
+        "Scale the rotary wavelengths for sequences longer than in pretraining: all of them (linear), or only "
+        "the long ones (llama3, yarn).",
         checkpoint="shape",
     )
     rotary_scaling_factor: float = option(
@@ -139,7 +139,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     rotary_scaling_original_length: int = option(
         8192,
-        "With --rotary-scaling llama3 or yarn: sequence length of pretraining.",
+        "With --rotary-scaling llama3 or yarn: sequence length in pretraining.",
         unit="tokens",
         minimum=1,
         aliases=("yarn-original-max-position-embeddings",),
@@ -147,8 +147,8 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     rotary_scaling_low_turns: float = option(
         1.0,
-        "With --rotary-scaling llama3 or yarn: wavelengths that turn fewer times in the original length are scaled "
-        "in full.",
+        "With --rotary-scaling llama3 or yarn: wavelengths that turn fewer times in the original length are "
+        "fully scaled.",
         above=0,
         aliases=("yarn-beta-slow",),
         checkpoint="shape",
@@ -162,44 +162,43 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     rotary_scaling_attention_factor: float = derived(
         "1 + 0.1 ln(factor) for yarn, else 1",
-        "With --rotary-scaling yarn: factor of the rotated queries, and of the keys.",
+        "With --rotary-scaling yarn: factor applied to the rotated queries, and to the keys.",
         above=0,
         checkpoint="shape",
     )
     yarn_correction_range_round_to_int: bool = option(
         True,
-        "With --rotary-scaling yarn: do not round the channels between which the scaling sets in.",
+        "With --rotary-scaling yarn: do not round the bounds of the channel range over which scaling sets in.",
         flag="no-yarn-correction-range-round-to-int",
         off_switch=True,
         checkpoint="shape",
     )
     sliding_window: int | None = derived(
         "all earlier positions",
-        "Sliding-window attention: a token attends to this many positions, its own included.",
+        "Sliding-window attention: number of positions that a token attends to, including its own.",
         unit="tokens",
         minimum=1,
         checkpoint="shape",
     )
     window_attn_skip_freq: list[int] = option(  # noqa: RUF009
         [],
-        "Layers without the window of --sliding-window: every N-th one, or a 1 (window) or 0 for each layer. Without "
-        "this flag all layers have it.",
+        "Layers without the window of --sliding-window: every N-th one, or a 1 (window) or 0 (none) for each "
+        "layer. By default all layers have the window.",
         minimum=0,
         maximum=MOST_LAYERS,
         checkpoint="shape",
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer weights of its own.", checkpoint="shape", common="model form"
+        False, "Use separate weights for the output layer.", checkpoint="shape", common="model form"
     )
     apply_embedding_scaling: bool = option(
         False,
-        "Multiply the embeddings of tokens by the square root of --hidden-size, which is rounded to the type of the "
-        "parameters (Gemma).",
+        "Multiply token embeddings by the square root of --hidden-size, rounded to the parameters' data type (Gemma).",
         checkpoint="shape",
     )
     final_logit_softcapping: float | None = derived(
         "no bound",
-        "Bound C of the output's logits x, softly: C tanh(x / C) (Gemma 2).",
+        "Soft bound C on the output logits x: C tanh(x / C) (Gemma 2).",
         above=0,
         aliases=("output-logit-softcapping",),
         checkpoint="shape",
@@ -207,7 +206,8 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     bert_binary_head: bool = option(
         True,
-        "BERT without the binary head, which says whether two sentences are in order: no sop loss, and no token types.",
+        "BERT without the binary head, which predicts whether two sentences are in order: no sop loss and no "
+        "token types.",
         flag="bert-no-binary-head",
         off_switch=True,
         checkpoint="shape",
@@ -216,14 +216,14 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     num_tokentypes: int = derived(
         "2 for BERT with its binary head, else 0",
         "Number of BERT's token types, each with an embedding: the first sentence has type 0, the second type 1. "
-        "Without them (0) both look alike.",
+        "0: no token types, so both look alike.",
         minimum=0,
         maximum=MOST,
         checkpoint="shape",
     )
     position_buckets: int = option(
         0,
-        "DeBERTa: farther distances between tokens than half of this share vectors by their logarithm; 0 for none.",
+        "DeBERTa: token distances beyond half of this share vectors, on a logarithmic scale; 0 for none.",
         minimum=0,
         maximum=MOST,
         checkpoint="shape",
@@ -231,7 +231,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     max_relative_positions: int | None = derived(
         "--max-position-embeddings for DeBERTa",
-        "DeBERTa: distances from which on all have the same vector.",
+        "DeBERTa: distance beyond which all distances share one vector.",
         unit="tokens",
         minimum=1,
         maximum=MOST,
@@ -240,7 +240,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     conv_kernel_size: int = option(
         0,
-        "DeBERTa: width of a convolution beside the first layer; 0 for none.",
+        "DeBERTa: width of a convolution in parallel with the first layer; 0 for none.",
         unit="tokens",
         minimum=0,
         maximum=255,
@@ -249,13 +249,13 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
     task_head: TaskHead = option(  # noqa: RUF009
         "none",
-        "Head that says one thing of a whole sample, instead of its words: its class, a number, or which of several "
-        "texts is the right one. Only tasks/main.py trains such models, and sets this itself.",
+        "Head that predicts one thing about a whole sample instead of its words: its class, a number, or which "
+        "of several texts is right. Only tasks/main.py trains such models, and sets this itself.",
         checkpoint="shape",
     )
     task_classes: int = option(
         0,
-        "Classes of --task-head classification, or texts that --task-head choice chooses from; tasks/main.py sets it.",
+        "Number of classes for --task-head classification, or of texts for --task-head choice; tasks/main.py sets it.",
         minimum=0,
         maximum=MOST,
         checkpoint="shape",
@@ -275,10 +275,10 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         maximum=1e6,
         only_if=(unless("model.init_method_xavier_uniform"),),
     )
-    init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform law.")
+    init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform distribution.")
     make_vocab_size_divisible_by: int = option(
         128,
-        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
         unit="entries",
         minimum=1,
         maximum=MOST,

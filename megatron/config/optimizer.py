@@ -28,32 +28,32 @@ _LOADED_SCHEDULE = Condition(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedules. Decay and warm-up are counted as the run is: in iterations or in samples."""
+    """The optimizer and its schedules. Decay and warm-up are counted like the run: in iterations or in samples."""
 
     optimizer: Literal["adam", "sgd", "lamb", "muon"] = option(
         "adam",
-        "adam is AdamW (decoupled weight decay); lamb scales its direction, for each matrix, by the norm of weights "
-        "over that of the direction; muon "
-        "orthogonalizes the momenta of the layers' matrices, and is AdamW for everything else.",
+        "adam is AdamW (decoupled weight decay); lamb multiplies its direction, for each matrix, by the ratio of "
+        "the weights' norm to the direction's; muon orthogonalizes the momentum of the layers' matrices, and is "
+        "AdamW for everything else.",
         common="learning rate",
     )
-    lr: float = required("Highest learning rate.", minimum=0, maximum=1e4, common="learning rate")
+    lr: float = required("Peak learning rate.", minimum=0, maximum=1e4, common="learning rate")
     min_lr: float = option(
         0.0,
-        "Lowest learning rate of the decay.",
+        "Minimum learning rate of the decay.",
         minimum=0,
         only_if=(unless("optimizer.lr_decay_style", "constant"),),
         common="learning rate",
     )
     decoupled_lr: float | None = derived(
         "--lr",
-        "Highest learning rate of the input embeddings and the output layer; its warm-up and decay are those of --lr.",
+        "Peak learning rate of the input embeddings and the output layer; warm-up and decay are as for --lr.",
         minimum=0,
         maximum=1e4,
     )
     decoupled_min_lr: float | None = derived(
         "--min-lr",
-        "Lowest learning rate of the decay of --decoupled-lr.",
+        "Minimum learning rate of the decay of --decoupled-lr.",
         minimum=0,
         only_if=(unless("optimizer.lr_decay_style", "constant"),),
     )
@@ -84,21 +84,21 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = derived(
         "--train-iters",
-        "Length of warm-up and decay together.",
+        "Total length of warm-up and decay.",
         unit="iterations",
         minimum=1,
         only_if=(_DECAY_LENGTH,),
     )
     lr_decay_samples: int | None = derived(
         "--train-samples",
-        "Length of warm-up and decay together.",
+        "Total length of warm-up and decay.",
         unit="samples",
         minimum=1,
         only_if=(_DECAY_LENGTH,),
     )
     lr_decay_tokens: int | None = derived(
         "unused",
-        "Length of warm-up and decay together. Needs --train-samples or --train-tokens.",
+        "Total length of warm-up and decay. Needs --train-samples or --train-tokens.",
         unit="tokens",
         minimum=1,
         only_if=(_DECAY_LENGTH,),
@@ -116,7 +116,7 @@ class OptimizerConfig:
         unit="tokens",
         minimum=0,
     )
-    lr_warmup_init: float = option(0.0, "Learning rate at which the warm-up begins.", minimum=0, only_if=(_WARM_UP,))
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", minimum=0, only_if=(_WARM_UP,))
     weight_decay: float = option(
         0.01,
         "Weight decay; biases and norms have none.",
@@ -124,8 +124,10 @@ class OptimizerConfig:
         only_if=(when("optimizer.weight_decay_incr_style", "constant"),),
         common="learning rate",
     )
-    start_weight_decay: float = derived("--weight-decay", "First weight decay of a growing one.", minimum=0)
-    end_weight_decay: float = derived("--weight-decay", "Last weight decay of a growing one.", minimum=0)
+    start_weight_decay: float = derived(
+        "--weight-decay", "Weight decay at the start, if it grows over the run.", minimum=0
+    )
+    end_weight_decay: float = derived("--weight-decay", "Weight decay at the end, if it grows over the run.", minimum=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         "constant",
         "How weight decay grows over the run.",
@@ -159,20 +161,21 @@ class OptimizerConfig:
     )
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
         "spectral",
-        "Scale of an orthogonalized matrix, by which --lr is multiplied: the root of its larger side, of rows over "
-        "columns but at least 1, or of rows over columns.",
+        "Scale of an orthogonalized matrix, which multiplies --lr: the square root of its larger side "
+        "(spectral), of rows over columns but at least 1 (shape_scaling), or of rows over columns "
+        "(unit_rms_norm).",
         only_if=_MUON,
     )
     muon_extra_scale_factor: float = option(
         0.2,
-        "Factor of that scale. 0.2 with spectral gives updates as large as AdamW's, so that one --lr and one "
-        "--weight-decay serve all parameters; Megatron-Core's default is 1.",
+        "Additional factor of that scale. 0.2 with spectral makes updates as large as AdamW's, so that one --lr "
+        "and one --weight-decay suit all parameters; Megatron-Core's default is 1.",
         above=0,
         only_if=_MUON,
     )
     muon_split_qkv: bool = option(
         True,
-        "Orthogonalize the fused projection of queries, keys and values as one matrix; else each on its own.",
+        "Orthogonalize the fused projection of queries, keys and values as one matrix, instead of separately.",
         flag="muon-no-split-qkv",
         off_switch=True,
         only_if=_MUON,
@@ -184,29 +187,29 @@ class OptimizerConfig:
     )
     use_apex: bool = option(
         False,
-        "Use apex's FusedAdam and FusedLayerNorm where apex is installed.",
+        "Use apex's FusedAdam and FusedLayerNorm if apex is installed.",
         only_if=(when("optimizer.optimizer", "adam"),),
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "On resuming, take the schedules from the flags instead of from the checkpoint.",
+        "When resuming, take the schedules from the flags instead of from the checkpoint.",
         aliases=("override-lr-scheduler",),
         only_if=(_LOADED_SCHEDULE,),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "On resuming, take the schedules from the checkpoint whatever the flags say.",
+        "When resuming, take the schedules from the checkpoint, whatever the flags say.",
         aliases=("use-checkpoint-lr-scheduler",),
         only_if=(_LOADED_SCHEDULE,),
     )
     use_new_lr: bool = option(
         False,
-        "On resuming, take --lr and --decoupled-lr from the flags whatever the checkpoint says.",
+        "When resuming, take --lr and --decoupled-lr from the flags, whatever the checkpoint says.",
         only_if=(_LOADED_SCHEDULE,),
     )
     use_new_min_lr: bool = option(
         False,
-        "On resuming, take --min-lr and --decoupled-min-lr from the flags whatever the checkpoint says.",
+        "When resuming, take --min-lr and --decoupled-min-lr from the flags, whatever the checkpoint says.",
         only_if=(_LOADED_SCHEDULE,),
     )
 

@@ -33,11 +33,11 @@ _SPREAD_EXPERTS = Condition(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Tensor, pipeline and data parallelism. The data-parallel size is what the world size leaves."""
+    """Tensor, pipeline and data parallelism. The data-parallel size follows from the world size."""
 
     tensor_model_parallel_size: int = option(
         1,
-        "Tensor-parallel size: processes that share each layer.",
+        "Tensor-parallel size: number of processes that share each layer.",
         unit="processes",
         minimum=1,
         maximum=MOST_PROCESSES,
@@ -53,46 +53,47 @@ class ParallelConfig:
     )
     pipeline_model_parallel_split_rank: int | None = derived(
         "in the middle",
-        "Pipeline stage at which T5's decoder begins; the encoder has those before it.",
+        "First pipeline stage of T5's decoder; the stages before it hold the encoder.",
         unit="stages",
         minimum=0,
         only_if=(when("model.model_type", "t5"), _STAGES),
     )
     num_layers_per_virtual_pipeline_stage: int | None = derived(
         "no interleaving",
-        "Interleave: each stage holds several chunks of this many layers. Needs at least 2 stages.",
+        "Interleaving: each stage holds several chunks of this many layers. Needs at least 2 stages.",
         unit="layers",
         minimum=1,
         common="layout",
     )
     virtual_pipeline_model_parallel_size: int | None = derived(
         "no interleaving",
-        "Interleave: number of chunks per stage, in place of --num-layers-per-virtual-pipeline-stage.",
+        "Interleaving: number of chunks per stage, instead of --num-layers-per-virtual-pipeline-stage.",
         unit="chunks",
         minimum=1,
     )
     pipeline_schedule: Literal["1f1b", "eager-1f1b", "zb-h1", "zb-v", "gpipe", "auto"] = option(
         "1f1b",
-        "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
-        "over slow links behind twice the warm-up, for up to twice the activations; zb-h1 computes weight gradients "
-        "apart, in the time in which a stage would wait (zero bubble, Qi et al. 2024); zb-v does so with two chunks of "
-        "layers on each stage, the second ones in reverse order, waits half as long, and sends twice the messages; "
-        "auto measures passes and messages in the first steps, and takes the order that is fastest for them.",
+        "Order of forward and backward passes. With virtual stages, 1f1b is interleaved; eager-1f1b hides "
+        "messages over slow links behind twice the warm-up, for up to twice the activations; zb-h1 computes "
+        "weight gradients separately, while a stage would otherwise wait (zero bubble, Qi et al. 2024); zb-v "
+        "does so with two chunks of layers per stage, the second ones in reverse order, waits half as long, and "
+        "sends twice the messages; auto measures passes and messages in the first steps, and uses the order that "
+        "is fastest for them.",
         only_if=(_STAGES,),
         common="layout",
     )
     pipeline_max_in_flight: int | None = derived(
         "2 x stages - 1",
-        "--pipeline-schedule eager-1f1b or auto: maximum number of micro-batches that a stage holds between their "
-        "forward and their last pass. More take more memory, and hide slower messages.",
+        "With --pipeline-schedule eager-1f1b or auto: maximum number of micro-batches in flight on a stage, "
+        "between their forward and their last pass. Larger values take more memory and hide slower messages.",
         unit="micro-batches",
         minimum=1,
         only_if=(_STAGES, when("parallel.pipeline_schedule", "eager-1f1b", "auto")),
     )
     expert_model_parallel_size: int = option(
         1,
-        "Expert-parallel size: data-parallel processes that share the experts of each layer, and send each other the "
-        "tokens for them.",
+        "Expert-parallel size: number of data-parallel processes that share the experts of each layer, and send "
+        "each other the tokens for them.",
         unit="processes",
         minimum=1,
         maximum=MOST_PROCESSES,
@@ -101,8 +102,9 @@ class ParallelConfig:
     )
     expert_tensor_parallel_size: int | None = derived(
         "--tensor-model-parallel-size",
-        "Tensor-parallel size of the experts. 1: every tensor-parallel process holds whole experts, and sends its part "
-        "of the tokens to theirs; --expert-model-parallel-size then counts tensor-parallel processes, too.",
+        "Tensor-parallel size of the experts. 1: each tensor-parallel process holds whole experts, and "
+        "dispatches its share of the tokens; --expert-model-parallel-size then counts tensor-parallel processes, "
+        "too.",
         unit="processes",
         minimum=1,
         maximum=MOST_PROCESSES,
@@ -110,18 +112,19 @@ class ParallelConfig:
     )
     moe_two_stage: Literal["auto", "on", "off"] = option(
         "auto",
-        "Send each token once to a node, whatever experts it has there; ranks of the node hand it on, and add up what "
-        "its experts there make of it. auto: where nodes hold several of the processes that share experts; on: also "
-        "where they hold one of them, so that a token is sent once for all of that one's experts; off: to each expert.",
+        "Send each token to a node only once, whatever experts it has there; ranks of the node forward it, and "
+        "sum the outputs of its experts there. auto: if nodes hold several expert-parallel ranks; on: also if "
+        "they hold only one, so that a token is sent once for all of its experts on that rank; off: send it to "
+        "each expert.",
         only_if=(_SPREAD_EXPERTS,),
     )
     sequence_parallel: bool = option(
-        False, "Split the sequence over the tensor-parallel processes outside attention and MLP.", common="layout"
+        False, "Split the sequence over the tensor-parallel processes outside attention and MLPs.", common="layout"
     )
     scatter_gather_tensors_in_pipeline: bool = option(
         False,
-        "Split each pipeline message over the tensor-parallel processes: each sends its part of the sequence, and the "
-        "parts are gathered where they arrive.",
+        "Split each pipeline message over the tensor-parallel processes: each sends its part of the sequence, "
+        "and the receiving stage gathers the parts.",
         only_if=(_STAGES, _TENSOR_RANKS, unless("parallel.sequence_parallel")),
     )
     async_tensor_model_parallel_allreduce: bool = option(
@@ -138,38 +141,38 @@ class ParallelConfig:
     )
     overlap_grad_reduce: bool = option(
         False,
-        "Overlap the reduction of gradients with the backward pass.",
+        "Overlap gradient reduction with the backward pass.",
         only_if=(_REPLICAS, _BUCKETS),
         common="layout",
     )
     delay: int = option(
         0,
-        "1: apply every gradient one step late, so that its reduction over replicas runs beside the next step's "
-        "computation: theta_{t+1} = theta_t - lr U(g(theta_{t-1})). Changes training; --optimizer muon bears it best. "
-        "0: apply it at once.",
+        "1: apply every gradient one step late, so that its reduction over replicas overlaps with the next "
+        "step's computation: theta_{t+1} = theta_t - lr U(g(theta_{t-1})). Changes training; --optimizer muon "
+        "tolerates it best. 0: apply gradients at once.",
         unit="steps",
         minimum=0,
         maximum=1,
     )
     delay_correction: Literal["none", "lookahead", "extrapolate"] = option(
         "none",
-        "Correction of delayed gradients. lookahead: compute them where the last update would lead once "
-        "more, theta + strength (theta - theta_before), with evaluations at theta. extrapolate: apply "
-        "g + strength (g - g_before).",
+        "Correction of delayed gradients. lookahead: compute them where repeating the last update would lead, "
+        "theta + strength (theta - theta_before); evaluations use theta. extrapolate: apply g + strength (g - "
+        "g_before).",
         only_if=(when("parallel.delay", 1),),
     )
     delay_strength: float = option(
         1.0,
-        "Strength of --delay-correction; less than 1 damps it.",
+        "Strength of --delay-correction; values below 1 damp it.",
         above=0,
         maximum=1,
         only_if=(when("parallel.delay", 1), when("parallel.delay_correction", "lookahead", "extrapolate")),
     )
     no_pipeline_flush: bool = option(
         False,
-        "Run the last backward passes of a step beside the first forward passes of the next, so that no stage waits "
-        "while a pipeline fills and drains (PipeDream-2BW). Takes two further copies of the parameters. Losses are "
-        "logged one step late.",
+        "Run the last backward passes of a step between the first forward passes of the next, so that no stage "
+        "waits while the pipeline fills and drains (PipeDream-2BW). Takes two more copies of the parameters. "
+        "Losses are logged one step late.",
         only_if=(_STAGES, when("parallel.delay", 1)),
     )
     ddp_bucket_size: int | None = derived(
@@ -181,7 +184,8 @@ class ParallelConfig:
     )
     no_allreduce: bool = option(
         False,
-        "Do not all-reduce gradients over the data-parallel group, to time a step without it; replicas diverge.",
+        "Do not all-reduce gradients over the data-parallel group, to time a step without the all-reduce; "
+        "replicas diverge.",
         only_if=(_REPLICAS,),
     )
     use_distributed_optimizer: bool = option(
@@ -206,8 +210,8 @@ class ParallelConfig:
     )
     peer_timeout_seconds: float = option(
         20.0,
-        "How long a process may send no heartbeat before the others count it as dead. Heartbeats continue "
-        "while it computes, compiles or waits for a disk; raise it to attach a debugger, which stops the whole "
+        "How long a process may send no heartbeat before the others consider it dead. Heartbeats continue while "
+        "it computes, compiles or waits for a disk; raise the limit to attach a debugger, which stops the whole "
         "process.",
         unit="seconds",
         minimum=3,
@@ -216,7 +220,7 @@ class ParallelConfig:
     )
     local_rank: int | None = derived(
         "LOCAL_RANK of the environment",
-        "Number of this process on its node; launchers pass it.",
+        "Rank of this process on its node; launchers set it.",
         minimum=0,
         maximum=MOST_PROCESSES,
         may_differ="it tells the processes of a machine apart",

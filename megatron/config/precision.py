@@ -18,15 +18,17 @@ _DYNAMIC_SCALE = needs("precision.fp16"), unless("precision.loss_scale")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The format of parameters and activations: fp32 unless one of the switches says otherwise."""
+    """Data type of parameters and activations: fp32 unless a switch says otherwise."""
 
     fp16: bool = option(False, "Train in fp16 with a loss scale.", common="precision")
     bf16: bool = option(False, "Train in bf16; gradients accumulate in fp32.", common="precision")
-    fp64: bool = option(False, "Train in float64 everywhere: a test mode that shows errors hidden by rounding.")
+    fp64: bool = option(
+        False, "Compute everything in float64: a test mode that shows errors otherwise hidden by rounding."
+    )
     fp8: Literal["tensorwise", "rowwise"] | None = derived(
         "all products in the training precision",
-        "With --bf16, on GPUs of compute capability 8.9 or more: compute the products of the layers' linear parts from "
-        "8-bit numbers, with one scale for each tensor, or one for each row (and weight gradients in bf16).",
+        "With --bf16, on GPUs of compute capability 8.9 or more: compute the matrix products of linear layers "
+        "from 8-bit numbers, with one scale per tensor, or one per row (and weight gradients in bf16).",
         common="precision",
     )
     loss_scale: float | None = derived(
@@ -47,7 +49,7 @@ class PrecisionConfig:
     )
     hysteresis: int = option(
         2,
-        "Overflows that are tolerated before the loss scale halves.",
+        "Overflows tolerated before the loss scale is halved.",
         unit="iterations",
         minimum=1,
         only_if=_DYNAMIC_SCALE,

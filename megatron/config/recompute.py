@@ -13,21 +13,21 @@ from megatron.config.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Activations that are recomputed in the backward pass instead of being kept."""
+    """Activations to recompute in the backward pass instead of storing them."""
 
     recompute_granularity: Literal["full", "selective"] | None = derived(
         "nothing is recomputed",
-        "Recompute whole layers (full) or the attention core only (selective).",
+        "Recompute whole layers (full) or only the attention core (selective).",
         aliases=("activations-checkpoint-granularity",),
         common="layout",
     )
     recompute_method: Literal["uniform", "block"] | None = derived(
         "uniform with --recompute-granularity full",
-        "Which layers, under full: all in groups (uniform), or the first few of each stage (block).",
+        "Layers to recompute with full: all, in groups (uniform), or the first few of each stage (block).",
     )
     recompute_num_layers: int = option(
         1,
-        "Layers in a group (uniform), or layers recomputed in each stage (block).",
+        "Layers per group (uniform), or layers to recompute in each stage (block).",
         unit="layers",
         minimum=1,
         aliases=("checkpoint-num-layers", "activations-checkpoint-num-layers"),

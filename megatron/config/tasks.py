@@ -78,12 +78,13 @@ class TaskConfig:
         [], "Files (RACE: folders) of training samples.", metavar="FILE", contents="file", common="task"
     )
     valid_data: list[str] = option(  # noqa: RUF009
-        [], "Files (RACE: folders) that are evaluated after each epoch, each by itself.", metavar="FILE",
+        [], "Files (RACE: folders) to evaluate after each epoch, each separately.", metavar="FILE",
         contents="file", common="task",
     )  # fmt: skip
     keep_last_batch: bool = option(
         False,
-        "Train on what is left at the end of an epoch, too, as a smaller batch. Otherwise it waits for another epoch.",
+        "Also train on the samples that remain at the end of an epoch, as a smaller batch. Otherwise they wait "
+        "for another epoch.",
         flag="keep-last",
     )
 
@@ -94,7 +95,7 @@ class TaskCheckpointConfig(CheckpointConfig):
 
     pretrained_checkpoint: str | None = derived(
         "random weights",
-        "Folder with the pretrained model, of any layout; used where --load holds no checkpoint yet.",
+        "Folder of the pretrained model, of any layout; used if --load has no checkpoint yet.",
         metavar="FOLDER",
     )
 

@@ -47,7 +47,7 @@ class TokenizerConfig:
         | None
     ) = derived(
         "none: give --vocab-size",
-        "Tokenizer; the last three are other names of SentencePieceTokenizer, twice, and HFTokenizer.",
+        "Tokenizer; of the last three, two are other names for SentencePieceTokenizer, and one for HFTokenizer.",
         checkpoint="default",
         common="data",
     )
@@ -90,8 +90,8 @@ class TokenizerConfig:
     )
     vocab_size: int | None = derived(
         "the tokenizer's",
-        "Size of the model's vocabulary before padding, at least the tokenizer's. For the NullTokenizer: "
-        "the ids in the text, beside which the vocabulary has one more.",
+        "Size of the model's vocabulary before padding, at least the tokenizer's. For the NullTokenizer: the "
+        "number of token IDs in the text; the vocabulary has one more.",
         unit="entries",
         minimum=1,
         maximum=MOST,

@@ -42,10 +42,10 @@ _COMPILER = Condition(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Batch sizes and length of the run, which is counted in iterations or in samples, never in both."""
+    """Batch sizes and the length of the run, in iterations or in samples, never both."""
 
     micro_batch_size: int = required(
-        "Samples in one forward pass of one data-parallel replica.",
+        "Samples per forward pass of one data-parallel replica.",
         unit="samples",
         minimum=1,
         maximum=MOST_BATCH,
@@ -53,7 +53,7 @@ class TrainingConfig:
     )
     global_batch_size: int = derived(
         "micro batch size * data-parallel size",
-        "Samples in one optimizer step.",
+        "Samples per optimizer step, over all replicas.",
         unit="samples",
         minimum=1,
         maximum=MOST_BATCH,
@@ -71,8 +71,9 @@ class TrainingConfig:
     )
     step_batch_size_schedule: str | None = derived(
         "one size",
-        'Global batch sizes, each from a number of tokens on, in one word: "0:768 250B:1536 1T:3072"; numbers may end '
-        "with K, M, B or T. In place of --global-batch-size; needs --train-samples or --train-tokens.",
+        'Global batch sizes with the number of tokens at which each begins, as one argument: "0:768 250B:1536 '
+        '1T:3072"; numbers may end in K, M, B or T. Replaces --global-batch-size; needs --train-samples or '
+        "--train-tokens.",
         metavar="TOKENS:SIZE...",
     )
     train_iters: int | None = derived(
@@ -93,21 +94,21 @@ class TrainingConfig:
     )
     train_tokens: int | None = derived(
         "no limit",
-        "Length of the run; counted as whole sequences of --seq-length, with --curriculum-learning as they are. With "
-        "--train-samples the shorter one ends the run.",
+        "Length of the run, counted in full sequences of --seq-length, or with --curriculum-learning in tokens "
+        "actually read. If --train-samples is given, too, the shorter one ends the run.",
         unit="tokens",
         minimum=1,
         maximum=MOST_TOKENS,
         common="batch and length",
     )
     exit_interval: int | None = derived(
-        "never", "Save and exit at iterations that are multiples of this number.", unit="iterations", minimum=1
+        "never", "Save and exit at iterations that are multiples of this.", unit="iterations", minimum=1
     )
     exit_duration_in_mins: float | None = derived("never", "Save and exit after this long.", unit="minutes", above=0)
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
     kill_switch_file: str | None = derived(
         "none",
-        "Save and exit as soon as this file exists; refused when it does at the start.",
+        "Save and exit as soon as this file exists; refused if it exists at the start.",
         metavar="FILE",
         may_differ="any machine's switch ends the run",
     )
@@ -116,13 +117,13 @@ class TrainingConfig:
     )
     deterministic_mode: bool = option(
         False,
-        "Compute the same bits each time, on GPUs too (CPUs do so anyway): only operations that add in a fixed order. "
-        "Slower; see docs/guides/gpus.md.",
+        "Compute the same bits in every run, on GPUs too (CPUs always do): use only operations that add in a "
+        "fixed order. Slower; see docs/guides/gpus.md.",
     )
     check_replicas: int | None = derived(
         "never",
-        "Compare, bit by bit, what ranks must hold alike (replicas' parameters, both ends' memories of pipeline "
-        "codecs) every N iterations, and stop when they differ.",
+        "Every N iterations, compare bit by bit everything that must be equal on several ranks (replicas' "
+        "parameters, the state of pipeline codecs at both ends), and stop if it differs.",
         metavar="N",
         unit="iterations",
         minimum=1,
@@ -130,30 +131,31 @@ class TrainingConfig:
     )
     max_skipped_steps: int = option(
         10,
-        "End the run, which has diverged, after so many steps in a row that were skipped since a gradient or loss was "
-        "not finite; 0: never. Under a dynamic loss scale only those at the least scale count.",
+        "Stop the run, as diverged, after this many consecutive steps that were skipped because a gradient or "
+        "loss was not finite; 0: never. With a dynamic loss scale, only steps at its minimum count.",
         unit="steps",
         minimum=0,
     )
     check_for_nan_in_loss_and_grad: bool = option(
         False,
-        "End the run, which has diverged, at the first loss or gradient that is not finite, without a checkpoint; "
-        "otherwise such steps are skipped. Under a dynamic loss scale, gradients count at the least scale only.",
+        "Stop the run, as diverged and without a checkpoint, at the first loss or gradient that is not finite; "
+        "otherwise such steps are skipped. With a dynamic loss scale, gradients count only at its minimum.",
     )
     check_for_spiky_loss: bool = option(
-        False, "Warn of each loss that is ten times as high as the highest of the first 100 steps since the start."
+        False, "Warn of each loss that is ten times the highest loss of the first 100 steps since the start."
     )
     iterations_to_skip: list[str] = option(  # noqa: RUF009
         [],
-        "Iterations, counted from 1, or ranges of them (100-120) whose samples count as consumed without being read, "
-        "for the length of the run, too: no step is taken, and the schedule of learning rates waits.",
+        "Iterations to skip, counted from 1, or ranges of them (100-120): their samples count as consumed "
+        "without being read, also toward the length of the run, but no update is made, and the learning-rate "
+        "schedule does not advance.",
         metavar="ITERATION",
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
-        "tensor-parallel rank, without attention dropout, --deterministic-mode and --pipeline-schedule zb-h1, zb-v or "
-        "auto.",
+        "Compile each transformer layer with torch.compile. auto compiles if CUDA and Triton are available, with "
+        "one tensor-parallel rank, and without attention dropout, --deterministic-mode, or --pipeline-schedule "
+        "zb-h1, zb-v or auto.",
         only_if=(_COMPILER,),
     )
 

@@ -16,7 +16,7 @@ class ValidationConfig:
 
     eval_iters: int = option(
         100,
-        "Batches of each evaluation; 0 turns evaluation off.",
+        "Batches per evaluation; 0 turns evaluation off.",
         unit="iterations",
         minimum=0,
         maximum=10**6,
@@ -32,7 +32,7 @@ class ValidationConfig:
     )
     full_validation: bool = option(
         False,
-        "Read the whole validation set in each evaluation, each sample once, in place of --eval-iters batches.",
+        "Read the whole validation set in each evaluation, each sample once, instead of --eval-iters batches.",
         only_if=(_EVALUATIONS,),
     )
     fixed_validation: bool = option(

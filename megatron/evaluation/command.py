@@ -44,31 +44,31 @@ ZERO_SHOT: tuple[str, ...] = get_args(ZeroShotTask)
 class ZeroShotFlags:
     """The task, and what it reads."""
 
-    task: ZeroShotTask = required("What is measured.")  # noqa: RUF009
+    task: ZeroShotTask = required("What to measure.")  # noqa: RUF009
     valid_data: list[str] = required(  # noqa: RUF009
         "The text, or the JSON lines.", metavar="FILE", count=1
     )
     overlapping_eval: int = option(
         32,
-        "WIKITEXT103: tokens that each window after the first predicts, from those before them; 0: whole windows "
-        "side by side, faster and worse.",
+        "WIKITEXT103: tokens that each window after the first predicts, from those before them; 0: windows do "
+        "not overlap, which is faster and worse.",
         unit="tokens",
         minimum=0,
     )
-    strict_lambada: bool = option(False, "LAMBADA: the whole last word counts, not its last token alone.")
-    samples: int = option(2000, "CONTINUATION: most places of the text.", unit="places", minimum=1)
+    strict_lambada: bool = option(False, "LAMBADA: the whole last word counts, not only its last token.")
+    samples: int = option(2000, "CONTINUATION: maximum number of places in the text.", unit="places", minimum=1)
     prompt_tokens: int = option(32, "CONTINUATION: tokens before the continuation.", unit="tokens", minimum=1)
-    continuation_tokens: int = option(8, "CONTINUATION: tokens to be found.", unit="tokens", minimum=1)
+    continuation_tokens: int = option(8, "CONTINUATION: tokens to predict.", unit="tokens", minimum=1)
     choices: int = option(
-        4, "CONTINUATION: continuations that are ranked, the true one among them.", minimum=2, maximum=64
+        4, "CONTINUATION: number of continuations to rank, including the true one.", minimum=2, maximum=64
     )
-    micro_batch_size: int = option(8, "Windows in a forward pass.", unit="windows", minimum=1)
-    epochs: int | None = derived("none", "For fine-tuning, which this is not.", minimum=0)
+    micro_batch_size: int = option(8, "Windows per forward pass.", unit="windows", minimum=1)
+    epochs: int | None = derived("none", "Only for fine-tuning.", minimum=0)
     train_data: list[str] | None = derived(  # noqa: RUF009
-        "none", "For fine-tuning, which this is not.", metavar="FILE"
+        "none", "Only for fine-tuning.", metavar="FILE"
     )
-    pretrained_checkpoint: str | None = derived("none", "For fine-tuning, which this is not.", metavar="DIR")
-    keep_last: bool = option(False, "Keep the last, smaller batch: it always is.", no_effect="it is always kept")
+    pretrained_checkpoint: str | None = derived("none", "Only for fine-tuning.", metavar="DIR")
+    keep_last: bool = option(False, "Keep the last, smaller batch: always on here.", no_effect="it is always kept")
 
 
 def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:

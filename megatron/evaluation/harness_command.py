@@ -41,21 +41,21 @@ class EvaluationFlags:
     """What is evaluated, and how."""
 
     tasks: list[str] = required(  # noqa: RUF009
-        "Names of tasks.", metavar="TASK"
+        "Names of the tasks.", metavar="TASK"
     )
-    include_path: str | None = derived("none", "Folder of further tasks' YAML files.", metavar="DIR")
+    include_path: str | None = derived("none", "Folder of YAML files with additional tasks.", metavar="DIR")
     num_fewshot: int | None = derived("each task's", "Examples before each question.", minimum=0)
     limit: int | None = derived("all", "Only the first questions of each task.", unit="questions", minimum=1)
-    micro_batch_size: int = option(8, "Texts in a forward pass.", unit="texts", minimum=1)
-    via: Literal["adapter", "hf"] = option("adapter", "Ask the checkpoint directly, or export it first.")
+    micro_batch_size: int = option(8, "Texts per forward pass.", unit="texts", minimum=1)
+    via: Literal["adapter", "hf"] = option("adapter", "Run the checkpoint directly, or export it first.")
     bootstrap_iters: int = option(
         1000,
-        "Times that the questions are drawn anew for the standard errors that have no formula; 0: no standard errors.",
+        "Number of bootstrap samples for standard errors that have no formula; 0: no standard errors.",
         unit="draws",
         minimum=0,
         maximum=1_000_000,
     )
-    output: str | None = derived("none", "JSON of all figures.", metavar="FILE")
+    output: str | None = derived("none", "JSON file for all figures.", metavar="FILE")
 
 
 def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:

@@ -48,17 +48,17 @@ where it stopped. More processes than the model is split over share the samples.
 class SweepFlags:
     """Which checkpoints, on how many samples."""
 
-    first: int = option(0, "First iteration.", unit="iterations", minimum=0)
-    last: int | None = derived("the newest", "Last iteration.", unit="iterations", minimum=0)
-    step: int = option(1, "Only every so many iterations, counted from --first.", unit="iterations", minimum=1)
+    first: int = option(0, "First iteration to evaluate.", unit="iterations", minimum=0)
+    last: int | None = derived("the newest", "Last iteration to evaluate.", unit="iterations", minimum=0)
+    step: int = option(1, "Evaluate only every N iterations, counted from --first.", unit="iterations", minimum=1)
     eval_samples: int | None = derived(
         "--eval-iters x the run's --global-batch-size", "Validation samples.", unit="samples", minimum=1
     )
     eval_iters: int | None = derived("the run's", "Validation batches.", unit="batches", minimum=1)
-    micro_batch_size: int = option(4, "Samples in a forward pass.", unit="samples", minimum=1)
-    output: str | None = derived("val_check.json in --load", "Where the losses go.", metavar="FILE")
+    micro_batch_size: int = option(4, "Samples per forward pass.", unit="samples", minimum=1)
+    output: str | None = derived("val_check.json in --load", "File for the losses.", metavar="FILE")
     val_ppls_save_path: str | None = derived(
-        "unused", "Same as --output FOLDER/NAME.json, of --experiment-name NAME.", metavar="FOLDER"
+        "unused", "Same as --output FOLDER/NAME.json, with --experiment-name NAME.", metavar="FOLDER"
     )
     experiment_name: str = option("val_check", "Name of the file in --val-ppls-save-path.")
     get_val_ppls: bool = option(

@@ -29,18 +29,16 @@ class ModelFlags:
     """The trained model. Its shape, precision and tokenizer come from the checkpoint."""
 
     load: str = required(
-        "Folder that --save wrote to; tools/ckpt_convert.py makes one of other formats.", metavar="DIR"
+        "Folder that --save wrote to; tools/ckpt_convert.py creates one from other formats.", metavar="DIR"
     )
     ckpt_step: int | None = derived(
         "the newest", "Iteration of the checkpoint.", unit="iterations", minimum=0, aliases=("iteration",)
     )
-    tensor_model_parallel_size: int = option(1, "Ranks that each layer is split over.", unit="ranks", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "Stages that the layers are split into.", unit="stages", minimum=1)
-    distributed_backend: Literal["nccl", "gloo"] = derived(
-        "nccl with CUDA, else gloo", "Between the processes that the launcher started."
-    )
+    tensor_model_parallel_size: int = option(1, "Number of ranks that share each layer.", unit="ranks", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", unit="stages", minimum=1)
+    distributed_backend: Literal["nccl", "gloo"] = derived("nccl with CUDA, else gloo", "Communication library.")
     distributed_timeout_minutes: float = option(
-        10.0, "How long a rank waits for another.", unit="minutes", minimum=0.01, maximum=MOST_MINUTES
+        10.0, "How long a rank waits for the others.", unit="minutes", minimum=0.01, maximum=MOST_MINUTES
     )
 
     @property
@@ -53,30 +51,32 @@ class ModelFlags:
 class SamplingFlags:
     """How tokens are chosen."""
 
-    greedy: bool = option(False, "Always take the likeliest token.")
+    greedy: bool = option(False, "Always take the most likely token.")
     temperature: float = option(1.0, "Divides the logits: below 1 sharpens, above 1 flattens.", above=0)
-    top_k: int = option(0, "Choose among this many likeliest tokens; 0: all.", unit="tokens", minimum=0)
+    top_k: int = option(0, "Choose among this many most likely tokens; 0: all.", unit="tokens", minimum=0)
     top_p: float = option(
-        0.0, "Choose among the likeliest tokens that together have this probability; 0: all.", minimum=0, maximum=1
+        0.0, "Choose among the most likely tokens that together have this probability; 0: all.", minimum=0, maximum=1
     )
     min_p: float = option(
         0.0,
-        "Leave out tokens that are less likely than this times the likeliest of those that are left.",
+        "Leave out tokens that are less likely than this times the most likely remaining one.",
         minimum=0,
         maximum=1,
     )
     repetition_penalty: float = option(
-        1.0, "Divides the positive logits of tokens that the text has, and multiplies the negative ones.", above=0
+        1.0,
+        "Divides the positive logits of tokens that are already in the text, and multiplies the negative ones.",
+        above=0,
     )
-    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that the continuation has.")
-    frequency_penalty: float = option(0.0, "Subtracted from them for each time that the continuation has them.")
+    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that are already in the continuation.")
+    frequency_penalty: float = option(0.0, "Subtracted from these logits once for each occurrence in the continuation.")
     stop_token_ids: list[int] = option(  # noqa: RUF009
-        [], "Tokens that end a text, as the end of document does.", metavar="ID", minimum=0
+        [], "Tokens that end a text, like the end-of-document token.", metavar="ID", minimum=0
     )
-    out_seq_length: int = option(1024, "New tokens of each text, at most.", unit="tokens", minimum=1)
-    seed: int = option(1234, "Of the random draws: text number i draws from seed + i.", minimum=0, maximum=2**32 - 1)
+    out_seq_length: int = option(1024, "Maximum number of new tokens per text.", unit="tokens", minimum=1)
+    seed: int = option(1234, "Seed of sampling: text number i uses seed + i.", minimum=0, maximum=2**32 - 1)
     recompute: bool = option(
-        False, "Keep no keys and values, but compute the whole text anew for each token (to check the cache)."
+        False, "Do not cache keys and values, but compute the whole text again for each token (to check the cache)."
     )
 
     def sampling(self) -> Sampling:

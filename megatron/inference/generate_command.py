@@ -43,10 +43,14 @@ class GenerationTaskFlags:
 
     prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
     sample_input_file: str | None = derived("none", "Continue each line of this file.", metavar="FILE")
-    sample_output_file: str | None = derived("the input file's name with .out", "Where those go.", metavar="FILE")
+    sample_output_file: str | None = derived(
+        "the input file's name with .out", "File for these continuations.", metavar="FILE"
+    )
     num_samples: int = option(0, "Write this many texts without a prompt to --genfile.", unit="texts", minimum=0)
-    genfile: str | None = derived("none", "JSON lines with text, length and finished.", metavar="FILE")
-    micro_batch_size: int = option(8, "Texts generated at once.", unit="texts", minimum=1)
+    genfile: str | None = derived(
+        "none", "File for these texts: JSON lines with text, length and finished.", metavar="FILE"
+    )
+    micro_batch_size: int = option(8, "Number of texts generated together.", unit="texts", minimum=1)
 
     @property
     def output(self) -> tuple[str, str] | None:

@@ -47,26 +47,30 @@ adds, and where it listens to others also by an address or this machine's name."
 class ServerFlags:
     """The port, and what a request may cost. How tokens are chosen, each request says."""
 
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", metavar="ADDRESS")
-    port: int = option(5000, "Port to listen at; 0 takes a free one and prints it.", minimum=0, maximum=65535)
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 is every address of this machine.", metavar="ADDRESS"
+    )
+    port: int = option(5000, "Port to listen on; 0 takes a free one and prints it.", minimum=0, maximum=65535)
     allowed_host: list[str] = option(  # noqa: RUF009
         [],
-        "A name that requests may call the server by, beside its own; once for each, * for any.",
+        "Additional host name that requests may use for the server; repeatable, * for any.",
         metavar="NAME",
         repeatable=True,
     )
     max_connections: int = option(
         512,
-        "Connections that are served; others are told to come again.",
+        "Maximum number of open connections; others are told to try again later.",
         unit="connections",
         minimum=1,
         maximum=65536,
     )
-    max_queue: int = option(32, "Requests that may wait; more are told to come again.", unit="requests", minimum=1)
-    max_tokens_to_oom: int = option(
-        12000, "Prompts x (tokens of the longest + new ones) of a request, at most.", unit="tokens", minimum=1
+    max_queue: int = option(
+        32, "Maximum number of waiting requests; others are told to try again later.", unit="requests", minimum=1
     )
-    max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
+    max_tokens_to_oom: int = option(
+        12000, "Maximum size of a request: prompts x (tokens of the longest + new tokens).", unit="tokens", minimum=1
+    )
+    max_request_bytes: int = option(1 << 20, "Maximum length of a request.", unit="bytes", minimum=1)
 
 
 def listen(flags: ServerFlags) -> socket.socket:

@@ -35,7 +35,7 @@ class AqsgdConfig:
     tokenizer_name: str | None = derived(
         "unused", "Same as --tokenizer-type HFTokenizer --tokenizer-model PATH.", metavar="PATH"
     )
-    task_name: str | None = derived("unused", "wikitext or arxiv21: a language model, of the text of --data-path.")
+    task_name: str | None = derived("unused", "wikitext or arxiv21: a language model of the text in --data-path.")
     do_evaluation: bool | None = derived("on", "Evaluate; false is the same as --eval-iters 0.")
     gradient_accumulate_step: int = option(1, "Only 1 is accepted; more repeated the same batch in AQ-SGD.", minimum=1)
 

@@ -20,13 +20,11 @@ from megatron.config.translate.rules import Dialect, Explicit, Theirs
 class DeepSpeedConfig:
     """Flags of Megatron-DeepSpeed, translated."""
 
-    zero_stage: float | None = derived(
-        "0", "ZeRO: 1 is the same as --use-distributed-optimizer, 0 asks for nothing.", minimum=0
-    )
+    zero_stage: float | None = derived("0", "ZeRO: 1 is the same as --use-distributed-optimizer, 0 is off.", minimum=0)
     deepspeed_config: str | None = derived(
         "none",
-        "DeepSpeed's JSON file: batch sizes, fp16, bf16, clipping and ZeRO stage are taken from it; what is not "
-        "available is refused by name.",
+        "DeepSpeed's JSON file, for batch sizes, fp16, bf16, clipping and ZeRO stage; settings that are not "
+        "available are refused by name.",
         metavar="FILE",
     )
     load_tag: str | None = derived("the newest", "Same as --ckpt-step N for the tag global_stepN.", metavar="TAG")

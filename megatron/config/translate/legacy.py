@@ -44,8 +44,8 @@ class LegacyConfig:
     stable_topk_density_warmup_steps: int = option(
         20000, "Steps over which the density of the classic Top-K falls.", minimum=0
     )
-    stable_topk_num_buckets: int = option(1, "Left over.", no_effect="it had none in Radius either")
-    stable_topk_region_bucket_size: int = option(1, "Left over.", no_effect="it had none in Radius either")
+    stable_topk_num_buckets: int = option(1, "Unused.", no_effect="it had none in Radius either")
+    stable_topk_region_bucket_size: int = option(1, "Unused.", no_effect="it had none in Radius either")
     move_grad_clip_to_reducer: bool = option(
         False, "Clip after the reduction.", no_effect="gradients are always clipped after the reduction"
     )
@@ -98,7 +98,7 @@ class LegacyConfig:
     max_activation_cache_size: int = option(20000, "Samples that --forward-compress-method delta keeps.", minimum=1)
     warmup_epochs: int = option(
         1,
-        "Epochs that --forward-compress-method, --backward-compress-method and --dp-mode leave as they are.",
+        "Epochs that --forward-compress-method, --backward-compress-method and --dp-mode leave uncompressed.",
         minimum=0,
     )
     forward_bits: int = option(4, "Bits of --forward-compress-method.", minimum=1, maximum=8)

@@ -66,7 +66,7 @@ SHORTCUTS: tuple[Shortcut, ...] = (
     ),
     Shortcut(
         name="no-position-embedding",
-        help="No learned positions: --position-embedding-type none, unless rope is asked for.",
+        help="No learned positions: --position-embedding-type none, unless rope is selected.",
         rule=_without_position_embedding,
     ),
     Shortcut(
@@ -94,7 +94,7 @@ SHORTCUTS: tuple[Shortcut, ...] = (
     Shortcut(
         name="fp8-format",
         arity=VALUE,
-        help="Megatron-LM's: hybrid is the same as --fp8 tensorwise, e4m3 as --fp8 rowwise.",
+        help="Megatron-LM's flag: hybrid is the same as --fp8 tensorwise, e4m3 as --fp8 rowwise.",
         sets={"precision.fp8": ARGUMENT},
         choices=_RECIPES,
     ),
