@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import struct
 import sys
@@ -25,6 +26,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.grad_reducer import GradReducer
 from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.training.step import take_batches, train_step
+from tests.support.cases import SharedRanks
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
 
@@ -107,6 +109,7 @@ def test_collectives_send_as_many_bytes_as_they_report(ranks: int) -> None:
 
 def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
     """Three steps after two that make connections and states."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # for sums in two levels, and rows in two stages
     engines = tiny_engines(changes)
     config = engines.config
     batches = tiny_batches(config, engines.topology, masked=False)
@@ -122,7 +125,13 @@ def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
     return _counted(lambda: steps(2, 5))
 
 
-MODEL = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "max_position_embeddings": 128}
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "uncompressed": (4, {"parallel": {"pipeline_model_parallel_size": 2}}),
     "sequence-parallel and sharded": (
@@ -184,7 +193,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
-    "chunked top-k": (2, {"compression": {"compress": ["dp-grad=chunked-topk"]}}),
+    "chunked top-k": (2, {"model": {"num_layers": 4}, "compression": {"compress": ["dp-grad=chunked-topk"]}}),
     "whole matrices": (
         4,
         {
@@ -196,13 +205,18 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+ON_RANKS = SharedRanks(
+    _training,
+    {
+        name: (ranks, ({**changes, "model": {**MODEL, **changes.get("model", {})}},))
+        for name, (ranks, changes) in RUNS.items()
+    },
+)
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_the_ledger_equals_the_kernels_count(name: str) -> None:
-    ranks, changes = RUNS[name]
-    nodes = {"LOCAL_WORLD_SIZE": "2"}  # for sums in two levels, and rows in two stages
-    results = run_ranks(
-        ranks, _training, {**changes, "model": {**MODEL, **changes.get("model", {})}}, timeout=120.0, env=nodes
-    )
+def test_the_ledger_equals_the_kernels_count(request: pytest.FixtureRequest, name: str) -> None:
+    results = ON_RANKS.results(request, name)
     reported_total = sum(reported for reported, _ in results)
     counted = sum(counted for _, counted in results)
     assert reported_total > 500_000
