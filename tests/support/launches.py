@@ -8,14 +8,13 @@ until the host knows that it is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.group import Group, Pending
 from megatron.parallel.pipeline.engine import PipelineEngine
@@ -46,6 +45,11 @@ class PretendedDevice(TorchDispatchMode):
         self.step = ""
         self._pending: list[Pending] = []
         self._waited: set[int] = set()
+        self._names: dict[Any, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the check would be made at each launch
 
     def begin(self, step: str) -> None:
         """A step of a name begins."""
@@ -54,9 +58,13 @@ class PretendedDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = str(func._schema.name).replace("::", ".")
-        if not func.is_view and name not in _NO_LAUNCH and name not in _MESSAGES:
-            self._launch(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        if func not in self._names:
+            name = str(func._schema.name).replace("::", ".")
+            self._names[func] = "" if func.is_view or name in _NO_LAUNCH or name in _MESSAGES else name
+        if name := self._names[func]:
+            self._launch(
+                name, [leaf for leaf in _leaves((*args, *(kwargs or {}).values())) if isinstance(leaf, Tensor)]
+            )
         return func(*args, **(kwargs or {}))
 
     def _launch(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -81,6 +89,15 @@ class PretendedDevice(TorchDispatchMode):
         if any(other is pending for other in self._pending):
             self._pending = [other for other in self._pending if id(other) not in self._waited]
             self._waited.clear()
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """An operator's arguments, with the members of lists in their place."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 @contextmanager
