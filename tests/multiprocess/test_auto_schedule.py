@@ -19,11 +19,11 @@ from tests.support.tiny import merge, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
-ITERATIONS = 8
+ITERATIONS = 7
 RUN: dict[str, Any] = {
     "num_layers": 4,
     "train_iters": ITERATIONS,
-    "global_batch_size": 12,
+    "global_batch_size": 8,
     "hidden_dropout": 0.1,
     "compress": [
         "pp-forward=fixpoint,bits=4,rounding=stochastic,warmup=1",
@@ -54,7 +54,7 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     logs = {}
     for schedule in ("1f1b", "zb-h1", "auto"):
         logs[schedule] = tmp_path / f"{schedule}.jsonl"
-        more = {"pipeline_max_in_flight": 12} if schedule == "auto" else {}
+        more = {"pipeline_max_in_flight": 8} if schedule == "auto" else {}
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
