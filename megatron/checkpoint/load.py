@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,14 @@ def saved_section(root: str | Path, iteration: Iteration, section: str, flag: st
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
-    values = content.get(section) if isinstance(content, dict) else None
+    values = _parsed(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}").get(section)
     return values if isinstance(values, dict) else {}
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str, location: str) -> Mapping[str, Any]:
+    """The sections of a configuration, to be read only: a run that resumes asks for six of them in turn."""
+    return parse_yaml(text, location)
 
 
 def saved_config(
