@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiprocess
 
 Changes = dict[str, dict[str, Any]]
 
-PP2: Changes = {"parallel": {"pipeline_model_parallel_size": 2}}
+PP2: Changes = {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"num_layers": 2}}
 EAGER: Changes = {"parallel": {"pipeline_schedule": "eager-1f1b"}}
 RECOMPUTES: Changes = {"recompute": {"recompute_granularity": "full"}}
 NO_FLUSH: Changes = {"parallel": {"no_pipeline_flush": True}}
