@@ -13,7 +13,7 @@ from megatron.training.replica_check import disagreements
 from tests.support import combinations
 from tests.support.cases import SharedRanks
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+from tests.support.tiny import Trace, merge, tiny_engines, tiny_run, tiny_train
 
 Changes = dict[str, dict[str, Any]]
 
@@ -33,7 +33,7 @@ VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 FIXED: dict[str, Any] = {"order": "fixed"}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 FULL_RANK = "rank=32,min-ratio=0"
-EXACT_STEPS, STEPS, LONG_STEPS = 3, 8, 16
+EXACT_STEPS, STEPS, LONG_STEPS = 3, 6, 8
 
 LOSSLESS: dict[str, tuple[int, Changes]] = {
     "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),
@@ -120,7 +120,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "stable top-k": (4, _run("dp-grad=stable-topk,density=0.3,interval=4", pp=2)),
     "embedding stable top-k": (
         4,
-        _run("embedding=stable-topk,density=0.2,interval=4", "dp-grad=stable-topk,density=0.3,interval=6", pp=2),
+        _run("embedding=stable-topk,density=0.2,interval=3", "dp-grad=stable-topk,density=0.3,interval=4", pp=2),
     ),
     "embedding top-k fused, fp16": (4, _run("embedding=topk,density=0.2,fused=on", pp=2, precision="fp16")),
     "top-k": (2, _run("dp-grad=topk,density=1~0.2@5")),
@@ -214,15 +214,15 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "schedules": (
         4,
         _run(
-            "dp-grad=powersgd,rank=24@0/2@3/3@6",
+            "dp-grad=powersgd,rank=24@0/2@2/3@4",
             "pp-forward=fixpoint,bits=8@0/4@4",
-            "pp-backward=lowrank,rank=8~2@8,warmup=2,error-feedback=lazy",
+            "pp-backward=lowrank,rank=8~2@5,warmup=2,error-feedback=lazy",
             pp=2,
         ),
     ),
     "edgc by formula, sharded": (
         2,
-        _run("dp-grad=edgc,rank=8,window=4,sample-every=1,rule=formula", use_distributed_optimizer=True, **OVERLAP),
+        _run("dp-grad=edgc,rank=8,window=3,sample-every=1,rule=formula", use_distributed_optimizer=True, **OVERLAP),
     ),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2,error-feedback=lazy", pp=2)),
     "lowrank eager": (
@@ -302,12 +302,13 @@ def train_and_compare(changes: Changes, steps: int) -> tuple[Trace, list[str]]:
         if count in (1, steps // 2, steps):
             differences.extend(disagreements(engines))
 
-    return tiny_train(tiny_engines(changes), steps, epoch=8, after_step=compare), differences
+    engines = tiny_engines(merge(changes, {"optimizer": {"lr": 8e-3}}))
+    return tiny_train(engines, steps, epoch=8, after_step=compare), differences
 
 
 def check_fall(losses: list[float]) -> None:
-    """Without compression the losses of both batches fall by 1.0 in 10 steps."""
-    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.2, losses
+    """Without compression the losses of both batches fall by 0.9 in 6 steps."""
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.3, losses
 
 
 LOSSY_RUNS = SharedRanks(
