@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def flat_range_to_boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Splits a range of a row-major flattened tensor into boxes that are contiguous in the flat order.
+    """Split a range of a row-major flattened tensor into boxes that are contiguous in the flat order.
 
     There are at most ``2 * len(shape) - 1`` boxes: the end of the first row, whole rows, the beginning of the
     last row, and the same again inside the two incomplete rows.
@@ -38,7 +38,7 @@ def flat_range_to_boxes(
 def _cut(
     shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Splits a non-empty range of the sub-tensor at ``prefix``; flat positions count from that sub-tensor."""
+    """Split a non-empty range of the sub-tensor at ``prefix``; flat positions count from that sub-tensor."""
     if not shape:
         return [(prefix, (1,) * len(prefix), start)]
     row = math.prod(shape[1:])
@@ -62,7 +62,7 @@ def _cut(
 
 
 def clip(box: Box, extent: Sequence[int]) -> Box | None:
-    """Clips a box to ``[0, extent)``; None when nothing is left."""
+    """Clip a box to ``[0, extent)``; None when nothing is left."""
     offsets, sizes = box
     clipped_sizes = tuple(min(o + s, e) - o for o, s, e in zip(offsets, sizes, extent, strict=True))
     return None if any(size <= 0 for size in clipped_sizes) else (offsets, clipped_sizes)

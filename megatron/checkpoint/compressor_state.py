@@ -102,7 +102,7 @@ class CompressorCheckpoint:
         return shards
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
-        """Restores this run's compressor state from a checkpoint. Every rank of the group calls this.
+        """Restore this run's compressor state from a checkpoint. Every rank of the group calls this.
 
         Raises:
             UserError: on every rank, when the checkpoint is damaged.
@@ -287,7 +287,7 @@ class _LoadableState:
         return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
 
     def room(self) -> Tensor:
-        """Allocates memory for this rank's slice: on the device, except for counters and for samples, which may exceed
+        """Allocate memory for this rank's slice: on the device, except for counters and for samples, which may exceed
         the device's memory."""
         if self.kind.endswith(OF_SAMPLES):
             return torch.zeros(self.shape, dtype=self.dtype)
@@ -305,7 +305,7 @@ class _LoadableState:
         return replace(self.state_slice, holders=(self.shape[0], columns)).shard(self.kind, values, at)
 
     def put(self, values: Tensor) -> None:
-        """Writes a slice to its place, allocating the whole stack or bucket first if needed."""
+        """Write a slice to its place, allocating the whole stack or bucket first if needed."""
         target, state = self.state_slice, self.state_slice.state
         if self.kind.startswith(COUNTER):
             # Another parameter may have led the stack or bucket; if there were several, keep the greatest count.
@@ -339,7 +339,7 @@ class _Loaded:
     _weights: Tensor | None = None
 
     def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
-        """Adds a holder's slice; ``counts`` are the counts of a table of means.
+        """Add a holder's slice; ``counts`` are the counts of a table of means.
 
         Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
         """

@@ -68,7 +68,7 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and waits until it is on the disk."""
+    """Write a file, and wait until it is on the disk."""
     with path.open("wb") as stream:
         stream.write(data)
         stream.flush()
@@ -76,7 +76,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes leftovers of an interrupted save, and restores a checkpoint that was being replaced.
+    """Remove leftovers of an interrupted save, and restore a checkpoint that was being replaced.
 
     Leftovers that cannot be removed stay: the next save checks that the paths it writes to are free.
     """
@@ -96,7 +96,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def publish(root: Path, iteration: Iteration) -> None:
-    """Turns the complete temporary folder into the checkpoint that the tracker names.
+    """Turn the complete temporary folder into the checkpoint that the tracker names.
 
     The tracker's new text is on the disk before anything is renamed, so that a full disk leaves everything
     unchanged.
@@ -122,7 +122,7 @@ def publish(root: Path, iteration: Iteration) -> None:
 
 
 def prune(root: Path, newest: int, keep_last: int, last_update: int | None = None) -> tuple[list[int], list[OSError]]:
-    """Removes all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
+    """Remove all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
 
     The newest checkpoint before ``last_update`` stays, too: training certainly continued from it, unlike from later
     checkpoints. Iterations after ``newest`` belong to an earlier run that went further, and are not removed.
@@ -155,7 +155,7 @@ def newest_before(iterations: Sequence[int], last_update: int | None) -> int | N
 
 
 def discard(root: Path, iteration: Iteration) -> None:
-    """Removes the files of a failed save; never raises."""
+    """Remove the files of a failed save; never raise."""
     with contextlib.suppress(OSError):
         _remove(temporary_folder(root, iteration))
     with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def discard(root: Path, iteration: Iteration) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Removes a checkpoint under another name, so that an interrupted removal leaves no partial checkpoint."""
+    """Remove a checkpoint under another name, so that an interrupted removal leaves no partial checkpoint."""
     doomed = folder.with_name(REMOVED + folder.name)
     with contextlib.suppress(FileNotFoundError):  # leftovers of an interrupted removal
         _remove(doomed)
@@ -172,7 +172,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder and its content; of a link only the link, not its target."""
+    """Remove a folder and its content; of a link only the link, not its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -23,7 +23,7 @@ SHOWN_ITERATIONS = 4
 
 
 def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
-    """Finds the checkpoint to resume from: the tracker's, or the newest complete checkpoint if there is no tracker.
+    """Find the checkpoint to resume from: the tracker's, or the newest complete checkpoint if there is no tracker.
 
     Args:
         root: the folder of all checkpoints.

@@ -121,7 +121,7 @@ class FolderLock:
         )
 
     def _read(self) -> Owner | None:
-        """Reads the recorded owner; None if there is no readable record."""
+        """Read the recorded owner; None if there is no readable record."""
         try:
             return Owner(**json.loads(read_regular(self.path, 10_000)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -178,7 +178,7 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Releases the folder."""
+        """Release the folder."""
         self._released.set()
         with suppress(OSError):
             if self._read() == self.owner:

@@ -116,7 +116,7 @@ class LogicalShard:
 
 
 def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Sequence[int]) -> LogicalShard:
-    """Describes a rank's block of a global tensor.
+    """Describe a rank's block of a global tensor.
 
     Args:
         local: the block; rows and columns beyond ``global_shape`` are padding and are left out.
@@ -138,7 +138,7 @@ def shard_of_flat_range(
     stop: int,
     valid: Sequence[int] | None = None,
 ) -> list[TensorBox]:
-    """Describes a slice of a rank's flattened block, as the distributed optimizer holds it.
+    """Describe a slice of a rank's flattened block, as the distributed optimizer holds it.
 
     A block that maps to several places of the global tensor (fused gate and up projections) takes a call per
     place, with the part of the slice that belongs there.

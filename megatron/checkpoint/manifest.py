@@ -102,7 +102,7 @@ def _seal(content: dict[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks ``metadata.json``.
+    """Read and check ``metadata.json``.
 
     Raises:
         UserError: when it is missing, damaged, or of a later format; the message has the file's name.
@@ -165,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _count(value: object, description: str, least: int = 0) -> int:
-    """Checks that a value read from a file is an integer in range."""
+    """Check that a value read from a file is an integer in range."""
     if type(value) is not int or not least <= value < 1 << 62:
         raise ValueError(f"{description} is {str(value)[:40]}")
     return value

@@ -43,7 +43,7 @@ def buffer_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
 
 
 def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-    """Maps a mixture-of-experts model's tensors to a dense checkpoint's names, for upcycling.
+    """Map a mixture-of-experts model's tensors to a dense checkpoint's names, for upcycling.
 
     Routers are left out; all experts of a layer, and the shared MLP beside them, load the dense layer's MLP.
     """

@@ -16,7 +16,7 @@ from megatron.config.checkpoint import CheckpointConfig
 
 @contextmanager
 def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> Iterator[FolderLock | None]:
-    """Creates and locks the folder of ``--save`` for the duration of a run.
+    """Create and lock the folder of ``--save`` for the duration of a run.
 
     Args:
         config: flags of loading and saving.
@@ -55,7 +55,7 @@ def _lock(save: str, log: Callable[[str], None]) -> FolderLock:
 
 
 def check_replaces_nothing(config: CheckpointConfig) -> None:
-    """Checks that a run replaces only its own earlier checkpoints.
+    """Check that a run replaces only its own earlier checkpoints.
 
     Raises:
         UserError: when it would replace others; the message names the flags to continue from and to replace them.

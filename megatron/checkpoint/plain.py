@@ -19,7 +19,7 @@ TUPLE, BYTES, TENSOR, DICT = "$tuple", "$bytes", "$tensor", "$dict"
 
 
 def encode_plain(value: Any) -> bytes:
-    """Encodes None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those as JSON.
+    """Encode None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those as JSON.
 
     Raises:
         TypeError: for any other value; the message names its path.
@@ -28,7 +28,7 @@ def encode_plain(value: Any) -> bytes:
 
 
 def decode_plain(data: bytes) -> Any:
-    """Decodes the output of ``encode_plain``.
+    """Decode the output of ``encode_plain``.
 
     Raises:
         ValueError: when the text is no output of ``encode_plain``.

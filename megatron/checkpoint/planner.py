@@ -48,7 +48,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.problem: str | None = None
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Divides the boxes among the ranks (on the coordinator)."""
+        """Divide the boxes among the ranks (on the coordinator)."""
         try:
             plans = divide_plans(all_plans)
         except ValueError as error:
@@ -58,7 +58,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Returns the memory of an item."""
+        """Return the memory of an item."""
         shard: LogicalShard = self.state_dict[write_item.index.fqn]
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
@@ -74,7 +74,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Stores the arguments; the base class would replace values that are no tensors."""
+        """Store the arguments; the base class would replace values that are no tensors."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -86,7 +86,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """Assigns each box to a single rank.
+    """Assign each box to a single rank.
 
     Args:
         plans: plans of the boxes that each rank holds, by rank.

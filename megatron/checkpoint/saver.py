@@ -62,7 +62,7 @@ class CheckpointSaver:
         last_update: int | None = None,
         statements: Statements | None = None,
     ) -> None:
-        """Waits for the previous save, then saves or starts a background save. See ``save_checkpoint``."""
+        """Wait for the previous save, then save or start a background save. See ``save_checkpoint``."""
         self.finish_save()
         self._pending = save_checkpoint(
             self.root,
@@ -79,7 +79,7 @@ class CheckpointSaver:
         )
 
     def poll(self) -> None:
-        """Raises the error of a background save once it has ended on every rank; called once per step.
+        """Raise the error of a background save once it has ended on every rank; called once per step.
 
         Ranks agree on whether it has ended, so that all raise at the same step. Costs nothing when no save is
         pending.
@@ -88,7 +88,7 @@ class CheckpointSaver:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Waits until no save is pending.
+        """Wait until no save is pending.
 
         Raises:
             UserError: when the pending save failed.

@@ -99,21 +99,21 @@ class ShardWriter(StorageWriter):
         self.problem: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a writer serves a single save."""
+        """Do nothing: a writer serves a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan."""
+        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds the name of each rank's file to its plan."""
+        """Add the name of each rank's file to its plan."""
         return [dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the items of the plan in order, and waits until they are on disk."""
+        """Write the items of the plan in order, and wait until they are on disk."""
         results: list[WriteResult] = []
         path = self.folder / plan.storage_data
         try:
@@ -140,7 +140,7 @@ class ShardWriter(StorageWriter):
         return _completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the documents and the manifest on the coordinator, unless a rank has failed."""
+        """Write the documents and the manifest on the coordinator, unless a rank has failed."""
         stored = {result.index: result.storage_data for rank in results for result in rank}
         if None in stored.values():
             return
@@ -200,7 +200,7 @@ class ShardReader(StorageReader):
         self.problem: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a reader serves a single checkpoint."""
+        """Do nothing: a reader serves a single checkpoint."""
 
     def read_metadata(self) -> Metadata:
         """The manifest as torch's metadata."""
@@ -208,18 +208,18 @@ class ShardReader(StorageReader):
         return Metadata(dict(self.manifest.tensors), storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan."""
+        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans."""
+        """Return the plans."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies all items of the plan to their target tensors, file by file."""
+        """Copy all items of the plan to their target tensors, file by file."""
         by_file: dict[str, list[tuple[StoredItem, ReadItem]]] = {}
         for read in plan.items:
             assert read.storage_index.offset is not None
@@ -237,7 +237,7 @@ class ShardReader(StorageReader):
         return _completed_future(None)
 
     def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
-        """Reads the rows of a stored box that ``read`` needs, and narrows them to the requested box."""
+        """Read the rows of a stored box that ``read`` needs, and narrow them to the requested box."""
         entry = self.manifest.tensors[read.storage_index.fqn]
         shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
         starts = list(read.storage_offsets)

@@ -29,7 +29,7 @@ class StoredTensors:
         self.folder, self.manifest = open_checkpoint(Path(root), iteration)
 
     def read(self, name: str) -> Tensor:
-        """Reads a whole tensor into new memory; at most a single stored box is held beside it.
+        """Read a whole tensor into new memory; at most a single stored box is held beside it.
 
         Raises:
             UserError: when the tensor's bytes are missing or damaged.

@@ -26,7 +26,7 @@ def group_apart(
     address: str | None,
     device: torch.device,
 ) -> Group:
-    """Makes a group unknown to torch's world; a failure in it leaves the world as it is.
+    """Make a group unknown to torch's world; a failure in it leaves the world as it is.
 
     Args:
         store: store of the group's members alone.

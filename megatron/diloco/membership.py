@@ -43,7 +43,7 @@ class JoinReply:
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> JoinReply:
-        """Decodes a reply; raises ValueError if it is malformed."""
+        """Decode a reply; raise ValueError if it is malformed."""
         members = tuple(map(int, value["members"]))
         if not value["problem"] and value["source"] not in members:
             raise ValueError(f"island {value['source']} is none of islands {members}")
@@ -94,7 +94,7 @@ class Islands:
     def begin_generation(
         self, iteration: int, synchronous: bool, identity: Mapping[str, str], weights: str = ""
     ) -> bool:
-        """Begins a generation with the other islands, unless they have a newer state or a generation is running.
+        """Begin a generation with the other islands, unless they have a newer state or a generation is running.
 
         Args:
             iteration: number of iterations that this island has completed.
@@ -124,7 +124,7 @@ class Islands:
         without: int | None = None,
         outer_param_norm: float = 0.0,
     ) -> Decision:
-        """Reports to an attempt of a round, and waits for the islands of the last round until the time limit.
+        """Report to an attempt of a round, and wait for the islands of the last round until the time limit.
 
         Args:
             key: name of the round and attempt, the same on all islands.
@@ -210,7 +210,7 @@ class Islands:
         return group_apart(store, members, self.island, "islands", seconds, self.store.own_address(), self.device)
 
     def decide_outcome(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
-        """Decides with the other members whether an attempt counts; the same on all of them.
+        """Decide with the other members whether an attempt counts; the same on all of them.
 
         Args:
             key: name of the round and attempt.
@@ -246,7 +246,7 @@ class Islands:
     # Joining.
 
     def request_to_join(self) -> tuple[int, JoinReply] | None:
-        """Waits until this island may join after a round; returns ticket and reply, or None if no island is left.
+        """Wait until this island may join after a round; return ticket and reply, or None if no island is left.
 
         Raises:
             UserError: on every rank, when the other islands refuse this island.
@@ -320,7 +320,7 @@ class Islands:
         return self.make_group((source, joiner), f"stream/{ticket}", self.seconds)
 
     def announce_end(self, iteration: int, folder: str) -> list[int]:
-        """Records that this island has finished; returns the islands that have neither finished nor been members of
+        """Record that this island has finished; return the islands that have neither finished nor been members of
         the last round.
 
         Args:
@@ -342,7 +342,7 @@ class Islands:
         return [k for k in range(self.count) if k not in self.expected and self.store.get(finish_of(k)) is None]
 
     def leave(self) -> None:
-        """Ends this island's participation."""
+        """End this island's participation."""
         self.store.stop_beating()
 
     def _share(self, call: Callable[[], Any]) -> Any:

@@ -37,12 +37,12 @@ class OuterOptimizer:
         return bool(self.outer_params)
 
     def copy_params(self) -> None:
-        """Copies the current values to the outer parameters, on the CPU with ``offload``, without momentum."""
+        """Copy the current values to the outer parameters, on the CPU with ``offload``, without momentum."""
         self.outer_params = [main.to("cpu" if self.options.offload else main.device, copy=True) for main in self.mains]
         self.momentum = [torch.zeros_like(x) for x in self.outer_params] if self.options.momentum else []
 
     def step(self, index: int, mean: Tensor) -> None:
-        """Moves the outer parameters of a tensor by the mean pseudo-gradient; overwrites ``mean``."""
+        """Move the outer parameters of a tensor by the mean pseudo-gradient; overwrite ``mean``."""
         outer_param, options = self.outer_params[index], self.options
         step = mean.to(outer_param.device)
         if options.momentum:
@@ -52,7 +52,7 @@ class OuterOptimizer:
         outer_param.sub_(step, alpha=options.outer_lr)
 
     def update_params(self, index: int, alpha: float) -> None:
-        """Sets the values of a tensor to ``alpha`` * values + (1 - ``alpha``) * outer parameters."""
+        """Set the values of a tensor to ``alpha`` * values + (1 - ``alpha``) * outer parameters."""
         main = self.mains[index]
         outer_param = self.outer_params[index].to(main.device)
         if alpha:

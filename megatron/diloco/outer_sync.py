@@ -116,7 +116,7 @@ class OuterSync:
 
     @torch.no_grad()
     def collect_pseudo_gradient(self, number: int) -> None:
-        """Computes the pseudo-gradient of a fragment, from the shares of all replicas."""
+        """Compute the pseudo-gradient of a fragment, from the shares of all replicas."""
         fragment = self.fragments[number]
         self.allocate_buffers(number)
         for name, x in self._untrained_tensors[number].items():
@@ -129,7 +129,7 @@ class OuterSync:
         self._gather_replica_shares(fragment)
 
     def _gather_replica_shares(self, fragment: Fragment) -> None:
-        """Collects a fragment from the shares of the replicas."""
+        """Collect a fragment from the shares of the replicas."""
         if not self.optimizer.sharded:
             return
         for bucket in fragment.buckets:
@@ -138,7 +138,7 @@ class OuterSync:
 
     @torch.no_grad()
     def sum_gradients(self, group: Group, iteration: int, scale: float) -> None:
-        """Sums the gradients of a synchronous step over all islands, through the point's compressor.
+        """Sum the gradients of a synchronous step over all islands, through the point's compressor.
 
         Args:
             group: this rank and the same rank of all other islands.
@@ -161,7 +161,7 @@ class OuterSync:
             self.free_buffers(number)
 
     def allocate_buffers(self, number: int) -> None:
-        """Allocates memory for the pseudo-gradient of a fragment."""
+        """Allocate memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
         self._means = {
@@ -169,7 +169,7 @@ class OuterSync:
         }
 
     def free_buffers(self, number: int) -> None:
-        """Frees the memory for the pseudo-gradient of a fragment."""
+        """Free the memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
 
@@ -210,7 +210,7 @@ class OuterSync:
         return float(total) if float(total) >= 0 else math.nan
 
     def start_transfer(self, number: int, group: Group, iteration: int) -> None:
-        """Starts the exchange of a fragment with other islands.
+        """Start the exchange of a fragment with other islands.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -220,7 +220,7 @@ class OuterSync:
         reducer.exchange(wait=False)
 
     def finish_transfer(self, number: int) -> None:
-        """Completes the exchange, without a change of compressor states.
+        """Complete the exchange, without a change of compressor states.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -232,7 +232,7 @@ class OuterSync:
 
     @torch.no_grad()
     def accept_mean(self, number: int, contributors: int) -> None:
-        """Commits an exchange: updates the compressor states, and writes the mean to the buckets of all replicas."""
+        """Commit an exchange: update the compressor states, and write the mean to the buckets of all replicas."""
         fragment = self.fragments[number]
         fragment.reducer.write_results()
         for mean in self._means.values():
@@ -248,7 +248,7 @@ class OuterSync:
 
     @torch.no_grad()
     def apply_mean(self, number: int, alpha: float) -> None:
-        """Takes the outer step of a fragment with the mean from ``accept_mean``."""
+        """Take the outer step of a fragment with the mean from ``accept_mean``."""
         fragment = self.fragments[number]
         for shard_range in fragment.shard_ranges:
             self.outer.step(shard_range.index, fragment.shard_view(shard_range))
@@ -258,7 +258,7 @@ class OuterSync:
         self.free_buffers(number)
 
     def publish_params(self) -> None:
-        """Copies the values that a round has changed into the model."""
+        """Copy the values that a round has changed into the model."""
         self.optimizer.publisher.publish_exactly()
 
     def means(self) -> dict[int, Tensor]:

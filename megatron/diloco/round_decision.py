@@ -35,7 +35,7 @@ class RoundReport:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> RoundReport:
-        """Decodes an arrival; raises ValueError if it is malformed."""
+        """Decode an arrival; raise ValueError if it is malformed."""
         norm, loss, stop = value
         if not 0 <= int(stop) <= _MOST_STOP:
             raise ValueError(f"{stop} is no reason to end a run")
@@ -72,13 +72,13 @@ class Vote:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> Vote:
-        """Decodes a vote; raises ValueError if it is malformed."""
+        """Decode a vote; raise ValueError if it is malformed."""
         failed, mean_norm, usual_norm = value
         return Vote(bool(failed), float(mean_norm), float(usual_norm))
 
 
 def check_mean(votes: Sequence[Vote]) -> RoundOutcome:
-    """Judges an attempt by the means that its members received, regardless of the norms that they claim to have sent.
+    """Judge an attempt by the means that its members received, regardless of the norms that they claim to have sent.
 
     Args:
         votes: the votes of all members.
@@ -136,7 +136,7 @@ class Decision:
 
     @staticmethod
     def decode(value: Mapping[str, Any]) -> Decision:
-        """Decodes a decision; raises ValueError if it is malformed."""
+        """Decode a decision; raise ValueError if it is malformed."""
         without, members = value["without"], tuple(map(int, value["members"]))
         arrivals = {int(k): RoundReport.decode(arrival) for k, arrival in value["arrivals"].items()}
         if not members or not arrivals.keys() >= set(members):
@@ -152,7 +152,7 @@ class Decision:
 def select_members(
     arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, outer_param_norm: float = 0.0
 ) -> Decision:
-    """Decides which differences are summed: those that are finite and not absurdly large.
+    """Decide which differences are summed: those that are finite and not absurdly large.
 
     Args:
         arrivals: the reports of the islands, by number.

@@ -38,7 +38,7 @@ def finish_of(island: int) -> str:
 
 
 def read_finish(value: Sequence[Any]) -> tuple[int, str]:
-    """Decodes the value of ``finish_of``; raises ValueError if it is malformed."""
+    """Decode the value of ``finish_of``; raise ValueError if it is malformed."""
     iteration, folder = value
     return int(iteration), str(folder)
 
@@ -95,14 +95,14 @@ class Start:
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> Start:
-        """Decodes a start; raises ValueError if it is malformed."""
+        """Decode a start; raise ValueError if it is malformed."""
         members, behind = (tuple(map(int, value[name])) for name in ("members", "behind"))
         iteration = value["iteration"]
         return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
 
 
 def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
-    """Chooses the newest checkpoint that enough islands have: all islands in the synchronous warm-up, else a quorum.
+    """Choose the newest checkpoint that enough islands have: all islands in the synchronous warm-up, else a quorum.
 
     If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
     work that they have done since the last checkpoint in common.
@@ -128,7 +128,7 @@ def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, 
 
 
 def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
-    """Decides which islands begin: the furthest, if they agree. They send their state to the others.
+    """Decide which islands begin: the furthest, if they agree. They send their state to the others.
 
     Args:
         entries: iteration, whether islands synchronize every step from there, identity and weights, by island.
@@ -176,7 +176,7 @@ class IslandStart:
     _enters: bool | None = None
 
     def choose_iteration(self, own_iterations: Sequence[int], all_below: float) -> int | None:
-        """Comes to the start of a generation, and agrees with the others on the checkpoint to continue from.
+        """Come to the start of a generation, and agree with the others on the checkpoint to continue from.
 
         Args:
             own_iterations: checkpoint iterations of this island.
@@ -196,7 +196,7 @@ class IslandStart:
         return self._agree("iteration", list(own_iterations), select_members).iteration
 
     def begin_generation(self, own_entry: Sequence[Any]) -> Start:
-        """Begins a generation with the others; returns which islands begin, none if a generation is running.
+        """Begin a generation with the others; return which islands begin, none if a generation is running.
 
         Args:
             own_entry: this island's entry for ``choose_start``.
@@ -210,7 +210,7 @@ class IslandStart:
         return self._agree("start", list(own_entry), partial(choose_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
-        """Enters the newest generation, once; returns whether it has yet to begin.
+        """Enter the newest generation, once; return whether it has yet to begin.
 
         Args:
             newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
@@ -339,7 +339,7 @@ class IslandStart:
 
 
 def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
-    """Runs a call on rank 0 of an island; returns its result, or raises its error, on all ranks of the island.
+    """Run a call on rank 0 of an island; return its result, or raise its error, on all ranks of the island.
 
     Args:
         control: the ranks of the island over gloo; None for a single rank.

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def serve(host: str, port: int) -> dist.TCPStore:
-    """Serves a store at a single address of this machine; port 0 takes a free port.
+    """Serve a store at a single address of this machine; port 0 takes a free port.
 
     Raises:
         CommunicationError: when the address cannot be used.
@@ -52,7 +52,7 @@ def serve(host: str, port: int) -> dist.TCPStore:
 
 
 def note_end(store: dist.Store, island: int, has_ended: bool = True) -> None:
-    """Records an island's end for the process that serves the store; see ``IslandStore.note_end``."""
+    """Record an island's end for the process that serves the store; see ``IslandStore.note_end``."""
     dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if has_ended else "")
 
 
@@ -116,7 +116,7 @@ class IslandStore:
             return str(probe.getsockname()[0])
 
     def reading(self, call: Callable[[], T]) -> T:
-        """Runs a call of the store.
+        """Run a call of the store.
 
         Raises:
             CommunicationError: when the store is gone, or does not answer.
@@ -134,7 +134,7 @@ class IslandStore:
             ) from error
 
     def take_generation(self, number: int) -> None:
-        """Switches to a generation."""
+        """Switch to a generation."""
         self.generation = number
         self.box = dist.PrefixStore(f"{number}", self.root)
 
@@ -145,7 +145,7 @@ class IslandStore:
             return int(text)
 
     def end_generation(self, number: int) -> int:
-        """Begins the generation after ``number``, unless another island has; returns the newest generation."""
+        """Begin the generation after ``number``, unless another island has; return the newest generation."""
         text = self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
         with self.decoding(_GENERATION):
             return int(text)
@@ -182,17 +182,17 @@ class IslandStore:
             ) from error
 
     def put(self, key: str, value: Any) -> None:
-        """Sets a key."""
+        """Set a key."""
         self.reading(lambda: self.box.set(key, json.dumps(value)))
 
     def decide(self, key: str, value: Any) -> Any:
-        """Sets a key that has no value yet; returns its value, which is the same for everyone."""
+        """Set a key that has no value yet; return its value, which is the same for everyone."""
         text = self.reading(lambda: self.box.compare_set(key, "", json.dumps(value)))
         with self.decoding(key):
             return json.loads(text)
 
     def note_end(self, island: int, has_ended: bool = True) -> None:
-        """Records that an island's launcher has ended and the island will not come; or that the island is back."""
+        """Record that an island's launcher has ended and the island will not come; or that the island is back."""
         self.reading(lambda: note_end(self._tcp, island, has_ended))
 
     def have_ended(self, islands: Iterable[int]) -> bool:
@@ -201,13 +201,13 @@ class IslandStore:
         return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
 
     def count(self, key: str) -> int:
-        """Increments a counter; returns a number that no other caller gets for this key."""
+        """Increment a counter; return a number that no other caller gets for this key."""
         return self.reading(lambda: self.box.add(key, 1))
 
     def wait_for(
         self, key: str, until: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """Polls a key until it has a value; ``until`` is called in between, and may raise or set it.
+        """Poll a key until it has a value; ``until`` is called in between, and may raise or set it.
 
         Returns the raw value, once ``decode`` accepts it; see ``get``.
         """
@@ -217,7 +217,7 @@ class IslandStore:
         return self.get(key)
 
     def beat(self, island: int) -> None:
-        """Starts the heartbeats of an island, in a thread."""
+        """Start the heartbeats of an island, in a thread."""
         self.stop_beating()
         self._stop = threading.Event()
         tcp: Any = self._tcp  # cloned, as another thread uses this connection
@@ -226,7 +226,7 @@ class IslandStore:
         self._beats.start()
 
     def stop_beating(self) -> None:
-        """Stops the heartbeats of this island."""
+        """Stop the heartbeats of this island."""
         if self._beats is not None:
             self._stop.set()
             self._beats.join(_THREAD_SECONDS)

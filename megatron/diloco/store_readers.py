@@ -28,7 +28,7 @@ _MOST_GROWTH = 64 << 20
 
 
 def watch_readers(store: dist.TCPStore) -> None:
-    """Watches for a store's lifetime whether answers pile up in it, and disconnects clients that do not read them.
+    """Watch for a store's lifetime whether answers pile up in it, and disconnect clients that do not read them.
 
     torch's store buffers unsent answers without limit. On systems without /proc nothing is watched.
 
@@ -56,7 +56,7 @@ def _resident_bytes() -> int:
 
 
 def _cut_off(port: int) -> int:
-    """Ends the connections at a port with clients that read nothing during the observation; returns their number."""
+    """End the connections at a port with clients that read nothing during the observation; return their number."""
     cut_off = 0
     with ExitStack() as stack:
         acknowledged = {

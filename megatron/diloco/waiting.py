@@ -27,7 +27,7 @@ class WaitNotice:
         self._at: float | None = time.monotonic() + QUIET_SECONDS
 
     def update(self, missing: Collection[int]) -> None:
-        """Prints the missing islands, if they have been awaited for a while."""
+        """Print the missing islands, if they have been awaited for a while."""
         if missing and self._at is not None and time.monotonic() > self._at:
             self._at = None
             self._tell(f"waiting for {describe_islands(sorted(missing))} {self._purpose}, {self._seconds:g} s at most")

@@ -28,7 +28,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def communicating(operation: str, call: Callable[[], T]) -> T:
-    """Runs a communicating call.
+    """Run a communicating call.
 
     Raises:
         CommunicationError: when a peer is gone or too slow.
@@ -49,7 +49,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
 
 
 def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
-    """All-gathers texts, which may differ in length; in rank order."""
+    """All-gather texts, which may differ in length; in rank order."""
     if group is None:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
@@ -83,7 +83,7 @@ def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None
 
 
 def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
-    """Runs a call on every rank, and fails on all ranks if it fails on any.
+    """Run a call on every rank, and fail on all ranks if it fails on any.
 
     Raises:
         UserError: on every rank if any rank raised it.

@@ -32,21 +32,21 @@ class HostClock:
         self._now = read_seconds
 
     def mark(self) -> Mark:
-        """Marks this moment: of the host, or of the device's work launched so far."""
+        """Mark this moment: of the host, or of the device's work launched so far."""
         return self._now()
 
     def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
-        """Calls ``tell`` with the seconds between two marks, as soon as they are known."""
+        """Call ``tell`` with the seconds between two marks, as soon as they are known."""
         tell(stop - start)
 
     def report_known(self) -> None:
-        """Reports the intervals known by now, without waiting."""
+        """Report the intervals known by now, without waiting."""
 
     def synchronize(self) -> None:
-        """Waits for the device, if any, and reports all intervals."""
+        """Wait for the device, if any, and report all intervals."""
 
     def anchor(self) -> None:
-        """Waits for the device, if any, and aligns its time with the host's."""
+        """Wait for the device, if any, and align its time with the host's."""
 
     def host_time(self, mark: Mark) -> float:
         """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""

@@ -70,7 +70,7 @@ class Pending:
         return self.description.split(" ", 1)[0]
 
     def wait(self) -> None:
-        """Waits for the result. On CUDA, only kernels that are launched afterwards may use it.
+        """Wait for the result. On CUDA, only kernels that are launched afterwards may use it.
 
         Raises:
             CommunicationError: when a peer has failed or timed out.
@@ -92,7 +92,7 @@ class Pending:
         return self.work is None
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has completed the operation, after ``wait``.
+        """Block the host until the device has completed the operation, after ``wait``.
 
         Raises:
             CommunicationError: when a peer has failed or timed out.
@@ -104,7 +104,7 @@ class Pending:
 
     @contextmanager
     def _name_errors(self) -> Iterator[None]:
-        """Re-raises errors as ``CommunicationError`` with the operation and its ranks."""
+        """Re-raise errors as ``CommunicationError`` with the operation and its ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -172,7 +172,7 @@ class Group:
         return len(self.ranks)
 
     def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        """Starts an operation. All operations use this method, so that a subclass can override the transfer.
+        """Start an operation. All operations use this method, so that a subclass can override the transfer.
 
         Args:
             operation: name of the operation.
@@ -189,7 +189,7 @@ class Group:
             raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n times the bytes of ``x``.
+        """All-reduce ``x``, contiguous, in place. A ring sends 2 (n-1)/n times the bytes of ``x``.
 
         Over gloo, the ranks of a two-rank group exchange small tensors and combine them locally. This sends the same
         number of bytes with fewer round trips. Callers must wait for each such operation, and for each all-gather.
@@ -208,7 +208,7 @@ class Group:
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
+        """All-gather the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
 
         Over gloo, two-rank and large all-gathers exchange partner by partner, with the same result.
         """
@@ -228,7 +228,7 @@ class Group:
         return self.backend == "gloo" and sent >= (1 if self.size == 2 else _STEPWISE_BYTES)
 
     def _exchange_with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
-        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for every other rank i.
+        """Send ``out[i]`` to rank i and receive ``into[i]`` from it, for every other rank i.
 
         With a single partner, send and receive are posted immediately: a receive posted before its message arrives
         saves a round trip, and a round trip must wait for all data that is queued at the link. With several, a thread
@@ -257,7 +257,7 @@ class Group:
         return CallWork(self._exchanges.start(steps))
 
     def _exchange(self, out: Tensor, x: Tensor, operation: str, sent: int) -> Pending:
-        """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
+        """Send row i of ``x`` to rank i and receive row i of ``out`` from it."""
         if not self._uses_partner_exchange(sent):
             return self.start(operation, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
@@ -265,7 +265,7 @@ class Group:
         return self.start(operation, sent, lambda: self._exchange_with_partners(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """Reduce-scatters ``x`` along dimension 0: ``out`` on rank r is the sum of the ranks' r-th chunks.
+        """Reduce-scatter ``x`` along dimension 0: ``out`` on rank r is the sum of the ranks' r-th chunks.
 
         gloo's reduce-scatter sends the bytes of an all-reduce. It is replaced by an all-to-all and a local sum, which
         send (n-1)/n times the bytes of ``x``. ``out`` may alias this rank's chunk of ``x``.
@@ -299,7 +299,7 @@ class Group:
         return pending
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
-        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i and receives row i of ``out`` from it."""
+        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i and receive row i of ``out`` from it."""
         if self.size == 1:
             out.copy_(x)
             return Pending(None, 0, NOTHING)
@@ -307,7 +307,7 @@ class Group:
         return self._exchange(out, x, "all-to-all", sent)
 
     def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        """All-to-all with uneven sizes: sends ``x[i]`` to rank i and receives ``out[i]`` from it, for i != rank.
+        """All-to-all with uneven sizes: sends ``x[i]`` to rank i and receive ``out[i]`` from it, for i != rank.
 
         Args:
             out, x: a flat, contiguous tensor per rank; sender and receiver use equal sizes, and all ranks one dtype.
@@ -322,14 +322,14 @@ class Group:
         return self.start("all-to-all", sent, lambda: dist.all_to_all(outputs, inputs, group=self.pg, async_op=True))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
-        """Broadcasts ``x`` from group rank ``src``, in place."""
+        """Broadcast ``x`` from group rank ``src``, in place."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = num_bytes(x) if self.rank == src else 0
         return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
-        """Gathers the ranks' ``x`` into ``out`` on the first rank, along dimension 0."""
+        """Gather the ranks' ``x`` into ``out`` on the first rank, along dimension 0."""
         if self.size == 1:
             out[0].copy_(x)
             return Pending(None, 0, NOTHING)
@@ -339,7 +339,7 @@ class Group:
         return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
 
     def distribute(self, x: Tensor) -> Pending:
-        """Copies ``x`` from the first rank to all ranks, in place. The first rank sends it n - 1 times."""
+        """Copy ``x`` from the first rank to all ranks, in place. The first rank sends it n - 1 times."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         first = self.rank == 0
@@ -348,7 +348,7 @@ class Group:
         return self.start("scatter", sent, lambda: dist.scatter(x, rows, group=self.pg, async_op=True, group_src=0))
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
-        """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
+        """Send ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
         return self.start(
             f"send to rank {self.ranks[dst]}",
             num_bytes(x),
@@ -356,7 +356,7 @@ class Group:
         )
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
-        """Receives into ``x`` from group rank ``src``."""
+        """Receive into ``x`` from group rank ``src``."""
         pending = self.start(
             f"receive from rank {self.ranks[src]}",
             0,
@@ -366,7 +366,7 @@ class Group:
         return pending
 
     def barrier(self) -> None:
-        """Waits until every rank of the group has called ``barrier``."""
+        """Wait until every rank of the group has called ``barrier``."""
         if self.size == 1:
             return
         device = "cuda" if self.backend == "nccl" else "cpu"

@@ -94,7 +94,7 @@ class Watch:
         self._done: set[int] = set()
 
     def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
-        """Connects to the neighbors and starts to send heartbeats; must be called in the main thread.
+        """Connect to the neighbors and start to send heartbeats; must be called in the main thread.
 
         Args:
             store: the rendezvous store; used here only, and not at all by a single rank.
@@ -113,7 +113,7 @@ class Watch:
             outlive_launcher()  # the watch detects its end, and reports it
 
     def stop(self) -> None:
-        """Tells the neighbors that this rank is done, and stops."""
+        """Tell the neighbors that this rank is done, and stop."""
         self._stop.set()
         if self._mesh is not None:
             self._mesh.wake()
@@ -123,7 +123,7 @@ class Watch:
             self._mesh.close()
 
     def report(self, reason: str) -> None:
-        """Tells the others why this rank fails, unless an earlier reason is known."""
+        """Tell the others why this rank fails, unless an earlier reason is known."""
         self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
 
     def explain(self) -> str | None:
@@ -189,7 +189,7 @@ class Watch:
                     self._conclude(verdict, self._grace_seconds)
 
     def _take_in(self) -> list[str]:
-        """Reads the neighbors' messages; returns the resulting verdicts."""
+        """Read the neighbors' messages; return the resulting verdicts."""
         assert self._mesh is not None
         verdicts = []
         with self._lock:

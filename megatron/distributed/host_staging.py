@@ -71,13 +71,13 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _through(call: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
-    """Runs an operation from ``x`` to ``out``, staged."""
+    """Run an operation from ``x`` to ``out``, staged."""
     staged = _room(out)
     return _landing(call(staged, _copied(x)), [(out, staged)])
 
 
 def _landing(pending: Pending, landings: Sequence[tuple[Tensor, Tensor]]) -> Pending:
-    """Extends the operation to copy the received data to its destination at the end: (out, staged) pairs."""
+    """Extend the operation to copy the received data to its destination at the end: (out, staged) pairs."""
     before = pending.finish
 
     def finish() -> None:

@@ -58,7 +58,7 @@ class Peer:
     _unsent_bytes: bytes = b""
 
     def tell(self, line: str) -> None:
-        """Sends a line, now or, if the send buffer is full, with a later line."""
+        """Send a line, now or, if the send buffer is full, with a later line."""
         if line or not self._unsent_bytes:  # heartbeats need not queue up
             self._unsent_bytes += f"{line}\n".encode()
         if not self.closed:
@@ -70,7 +70,7 @@ class Peer:
                 self._unsent_bytes = b""  # the connection has ended; reading finds that out, after the last lines
 
     def read_lines(self) -> None:
-        """Reads available data without waiting."""
+        """Read available data without waiting."""
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -118,7 +118,7 @@ class Mesh:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def connect(self, store: dist.Store) -> list[str]:
-        """Publishes this rank's address in the store, and connects to neighbors of lower rank; the others connect here.
+        """Publish this rank's address in the store, and connect to neighbors of lower rank; the others connect here.
 
         Returns:
             A line for each neighbor that cannot be reached.
@@ -154,7 +154,7 @@ class Mesh:
         return peer
 
     def wait_for_data(self, seconds: float) -> None:
-        """Reads until data has come, ``wake`` is called, or the time is over."""
+        """Read until data has come, ``wake`` is called, or the time is over."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -169,7 +169,7 @@ class Mesh:
                 self._introduce(key.fileobj)
 
     def wake(self) -> None:
-        """Ends ``wait`` in another thread."""
+        """End ``wait`` in another thread."""
         with suppress(OSError):
             self._waker.send(b"\0")
 
@@ -188,7 +188,7 @@ class Mesh:
         self._selector.register(link, selectors.EVENT_READ)
 
     def _introduce(self, link: socket.socket) -> None:
-        """Registers an accepted connection as a neighbor's, once it has sent its rank and this listener's token."""
+        """Register an accepted connection as a neighbor's, once it has sent its rank and this listener's token."""
         stranger = self._strangers.get(link)
         if stranger is None:  # evicted for a newer connection by the same wait
             return
@@ -218,12 +218,12 @@ class Mesh:
         link.close()
 
     def tell(self, line: str) -> None:
-        """Sends a line to all neighbors."""
+        """Send a line to all neighbors."""
         for peer in list(self.peers.values()):
             peer.tell(line)
 
     def close(self) -> None:
-        """Closes all connections; earlier lines still arrive."""
+        """Close all connections; earlier lines still arrive."""
         for peer in self.peers.values():
             if not peer.closed:
                 with suppress(OSError):

@@ -12,7 +12,7 @@ Positions = tuple[tuple[int, ...], ...]
 
 
 def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str]) -> tuple[Positions, str]:
-    """Cuts the groups of a kind by node: into blocks of equal size, at the same positions in all groups.
+    """Cut the groups of a kind by node: into blocks of equal size, at the same positions in all groups.
 
     The ranks of a node form a block, or several if nodes hold different numbers of ranks: the block size is the
     greatest that divides all of these numbers. Groups that lie on nodes in different ways are not cut, as
@@ -64,7 +64,7 @@ def split_by_node(
     node_of: Sequence[str],
     make: Callable[[Iterable[tuple[int, ...]], str], Group | None],
 ) -> None:
-    """Gives the group its ranks by node. Every rank of the world calls this, even if it is in none of the groups.
+    """Give the group its ranks by node. Every rank of the world calls this, even if it is in none of the groups.
 
     A subgroup that is the whole group, or a single rank, needs no separate process group.
 

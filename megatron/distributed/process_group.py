@@ -70,7 +70,7 @@ class LaunchEnvironment:
 
     @staticmethod
     def read(local_rank: int | None = None) -> LaunchEnvironment:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK, else the variables of srun, else a single process.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, else the variables of srun, else a single process.
 
         Args:
             local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
@@ -116,7 +116,7 @@ _ENOUGH_QUEUES = 16
 
 
 def open_queues() -> str | None:
-    """Gives each stream of this process a separate hardware queue; must be called before CUDA is used.
+    """Give each stream of this process a separate hardware queue; must be called before CUDA is used.
 
     CUDA's default of 8 queues is fewer than a rank's streams. A message that waits for an earlier message of its stream
     blocks other streams' work in the same queue, which can be the work that its peer is waiting for.
@@ -177,7 +177,7 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
 def init_process_group(
     env: LaunchEnvironment, backend: str, timeout_minutes: float, store: dist.Store | None = None
 ) -> None:
-    """Joins torch's default process group.
+    """Join torch's default process group.
 
     Args:
         env: environment of this process.
@@ -219,7 +219,7 @@ def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError
 
 
 def leave_reason(text: str, printed: bool = True) -> None:
-    """Writes the reason of this rank's failure to torchrun's error file, for the launcher to report.
+    """Write the reason of this rank's failure to torchrun's error file, for the launcher to report.
 
     Args:
         text: the reason; only its first line is used.
@@ -234,6 +234,6 @@ def leave_reason(text: str, printed: bool = True) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process group, if any."""
+    """Leave the process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()

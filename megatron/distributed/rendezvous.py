@@ -126,7 +126,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._node, self._address.nodes, store_info)
 
     def _open(self) -> tuple[dist.TCPStore, bool]:
-        """Serves the store or connects to it; the second value is True if it serves."""
+        """Serve the store or connect to it; the second value is True if it serves."""
         address = self._address
         if not address.node:
             try:
@@ -187,7 +187,7 @@ class Rendezvous(RendezvousHandler):
 
 
 def use_rendezvous(arguments: argparse.Namespace, begin: Callable[[], None]) -> None:
-    """Makes torch's launcher use this rendezvous.
+    """Make torch's launcher use this rendezvous.
 
     Args:
         arguments: the launcher's flags, which are changed.

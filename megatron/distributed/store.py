@@ -28,7 +28,7 @@ _SPARE_SECONDS = 2.0
 
 
 def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
-    """Serves a store at an address of this machine; port 0 takes a free port.
+    """Serve a store at an address of this machine; port 0 takes a free port.
 
     Args:
         host: name or address; of a name's addresses, the first that belongs to this machine is used.
@@ -67,7 +67,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], None] = lambda: None) -> dist.TCPStore:
-    """Connects to a store, once it is served.
+    """Connect to a store, once it is served.
 
     Args:
         host, port: address of the store.
@@ -97,7 +97,7 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
 
 
 def check_reachable(host: str, remedy: str) -> None:
-    """Checks that a store of several machines, which this machine serves under a name, is not at a loopback address.
+    """Check that a store of several machines, which this machine serves under a name, is not at a loopback address.
 
     Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host written as a loopback address or as
     localhost is accepted: several machines may be simulated on this machine.

@@ -93,7 +93,7 @@ NODE_SPLITS = frozenset({"dp", "ep", "embedding", "fused_embedding"})
 def build_topology(
     layout: Layout, device: torch.device, node: str = "", by_node: Collection[str] = frozenset()
 ) -> Topology:
-    """Builds the mesh and its groups; torch's default process group must exist.
+    """Build the mesh and its groups; torch's default process group must exist.
 
     Activations and gradients in the pipeline use separate groups: on NCCL a pair of ranks runs its messages in issue
     order, so an activation that waits for its receiver would block a gradient in the other direction. All groups have
@@ -180,7 +180,7 @@ class _GroupMaker:
     timeout: timedelta
 
     def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
-        """Makes all groups of a kind; returns this rank's group, or None if the rank is in none of them."""
+        """Make all groups of a kind; return this rank's group, or None if the rank is in none of them."""
         local_group = None
         for ranks in groups:
             pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)

@@ -17,7 +17,7 @@ class Work(Protocol):
     """A handle that ``Pending`` waits for: torch's, or that of a call in a thread."""
 
     def wait(self) -> object:
-        """Waits until the operation is done; raises RuntimeError if it failed."""
+        """Wait until the operation is done; raise RuntimeError if it failed."""
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would not block."""
@@ -64,13 +64,13 @@ class Caller:
         weakref.finalize(self, self._asked.put, None)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Queues a call behind the earlier calls."""
+        """Queue a call behind the earlier calls."""
         done: Future[T] = Future()
         self._asked.put((call, done))
         return done
 
     def call(self, call: Callable[[], T], seconds: float) -> T:
-        """Returns the result of a call, or raises its error.
+        """Return the result of a call, or raise its error.
 
         Raises:
             TimeoutError: when it takes longer, or an earlier call still hangs.

@@ -22,7 +22,7 @@ def steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard]) -> i
 
 
 def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], count: int) -> None:
-    """Restores the number of updates."""
+    """Restore the number of updates."""
     for group in inner.param_groups:
         if "step" in group:  # apex keeps it with the group
             group["step"] = count
@@ -33,7 +33,7 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
 
 
 def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], norms: ParamNormReducer) -> None:
-    """Prepares the second moments as divisors from now on.
+    """Prepare the second moments as divisors from now on.
 
     Elements without a gradient so far have a second moment of 0, and their first momentum would be divided by epsilon:
     they take the mean of their whole tensor, including the parts on other ranks.
@@ -51,7 +51,7 @@ def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], norms: Pa
 
 
 def step_frozen(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float, frozen_at: int) -> None:
-    """Takes an update by gradients divided by ``divisor``; the second moments are those after ``frozen_at`` updates."""
+    """Take an update by gradients divided by ``divisor``; the second moments are those after ``frozen_at`` updates."""
     count = steps_taken(inner, shards) + 1
     by_main = {id(shard.main): shard for shard in shards}
     for group in inner.param_groups:

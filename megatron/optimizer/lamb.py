@@ -41,7 +41,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes an update. Directions overwrite the gradients, as no other memory could hold them."""
+        """Take an update. Directions overwrite the gradients, as no other memory could hold them."""
         for group in self.param_groups:
             mains: list[Tensor] = group["params"]
             (beta1, beta2), states = group["betas"], [self.state[p] for p in mains]

@@ -85,7 +85,7 @@ class MatrixGather:
             self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
 
     def change(self, shard_values: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
-        """Changes matrices in place. A collective call of all ranks that hold parts of them.
+        """Change matrices in place. A collective call of all ranks that hold parts of them.
 
         Args:
             shard_values: flat values of a matrix for each matrix shard; None for other parameters.
@@ -120,7 +120,7 @@ class MatrixGather:
             del changed
 
     def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
-        """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
+        """Change matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
         split_slices: list[tuple[_Job, Tensor]] = []
         for job, slice_n in zip(jobs, slices, strict=True):
             if self._tp.size > 1 and job.slot.spec.dim is not None:
@@ -178,7 +178,7 @@ def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlo
 def assign_owners(
     matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: int, tensors: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Assigns each matrix to an owner, the costliest first.
+    """Assign each matrix to an owner, the costliest first.
 
     The replica that holds most of a matrix owns it, unless it already has its share of the work: then the next
     replica does, or the least loaded.
@@ -200,7 +200,7 @@ def assign_owners(
 
 
 def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
-    """Groups matrices into waves, with at most one matrix per owner."""
+    """Group matrices into waves, with at most one matrix per owner."""
     count = replicas.size if replicas else 1
     queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
     for index, replica, tensor in assign_owners(matrices, count, tensors):

@@ -67,7 +67,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes an update. The gradients of matrices become their directions."""
+        """Take an update. The gradients of matrices become their directions."""
         group = next((group for group in self.param_groups if "matrices" in group), None)
         mains: list[Tensor] = group["params"] if group else []
         grads = [cast(Tensor, p.grad) for p in mains]
@@ -110,7 +110,7 @@ class Muon(torch.optim.AdamW):
         return (spec.logical_shape[0],) if fused and not self._config.muon_split_qkv else spec.blocks
 
     def _orthogonalized(self, matrix: Tensor, spec: ParamSpec) -> Tensor:
-        """Orthogonalizes each of a parameter's matrices, in the proportions of their scales."""
+        """Orthogonalize each of a parameter's matrices, in the proportions of their scales."""
         blocks, columns = self._blocks(spec), matrix.shape[-1]
         rows = matrix.reshape(-1, sum(blocks), columns)
         largest, changed = self._scale(spec), []

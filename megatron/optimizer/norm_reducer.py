@@ -80,6 +80,6 @@ class ParamNormReducer:
 
 
 def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stacks scalars, possibly none, to an fp64 vector."""
+    """Stack scalars, possibly none, to an fp64 vector."""
     empty = torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([value.to(torch.float64) for value in values]) if values else empty

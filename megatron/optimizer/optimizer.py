@@ -177,7 +177,7 @@ class Optimizer:
         *,
         delayed: bool = False,
     ) -> StepTotals:
-        """Takes a step with the reduced gradients.
+        """Take a step with the reduced gradients.
 
         If a compressor needs the update, its direction replaces the gradients: the amount subtracted from the
         parameters, including weight decay, divided by the learning rate. It is defined for learning rate 0, too.

@@ -148,7 +148,7 @@ def schedule_values(
     train_samples: int | None = None,
     train_tokens: int | None = None,
 ) -> ScheduleValues:
-    """Translates a resolved configuration to samples.
+    """Translate a resolved configuration to samples.
 
     Args:
         options: the optimizer's section.
@@ -315,7 +315,7 @@ class LRSchedule:
         return self.values.weight_decay_at(self.consumed_samples)
 
     def step(self, samples: int, tokens: int | None = None) -> None:
-        """Advances by the samples of an optimizer step, and their tokens (None: full samples). Do not call it for a
+        """Advance by the samples of an optimizer step, and their tokens (None: full samples). Do not call it for a
         skipped step."""
         self.consumed_samples += samples
         self.consumed_tokens += samples * (self.tokens_per_sample or 0) if tokens is None else tokens
@@ -327,7 +327,7 @@ class LRSchedule:
         return {"consumed_samples": self.consumed_samples, **tokens, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the position, and resolves differing values by ``on_mismatch``.
+        """Restore the position, and resolve differing values by ``on_mismatch``.
 
         Raises:
             UserError: when values differ and no flag resolves it (the message names it), or the state is incomplete.

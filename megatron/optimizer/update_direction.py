@@ -39,7 +39,7 @@ def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard],
 def end_directions(
     inner: torch.optim.Optimizer, shards: Sequence[ParamShard], terms: Sequence[Tensor], frozen_at: int
 ) -> None:
-    """Writes the directions of the step that was just taken to the shards' gradients.
+    """Write the directions of the step that was just taken to the shards' gradients.
 
     Args:
         inner, shards: the arguments of ``begin_directions``.
