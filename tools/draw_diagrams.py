@@ -58,7 +58,7 @@ def _simulate_passes(kind: str, micro_batches: int) -> list[Sequence[TimedPass]]
     """Simulate a schedule whose messages take no time: forwards of 1 ms, backwards of 2 ms, half of it for weights."""
     forward_s, backward_s, weight_s = ([seconds] * STAGES for seconds in (1e-3, 2e-3, 1e-3))
     pipeline = Pipeline(kind, forward_s, backward_s, weight_s, STAGES, lambda *_: Hop())
-    return pipeline.simulate_passes(micro_batches)
+    return [rank.passes for rank in pipeline.simulate_in_full(micro_batches)]
 
 
 def _make_timeline(title: str, rows: Sequence[Sequence[TimedPass]]) -> Timeline:

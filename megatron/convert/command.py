@@ -40,7 +40,7 @@ from megatron.convert.ours import read_ours, write_ours
 from megatron.convert.place import placed
 from megatron.convert.tokenizer_files import built, tokenizer_beside
 from megatron.data.interrupt import run_command
-from megatron.tokenizer.vocabulary import fitted
+from megatron.tokenizer.vocabulary import fit_vocab_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,7 +165,7 @@ def read(options: argparse.Namespace) -> Weights:
             model = Path(settings.get("tokenizer_model", ""))
             by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
             settings["tokenizer_type"] = by_model if "tokenizer_model" in settings else "GPT2BPETokenizer"
-        tokenizer = fitted(TokenizerConfig(**settings), weights.vocab_size)
+        tokenizer = fit_vocab_size(TokenizerConfig(**settings), weights.vocab_size)
         built(tokenizer, weights.vocab_size)
     dtype = DTYPES.get(options.dtype)
     entries = {name: entry.to(dtype).checked(name, folder) for name, entry in weights.entries.items()}

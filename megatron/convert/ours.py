@@ -22,7 +22,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import minimal_run_config
 from megatron.convert.model import Entry, Weights
 from megatron.models.embedding import TIED_NAME
-from megatron.tokenizer.vocabulary import fitted
+from megatron.tokenizer.vocabulary import fit_vocab_size
 
 
 def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = False) -> Weights:
@@ -84,7 +84,7 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], object]) -> N
     dtype = weights.entries[TIED_NAME].dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     config = minimal_run_config(
-        weights.model, tokenizer=fitted(weights.tokenizer, weights.vocab_size), precision=precision
+        weights.model, tokenizer=fit_vocab_size(weights.tokenizer, weights.vocab_size), precision=precision
     )
     tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
     text = config.resolve(1).to_yaml()

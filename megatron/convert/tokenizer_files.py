@@ -15,7 +15,7 @@ from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.gpt2 import END_OF_TEXT
 from megatron.tokenizer.special_tokens import ADDED, CONFIG, MAP, read_special_tokens
-from megatron.tokenizer.vocabulary import fitted
+from megatron.tokenizer.vocabulary import fit_vocab_size
 
 _SENTENCE_PIECE = ("tokenizer.model", "spm.model")
 """File names of SentencePiece models: of most architectures, and of DeBERTa."""
@@ -104,7 +104,7 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
     if tokenizer.tokenizer_type is None:
         return None
     try:
-        built_tokenizer = build_tokenizer(fitted(tokenizer, entries))
+        built_tokenizer = build_tokenizer(fit_vocab_size(tokenizer, entries))
     except UserError as error:
         raise UserError(f"{error}; or convert without the tokenizer (--no-tokenizer)") from error
     if built_tokenizer.vocab_size > entries:

@@ -34,7 +34,7 @@ class PseudoGradReducer(BucketReducer):
             early: compress even before the end of the point's warm-up.
         """
         self.group = group
-        self._on = early or self.plan.is_active(self.point, iteration)
+        self._active = early or self.plan.is_active(self.point, iteration)
         self._scale = scale
 
     def exchange(self, wait: bool = True) -> bool:

@@ -34,7 +34,7 @@ from megatron.evaluation.task_metrics import check_packages, scores
 from megatron.models.classification import POOLING
 from megatron.tokenizer.api import Tokenizer
 from megatron.training.console import make_output_last
-from megatron.training.pretrain import Job, fitted_tokenizer, train
+from megatron.training.pretrain import Job, fit_tokenizer, train
 from megatron.training.program import Ranks, run_program
 
 
@@ -158,7 +158,7 @@ def _other_type(saved: ModelConfig, model: ModelConfig) -> str:
 def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
     saved = replace(saved, model=task.on(saved.model))
     merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved, "")
-    tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(root, iteration), parsed)
+    tokenizer = fit_tokenizer(merged.tokenizer, saved_entries(root, iteration), parsed)
     parsed.config = replace(merged, tokenizer=tokenizer)
 
 

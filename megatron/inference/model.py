@@ -37,7 +37,7 @@ from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from megatron.tokenizer.vocabulary import fitted
+from megatron.tokenizer.vocabulary import fit_vocab_size
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class LoadedModel:
             message = Message(self.channel.forward, Position(-1, pp_rank - 1, 0, 1), None)
             # Shapes vary between calls, so any kernel launch may load a new kernel: launch none during a receive.
             self.channel.post([message])
-            self.channel.arrive()
+            self.channel.wait_for_posted()
             x = self.channel.recv(message)
         x_sbh: Tensor = self.stage(x, context)
         if self.channel is not None and not stage_part.last:
@@ -235,7 +235,7 @@ def _vocabulary(
     tokenizer_config = dataclasses.replace(config.tokenizer, **changes)
     size = changes.get("vocab_size")
     if size is None:
-        tokenizer_config = fitted(tokenizer_config, entries)
+        tokenizer_config = fit_vocab_size(tokenizer_config, entries)
     elif size != entries and tokenizer_config.tokenizer_type != "NullTokenizer":
         raise UserError(f"--vocab-size {size}: the checkpoint's model has {entries} entries; leave it out")
     tokenizer = build_tokenizer(tokenizer_config)

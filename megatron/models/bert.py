@@ -12,7 +12,7 @@ from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabShard
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
 class ReplicatedLinear(ShardedModule):
@@ -28,8 +28,7 @@ class ReplicatedLinear(ShardedModule):
         )
         self.bias = nn.Parameter(torch.zeros(out_features, device=rank.device, dtype=rank.dtype))
         for name, param in self.named_parameters():
-            spec = ParamSpec(tuple(param.shape))
-            self.specs[name] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
+            self.specs[name] = ParamSpec(tuple(param.shape), partial_grad=rank.tensor.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -89,7 +88,7 @@ class BertStage(Stage):
         counts = self.counts(targets)
         weights_bs = token_weights(targets.mask_bs, divisors)
         args = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
-        objective, losses_sb = head_loss(self.lm_head(x_sbh), *args, space=self.logits_space)
+        objective, losses_sb = head_loss(self.lm_head(x_sbh), *args, workspace=self.logits_workspace)
         sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
         if self.config.bert_binary_head:
             assert targets.order_b is not None

@@ -12,8 +12,8 @@ from megatron.distributed.layout import Tie
 from megatron.models.block import hidden_dropout
 from megatron.models.context import ForwardContext
 from megatron.models.rank_context import RankContext
-from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, look_up_rows
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 TIED_NAME = "embedding.word_embeddings.weight"
 """Logical name of the tied embedding, on any stage."""
@@ -80,12 +80,11 @@ class _Table(ShardedModule):
         hidden = rank.config.hidden_size
         self.comm = rank.tensor
         self.weight = nn.Parameter(torch.empty((rows, hidden), device=rank.device, dtype=rank.dtype))
-        spec = ParamSpec((rows, hidden))
-        self.specs["weight"] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
+        self.specs["weight"] = ParamSpec((rows, hidden), partial_grad=rank.tensor.sequence_parallel)
 
     def look_up(self, index_sb: Tensor) -> Tensor:
         """Vectors of this rank's slice of a sequence."""
-        return rows_of(self.weight, self.comm.local_slice(index_sb) if self.comm.sequence_parallel else index_sb)
+        return look_up_rows(self.weight, self.comm.local_slice(index_sb) if self.comm.sequence_parallel else index_sb)
 
 
 class TypeEmbedding(_Table):

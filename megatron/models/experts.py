@@ -23,18 +23,17 @@ from megatron.models.rank_context import RankContext
 from megatron.parallel.expert.dispatcher import ExpertComm, Leg
 from megatron.parallel.expert.permutation import (
     Choices,
-    choices_by_node,
-    choices_of_rows,
-    collected,
-    combined,
-    dispatched,
-    order_of,
+    decode_choices,
+    group_choices_by_node,
+    make_order,
+    permute,
+    unpermute,
 )
 from megatron.parallel.expert.router import Router, Routing
 from megatron.parallel.tensor.collectives import enter_parallel_region, leave_parallel_region
-from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, groups_products, recurring
+from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, round_up_rows, supports_grouped_products
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 GroupsLinear = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 """Grouped linear layers of rows sorted by group; see ``grouped_linear``."""
@@ -60,7 +59,7 @@ class Expert(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(width, hidden, config.add_bias_linear, comm, rank.device, rank.dtype)
         if config.add_bias_linear and comm.size > 1:
             # Only the first rank adds the bias: outputs are weighted before they are summed over the ranks.
-            self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
+            self.dense_4h_to_h.specs["bias"] = ParamSpec((hidden,), partial_grad=True)
         for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
             layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
             if unshared:
@@ -127,8 +126,7 @@ class _Coefficients(ShardedModule):
         self.weight = nn.Parameter(torch.empty(outputs, rank.config.hidden_size, device=rank.device, dtype=rank.dtype))
         self.bias = nn.Parameter(torch.zeros(outputs, device=rank.device, dtype=rank.dtype)) if bias else None
         for name, param in self.named_parameters():
-            spec = ParamSpec(tuple(param.shape))
-            self.specs[name] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
+            self.specs[name] = ParamSpec(tuple(param.shape), partial_grad=rank.tensor.sequence_parallel)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         return F.linear(x_sbh, self.weight, self.bias)
@@ -227,16 +225,16 @@ class Experts(nn.Module):
         index_of = [rank * local + number for rank in comm.index_in_node for number in range(local)]
         node_of_e = torch.tensor([*node_of, nodes.size], device=x_th.device)
         index_of_e = torch.tensor([*index_of, 0], device=x_th.device)
-        node_choices = choices_by_node(choices, nodes.size, node_of_e, index_of_e, count)
+        node_choices = group_choices_by_node(choices, nodes.size, node_of_e, index_of_e, count)
         counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
         received_n2 = nodes.exchange_counts(counts_n2)
         (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
         weights_p, numbers_p = nodes.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
         dispatch_leg, combine_leg = _legs(sent, received, self.layer)
-        rows = nodes.move(dispatched(x_th, node_choices.order), dispatch_leg)
+        rows = nodes.move(permute(x_th, node_choices.order), dispatch_leg)
         most = None if choices.most is None else choices.most * nodes.size
-        received_choices = choices_of_rows(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
-        return collected(
+        received_choices = decode_choices(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
+        return unpermute(
             nodes.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg),
             node_choices.order,
             x_sbh.shape,
@@ -247,8 +245,8 @@ class Experts(nn.Module):
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
         counts = self.expert_comm.count_rows(choices.chosen_tk, experts, choices.most, choices.total)
-        order = order_of(choices.chosen_tk, choices.holes, counts)
-        rows = dispatched(x_th, order)
+        order = make_order(choices.chosen_tk, choices.holes, counts)
+        rows = permute(x_th, order)
         if comm.size == 1:
             rows = self._compute(rows, order.counts)
         else:
@@ -265,21 +263,21 @@ class Experts(nn.Module):
             back[by_expert] = torch.arange(len(by_expert), device=rows.device)
             rows = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
             rows = comm.move(rows.index_select(0, back), combine_leg)
-        return combined(rows, choices.weights_tk, order, shape)
+        return unpermute(rows, order, shape, choices.weights_tk)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Outputs of rows sorted by expert. Experts without rows get zero gradients."""
         experts = cast("list[Expert]", list(self.experts.values()))
         ups, downs = [expert.up for expert in experts], [expert.down for expert in experts]
         multiply: GroupsLinear | None = batched_linear if rows.is_cuda else None
-        if all(groups_products(rows, [weight for weight, _ in layers]) for layers in (ups, downs)):
+        if all(supports_grouped_products(rows, [weight for weight, _ in layers]) for layers in (ups, downs)):
             multiply = grouped_linear
         if multiply is not None:
             inner = _grouped_product(rows, ups, counts, multiply)
             return _grouped_product(experts[0].activation(inner), downs, counts, multiply)
         outputs: list[Tensor] = []
         for expert, expert_rows in zip(experts, rows.split(counts.tolist()), strict=True):
-            padding = recurring(expert_rows) - len(expert_rows)
+            padding = round_up_rows(expert_rows) - len(expert_rows)
             out = expert(F.pad(expert_rows, (0, 0, 0, padding)) if padding else expert_rows)
             outputs.append(out[: len(expert_rows)])
         return torch.cat(outputs)

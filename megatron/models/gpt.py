@@ -26,7 +26,7 @@ class GPTStage(Stage):
         x_sbh = self.final_layernorm(x_sbh)
         args = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
         cap = self.config.final_logit_softcapping
-        total, losses_sb = head_loss(x_sbh, *args, space=self.logits_space, cap=cap)
+        total, losses_sb = head_loss(x_sbh, *args, workspace=self.logits_workspace, cap=cap)
         return total, losses_sb.t()
 
     def logits(self, x_sbh: Tensor) -> Tensor:

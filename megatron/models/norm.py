@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.rank_context import RankContext
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
 class Norm(ShardedModule):
@@ -36,10 +36,9 @@ class Norm(ShardedModule):
         self.one_plus = config.apply_layernorm_1p
         self.weight = nn.Parameter(torch.full(self.shape, 1.0 - self.one_plus, device=rank.device, dtype=rank.dtype))
         self.bias = nn.Parameter(torch.zeros(hidden, device=rank.device, dtype=rank.dtype)) if self.centered else None
-        spec = ParamSpec(self.shape)
+        partial_grad = rank.tensor.size > 1 if of_heads else rank.tensor.sequence_parallel
         for name in ("weight", "bias") if self.centered else ("weight",):
-            partial = rank.tensor.size > 1 if of_heads else rank.tensor.sequence_parallel
-            self.specs[name] = with_partial_grad(spec) if partial else spec
+            self.specs[name] = ParamSpec(self.shape, partial_grad=partial_grad)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         # The residual stream may have a wider dtype than the parameters; the output has the parameters' dtype.

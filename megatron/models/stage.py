@@ -20,7 +20,7 @@ from megatron.models.losses import StageLoss, Targets
 from megatron.models.norm import Norm
 from megatron.models.rank_context import RankContext
 from megatron.models.rotary import rotary_tables
-from megatron.parallel.tensor.cross_entropy import LogitsSpace
+from megatron.parallel.tensor.cross_entropy import LogitsWorkspace
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.products import Recipe
@@ -66,7 +66,7 @@ class Stage(nn.Module, ABC):
         self.comm = rank.tensor
         self.dtype = rank.dtype
         self.recompute = rank.recompute
-        self.logits_space = LogitsSpace()
+        self.logits_workspace = LogitsWorkspace()
         self._shared_words: tuple[nn.Parameter, ...] = ()  # a tuple, so that this module does not register it again
         tied = config.ties_embeddings
         embeds = stage_part.first or config.begins_decoder(stage_part.layers)

@@ -80,7 +80,7 @@ class T5Stage(Stage):
         x_sbh = self.final_layernorm(x_sbh)
         labels_sb, weights_sb = targets.labels_bs.t(), token_weights(targets.mask_bs, divisors).t()
         args = (self.output_weight, labels_sb, weights_sb, self.comm, self.shard, self.lm_head.bias)
-        objective, losses_sb = head_loss(x_sbh, *args, space=self.logits_space)
+        objective, losses_sb = head_loss(x_sbh, *args, workspace=self.logits_workspace)
         total = (losses_sb.t() * targets.mask_bs).sum()
         return StageLoss(objective, (LossSum(total, targets.mask_bs.sum()),))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron.base.errors import UserError
+from megatron.config.precision import PrecisionConfig
 
 
 class LossScale(Protocol):
@@ -20,7 +21,7 @@ class LossScale(Protocol):
         """Whether overflowed gradients may be finite under a smaller scale, which is still possible."""
 
     def update(self, found_inf: bool) -> None:
-        """Updates the scale. Called once per step, skipped or not, with the ranks' common verdict."""
+        """Update the scale. Called once per step, skipped or not, with the ranks' common verdict."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -40,13 +41,13 @@ class ConstantLossScale:
         return False
 
     def update(self, found_inf: bool) -> None:
-        """Does nothing: a constant scale ignores overflows."""
+        """Do nothing: a constant scale ignores overflows."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores nothing: the scale is a setting, not a state."""
+        """Restore nothing: the scale is a setting, not a state."""
 
 
 class DynamicLossScale:
@@ -86,7 +87,7 @@ class DynamicLossScale:
         return self.scale > self.minimum
 
     def update(self, found_inf: bool) -> None:
-        """Updates the scale; ``found_inf``: the last step's gradients held an inf or a nan."""
+        """Update the scale; ``found_inf``: the last step's gradients held an inf or a nan."""
         if found_inf:
             self.clean_steps = 0
             self.overflows_left -= 1
@@ -103,7 +104,7 @@ class DynamicLossScale:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint. After a constant scale, counting starts afresh.
+        """Restore a checkpoint. After a constant scale, counting starts afresh.
 
         Raises:
             UserError: when the scale is not a positive number.
@@ -122,18 +123,15 @@ class DynamicLossScale:
         self.overflows_left = min(overflows_left, self.hysteresis)
 
 
-def build_loss_scale(
-    *,
-    fp16: bool,
-    loss_scale: float | None = None,
-    initial: float = 2.0**32,
-    minimum: float = 1.0,
-    window: int = 1000,
-    hysteresis: int = 2,
-) -> LossScale:
-    """A constant scale if ``--loss-scale`` gives it; else a dynamic scale for fp16 and 1 for other dtypes."""
-    if loss_scale is not None:
-        return ConstantLossScale(loss_scale)
-    if fp16:
-        return DynamicLossScale(initial, minimum=minimum, window=window, hysteresis=hysteresis)
+def build_loss_scale(precision: PrecisionConfig) -> LossScale:
+    """Build a constant scale if ``--loss-scale`` gives one; else a dynamic scale for fp16, and 1 for other dtypes."""
+    if precision.loss_scale is not None:
+        return ConstantLossScale(precision.loss_scale)
+    if precision.fp16:
+        return DynamicLossScale(
+            precision.initial_loss_scale,
+            minimum=precision.min_loss_scale,
+            window=precision.loss_scale_window,
+            hysteresis=precision.hysteresis,
+        )
     return ConstantLossScale(1.0)

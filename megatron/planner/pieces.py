@@ -23,7 +23,7 @@ from megatron.models.stage import Stage, StagePart
 from megatron.models.stages import make_stage, padded_vocab_size
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.grad_reducer import GradReducer
-from megatron.parallel.data.gradient_sync import main_grad_dtype, reduced_bucket
+from megatron.parallel.data.gradient_sync import main_grad_dtype, make_grad_bucket
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
@@ -110,7 +110,7 @@ class Pieces:
         stage = make_stage(rank, stage_part, shard)
         params = named_params(collect_specs(stage), stage)
         if experts_only is not None:
-            params = [param for param in params if (ep > 1 and param[2].of_expert) is experts_only]
+            params = [param for param in params if (ep > 1 and param.spec.of_expert) is experts_only]
         if not params and experts_only is not None:
             return None
         weight_grads = WeightGrads()
@@ -227,7 +227,7 @@ class Pieces:
             return ReductionCost()
         recorder = built.recorder
         group = self.backend.group(replicas, recorder, nodes)
-        buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
+        buckets = [make_grad_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
         reducer = GradReducer(buckets, group, self.plan, recorder.ledger, sharded, point)
         first_tallies: list[CostTally] = []
         later_tallies: list[CostTally] = []

@@ -187,7 +187,8 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     if not choice.flush:
         title.append("drawn with a flush before and after the step")
     names = [f"stage {stage}" for stage in range(choice.pp)]
-    save_figure(draw_schedule([Timeline("\n".join(title), pipeline.simulate_passes(count), names)]), path)
+    rows = [rank.passes for rank in pipeline.simulate_in_full(count)]
+    save_figure(draw_schedule([Timeline("\n".join(title), rows, names)]), path)
 
 
 def _shares(values: Mapping[str, float], total: float, render: Callable[[float], str]) -> str:

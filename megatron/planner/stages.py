@@ -235,7 +235,7 @@ class Stages:
                             param
                             for params in chunk
                             for param in params
-                            if (choice.ep > 1 and param[2].of_expert) is of_experts
+                            if (choice.ep > 1 and param.spec.of_expert) is of_experts
                         ]
                         for chunk in pieces
                     ],

@@ -27,7 +27,7 @@ def model_entries(flags: TokenizerConfig, tokenizer: Tokenizer) -> int:
     return flags.vocab_size
 
 
-def fitted(flags: TokenizerConfig, entries: int) -> TokenizerConfig:
+def fit_vocab_size(flags: TokenizerConfig, entries: int) -> TokenizerConfig:
     """Returns the flags with --vocab-size set for a model with ``entries`` vocabulary entries."""
     null = flags.tokenizer_type == "NullTokenizer"
     return dataclasses.replace(flags, vocab_size=entries - 1 if null else entries)

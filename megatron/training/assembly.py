@@ -1,4 +1,4 @@
-"""Builds a rank's engines from the configuration: model chunks, buckets, pipeline, optimizer."""
+"""A rank's engines, built from the configuration: model chunks, buckets, pipeline, optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.distributed.topology import Topology
 from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage
 from megatron.models.stages import boundary_lengths, build_stages, padded_vocab_size
-from megatron.optimizer.loss_scale import LossScale, build_loss_scale
+from megatron.optimizer.loss_scale import build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.delay_correction import DelayCorrection, GradientExtrapolation
@@ -184,9 +184,9 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     ledger = Ledger(clock, build_traces(config.logging, parallel.pipeline_schedule, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
+    warmup_iters, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
     compressed = outer is not None and outer.outer_options.in_step == "compressed"
-    sync_warmup = SyncWarmup(config.islands.islands, steps, ledger, compressed)
+    sync_warmup = SyncWarmup(config.islands.islands, warmup_iters, ledger, compressed)
     seeds = MessageSeeds()
     comm = TensorComm(
         topology.tp, ledger, plan, parallel.sequence_parallel, parallel.async_tensor_model_parallel_allreduce, seeds
@@ -218,7 +218,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         buffers,
         topology,
         config.optimizer,
-        _build_loss_scale(config),
+        build_loss_scale(config.precision),
         plan,
         ledger,
         sharded=sharded,
@@ -230,16 +230,16 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     delayed = _build_delayed(parallel, sync, buffers, plan, optimizer) if parallel.delay else None
     replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
     outer_sync = None
-    if outer is not None:  # a single island has rounds, too
+    if outer is not None:  # even a single island has rounds
         named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
         layers = config.model.num_layers
         outer_sync = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
-    # NCCL's operations of several groups must be launched in the same order on all ranks, and rounds advance when their
-    # messages have arrived, which differs between ranks. A round inside a node is waited for at once, which must not
-    # happen while its other ranks wait for this one elsewhere.
-    alone = layout.tp == layout.pp == layout.ep == 1
-    waits_nowhere = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
-    after_pass = delayed.advance if delayed is not None and (alone or waits_nowhere) else lambda: None
+    # Advance the reduction between passes only if this is safe. NCCL operations of several groups must be launched in
+    # the same order on all ranks, but a round advances when its messages have arrived, at different times on different
+    # ranks. A round inside a node blocks, which must not happen while its other ranks wait for this rank elsewhere.
+    only_replicas = layout.tp == layout.pp == layout.ep == 1
+    never_blocks = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
+    after_pass = delayed.advance if delayed is not None and (only_replicas or never_blocks) else lambda: None
     return Engines(
         config=config,
         topology=topology,
@@ -280,7 +280,7 @@ def _begin_pass(
     iteration: int,
     micro_batch: int,
 ) -> None:
-    """Set what depends on a pass: its micro-batch and, if passes of two steps take turns, its step."""
+    """Select the micro-batch of a pass and, if passes of two steps take turns, its step."""
     if versions is not None:
         versions.select(iteration if iteration >= 0 else None)
         plan.begin_step(iteration)
@@ -322,8 +322,8 @@ def _build_buffers(
     buffers = []
     for chunk, stage in enumerate(stages):
         params = named_params(collect_specs(stage), stage)
-        expert_params = [param for param in params if param[2].of_expert and layout.ep > 1]
-        shared = [param for param in params if not (param[2].of_expert and layout.ep > 1)]
+        expert_params = [param for param in params if param.spec.of_expert and layout.ep > 1]
+        shared = [param for param in params if not (param.spec.of_expert and layout.ep > 1)]
         for members, group in ((shared, topology.dp), (expert_params, topology.expert_dp)):
             if members:
                 buffers.append(
@@ -372,18 +372,6 @@ def _build_delayed(
         correction = GradientExtrapolation(optimizer.shards, parallel.delay_strength)
     versions = ParamVersions(buffers) if parallel.overlaps_steps else None
     return DelayedGradients(sync, buffers, plan, correction, versions)
-
-
-def _build_loss_scale(config: RunConfig) -> LossScale:
-    precision = config.precision
-    return build_loss_scale(
-        fp16=precision.fp16,
-        loss_scale=precision.loss_scale,
-        initial=precision.initial_loss_scale,
-        minimum=precision.min_loss_scale,
-        window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-    )
 
 
 def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:

@@ -14,7 +14,7 @@ from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
-from megatron.parallel.data.param_gather import compresses
+from megatron.parallel.data.param_gather import gathers_compressed
 from megatron.parallel.data.reducer import BucketReducer
 from megatron.training.assembly import Engines
 
@@ -118,7 +118,7 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return compressed, float(sum(map(math.prod, shapes))), highest
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
-        return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
+        return total * gathers_compressed(engines.plan, engines.optimizer.sharded), total, 0
     if point is Point.OUTER:
         fragments = engines.outer.fragments if engines.outer is not None and engines.config.islands.several else []
         return _sums(engines.plan.specs[point], [fragment.reducer for fragment in fragments])

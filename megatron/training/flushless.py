@@ -188,7 +188,7 @@ def _complete_gradients(engines: Engines, delayed: DelayedGradients) -> StepSumm
 def _forget_messages(engines: Engines) -> None:
     """Let the codecs of pipeline messages begin anew."""
     if engines.channel is not None:
-        engines.channel.forget_states()
+        engines.channel.reset_states()
 
 
 def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> None:

@@ -48,7 +48,7 @@ _MOST_OFFERED = 64
 """Most checkpoints that an island offers to the others, newest first."""
 
 
-def of_island(config: RunConfig) -> RunConfig:
+def adapt_to_island(config: RunConfig) -> RunConfig:
     """Adapt a run's configuration to this island, so that its checkpoints and logs are separate from the others'.
 
     An island loads its own checkpoint. If it has none because the number of islands has grown, it loads another
@@ -290,8 +290,8 @@ def _address(config: RunConfig) -> tuple[str, int]:
 
 
 @contextmanager
-def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
-    """Tell the other islands, which wait at the start, why this island does not come."""
+def reporting_refusal(config: RunConfig, topology: Topology) -> Iterator[None]:
+    """Tell the other islands, which wait at the start, why this island will not join, if the block raises an error."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Runs a training command from its command line to the end, with one clear error on every rank."""
+"""A training command from its command line to the end, with one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron.distributed.process_group import LaunchEnvironment, pick_device
 from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from megatron.tokenizer.vocabulary import fitted, model_entries
+from megatron.tokenizer.vocabulary import fit_vocab_size, model_entries
 from megatron.training.announce import log_config, rank_0_log
 from megatron.training.assembly import groups_by_node, make_layout
 from megatron.training.auto_compression import check_auto
@@ -44,7 +44,7 @@ from megatron.training.compression_notes import run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
 from megatron.training.evaluation import test_sets, validation_sets
-from megatron.training.islands import of_island, reach_islands, refusing
+from megatron.training.islands import adapt_to_island, reach_islands, reporting_refusal
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.program import Ranks, run_program
@@ -66,7 +66,7 @@ class Job:
         pretrained: folder and iteration of a language model that a new run starts from.
         judge: see ``RunPlan``.
         sections: more sections of the flags, by name, in which all ranks must agree.
-        chooses_only: end when the compressors are chosen.
+        chooses_only: whether to end once the compressors are chosen.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
@@ -127,7 +127,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     Raises:
         UserError: when settings cannot work; no process group exists yet.
     """
-    parsed.config = of_island(with_pretrained(parsed.config, parsed.notes.append))
+    parsed.config = adapt_to_island(with_pretrained(parsed.config, parsed.notes.append))
     checkpoint = parsed.config.checkpoint
     if checkpoint.use_checkpoint_args:
         if checkpoint.load is None:
@@ -138,18 +138,18 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
             experts = {each.name: getattr(parsed.config.model, each.name) for each in fields(ExpertsConfig)}
             saved = replace(saved, model=replace(saved.model, **experts))
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
-        tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
+        tokenizer = fit_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
         parsed.config = replace(merged, tokenizer=tokenizer)
     return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
-def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
+def fit_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
     """Fit the tokenizer to a checkpoint's model, which may have more vocabulary entries.
 
     Raises:
         UserError: when --vocab-size does not match that model.
     """
-    result = fitted(tokenizer, entries)
+    result = fit_vocab_size(tokenizer, entries)
     if "tokenizer.vocab_size" in parsed.explicit and result != tokenizer:
         raise UserError(
             f"--vocab-size: {tokenizer.vocab_size} was given but the checkpoint's model needs {result.vocab_size}; "
@@ -184,18 +184,18 @@ def run(
         if topology.is_last_rank:
             print(text, flush=True)
 
-    with refusing(config, topology):
+    with reporting_refusal(config, topology):
         log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
         config, islands = reach_islands(config, topology, rank_0_log(topology))
         skipped = SkippedIterations.parse(config.training.iterations_to_skip)
         training, model = config.training, config.model
         batches = batch_schedule(training, model.seq_length, training.micro_batch_size, config.replicas(env.world_size))
-        sizes = StepSizes(batches, _lengths(config, topology), skipped)
+        sizes = StepSizes(batches, _build_length_schedule(config, topology), skipped)
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
             check_saved_model_type(config.checkpoint, saved, config.model.type_and_task, topology)
         position = saved.progress if saved is not None else Progress()
-        train_iters = _iterations(config, sizes, position)
+        train_iters = _count_iterations(config, sizes, position)
         datasets, vocab_size = together(
             topology.control.pg, lambda: _open_data(config, env, train_iters, position, job)
         )
@@ -223,8 +223,8 @@ def run(
         chosen = choose_or_keep(parts, config, saved, again=True)
 
 
-def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
-    """Return the schedule of sequence lengths. All ranks must agree on it, since it decides the shapes of messages.
+def _build_length_schedule(config: RunConfig, topology: Topology) -> LengthSchedule:
+    """Build the schedule of sequence lengths. All ranks must agree on it, since it decides the shapes of messages.
 
     Raises:
         UserError: on every rank, when a function of the user's returns different lengths on different ranks.
@@ -239,8 +239,8 @@ def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
     return lengths
 
 
-def _iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:
-    """Iterations of the whole run: as configured, or the iterations done plus those that use up the remaining
+def _count_iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:
+    """Count the iterations of the whole run: as configured, or those done plus those that use up the remaining
     samples."""
     training = config.training
     if training.train_iters is not None:
@@ -281,22 +281,22 @@ def _open_data(
         entries, vocab_size, eod = config.tokenizer.vocab_size, config.tokenizer.vocab_size, -1
     if job.datasets is not None:
         return job.datasets(config, tokenizer), entries
-    size, validation = config.training.global_batch_size, config.validation
+    batch_size, validation = config.training.global_batch_size, config.validation
     remaining_iterations = max(train_iters - position.iteration, 0)
-    train_samples = config.training.train_samples or position.consumed_samples + remaining_iterations * size
+    train_samples = config.training.train_samples or position.consumed_samples + remaining_iterations * batch_size
     evaluations = 1 if validation.fixed_validation else train_iters // validation.eval_interval + 1
-    evaluation_samples = validation.eval_iters * size
+    evaluation_samples = validation.eval_iters * batch_size
     valid_samples = None if validation.full_validation else evaluations * evaluation_samples
     samples = (train_samples, valid_samples, evaluation_samples)
-    checks = env.local_rank == 0
+    check_tokens = env.local_rank == 0
     if not config.model.causal:
-        model, data = config.model, config.data
+        model = config.model
         build: Callable[..., Datasets]
         if model.model_type == "t5":
             assert tokenizer is not None
             assert model.decoder_seq_length is not None
-            lengths = (model.seq_length, model.decoder_seq_length)
-            build = partial(build_t5_datasets, encoder_seq_length=lengths[0], decoder_seq_length=lengths[1])
+            encoder_length, decoder_length = model.seq_length, model.decoder_seq_length
+            build = partial(build_t5_datasets, encoder_seq_length=encoder_length, decoder_seq_length=decoder_length)
         elif tokenizer is None:
             raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
         else:
@@ -308,17 +308,17 @@ def _open_data(
             tokenizer=tokenizer,
             mask_prob=data.mask_prob,
             short_seq_prob=data.short_seq_prob,
-            check_tokens=checks,
+            check_tokens=check_tokens,
         )
     else:
         datasets = build_datasets(
-            config.data,
+            data,
             seq_length=config.model.seq_length,
             seed=config.training.seed,
             train_valid_test_num_samples=samples,
             eod_token=eod,
             vocab_size=vocab_size,
-            check_tokens=checks,
+            check_tokens=check_tokens,
         )
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")

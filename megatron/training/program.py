@@ -1,4 +1,4 @@
-"""Runs a command on every rank, with a clear error message on each rank when it fails."""
+"""Execution of a command on every rank, with a clear error message on each rank when it fails."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ EXIT_BAD_INPUT = 2
 EXIT_BUG = 1
 EXIT_NOTHING_LEARNED = 4
 EXIT_DIVERGED = 5
-_RANK_0_SPEAKS_SECONDS = 1.0
-_NO_ROOM = (
+_RANK_0_PRINTS_SECONDS = 1.0
+_OUT_OF_MEMORY_TEXTS = (
     *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
 """Messages of torch's CPU allocator, CUDA and its libraries when memory has run out."""
-_NO_FIXED_ORDER = "does not have a deterministic implementation"
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Message with which torch refuses an operation under ``torch.use_deterministic_algorithms``."""
 _SIZE = r"([0-9.]+ (?:[KMGT]i)?B|[0-9]+ bytes)"
-_GPU_IS_FULL = re.compile(
+_GPU_OUT_OF_MEMORY = re.compile(
     rf"Tried to allocate {_SIZE}.*? GPU ([0-9]+) has a total capacity of {_SIZE} of which {_SIZE} is free", re.DOTALL
 )
 """Message with which torch reports that a GPU's memory has run out."""
@@ -72,10 +72,10 @@ class Ranks:
     """The ranks of a command, as seen from this rank.
 
     Attributes:
-        env: this process's place, from the launcher.
+        env: rank and world size of this process, from the launcher.
         started: ``time.monotonic()`` at the start of the command.
-        watch: the watch over the other ranks; None until they have met.
-        meeting: the meeting in which all ranks agreed; None until this rank has joined it.
+        watch: heartbeat monitor of the other ranks; None before ``join``.
+        agreement: the exchange in which all ranks agreed on their settings; None before ``join``.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Ranks:
         self.env = LaunchEnvironment.read()
         self._note = open_queues()
         self.watch: Watch | None = None
-        self.meeting: RankAgreement | None = None
+        self.agreement: RankAgreement | None = None
 
     def join(
         self,
@@ -103,14 +103,14 @@ class Ranks:
 
         Raises:
             UserError: on every rank, when flags, code or files differ, or another rank refuses.
-            CommunicationError: when ranks do not come.
+            CommunicationError: when a rank is missing.
         """
         env, launcher = self.env, launcher_pid()
         if env.world_size > 1:
             identity = identity_of(sections)
-            self.meeting = RankAgreement(env, timeout_minutes)
-            self.meeting.agree(identity)
-        store = self.meeting.store if self.meeting is not None else None
+            self.agreement = RankAgreement(env, timeout_minutes)
+            self.agreement.agree(identity)
+        store = self.agreement.store if self.agreement is not None else None
         if store is not None or launcher is not None:
             watch = Watch(
                 env.rank,
@@ -140,23 +140,23 @@ class Ranks:
     def fail(self, text: str, status: int, reason: str | None = None) -> int:
         """Print the reason, tell the other ranks, and leave.
 
-        Rank 0 prints bad input of any rank. The other ranks leave a little later, so that the launcher does not end
+        Rank 0 prints the bad input of any rank. The other ranks leave a little later, so that the launcher does not end
         rank 0 before it has printed.
         """
         printed = prints = status != EXIT_BAD_INPUT or self.env.rank == 0
         if prints:
             print(text, file=sys.stderr, flush=True)
-        if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
+        if self.agreement is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
             try:
-                meeting = RankAgreement(self.env, LEAVE_SECONDS / 60)
-                delivered = meeting.refuse(reason or text, bad_input=status == EXIT_BAD_INPUT)
+                agreement = RankAgreement(self.env, LEAVE_SECONDS / 60)
+                delivered = agreement.refuse(reason or text, bad_input=status == EXIT_BAD_INPUT)
             except (UserError, CommunicationError):
                 delivered = False
             if not delivered and not prints:
                 print(text, file=sys.stderr, flush=True)
                 printed = True
         if not prints:
-            time.sleep(_RANK_0_SPEAKS_SECONDS)
+            time.sleep(_RANK_0_PRINTS_SECONDS)
         leave_reason(f"rank {self.env.rank} failed: {reason}" if status == EXIT_BUG and reason else text, printed)
         if self.watch is not None:
             if status != EXIT_PEER_LOST:
@@ -189,7 +189,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
     except CommunicationError as error:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
-            return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error.__cause__)}", EXIT_BUG)
+            return ranks.fail(f"rank {ranks.env.rank}: {explain_out_of_memory(error.__cause__)}", EXIT_BUG)
         lost = ranks.watch.explain() if ranks.watch is not None else None
         why = f"{lost} ({error})" if lost else str(error)
         return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
@@ -205,12 +205,12 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)
     except Exception as error:
         if is_out_of_memory(error):
-            return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error)}", EXIT_BUG)
-        if _NO_FIXED_ORDER in str(error):
-            operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()[:100]
+            return ranks.fail(f"rank {ranks.env.rank}: {explain_out_of_memory(error)}", EXIT_BUG)
+        if _NOT_DETERMINISTIC in str(error):
+            operation = str(error).partition(_NOT_DETERMINISTIC)[0].strip()[:100]
             why = (
-                f"--deterministic-mode: torch's {operation} {_NO_FIXED_ORDER} on this device; leave out what uses it, "
-                "or the flag"
+                f"--deterministic-mode: torch's {operation} {_NOT_DETERMINISTIC} on this device; leave out what uses "
+                "it, or the flag"
             )
             return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_BUG)
         text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
@@ -221,13 +221,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is a failed allocation, of Python, NumPy, or torch on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY_TEXTS)
 
 
-def out_of_memory(error: BaseException) -> str:
+def explain_out_of_memory(error: BaseException) -> str:
     """Explain a failed allocation in a single line."""
     reason = first_line(error)[:300]
-    match = _GPU_IS_FULL.search(str(error))
+    match = _GPU_OUT_OF_MEMORY.search(str(error))
     if match is not None:
         needed, index, total, free = match.groups()
         name = ""

@@ -28,7 +28,7 @@ from megatron.training.assembly import Engines, build_engines
 from megatron.training.auto_compression import SavedChecks, choose_compressors, keep_choice, restore_choice
 from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes
-from megatron.training.islands import begin_rounds, folders_of_others, meet_islands, refusing
+from megatron.training.islands import begin_rounds, folders_of_others, meet_islands, reporting_refusal
 from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
@@ -166,7 +166,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
     """
     topology, plan, config, saved = parts.topology, parts.plan, run.config, run.saved
-    with refusing(config, topology):
+    with reporting_refusal(config, topology):
         engines = parts.build_engines(config)
         checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
         about_compression = compression_notes(

@@ -39,7 +39,7 @@ def open_loader(
         dataset: the data set.
         consumed_samples: draws consumed by all ranks.
         num_workers: threads that prefetch.
-        trains: whether islands divide the samples, as in training; in evaluations each island reads all of them.
+        trains: whether islands divide the samples, as in training; in evaluation each island reads all of them.
     """
     dp, islands = engines.topology.dp, engines.config.islands
     return build_loader(
@@ -144,8 +144,8 @@ def train_step(
             with sync_warmup.explain_errors():
                 engines.outer.sum_gradients(sync_warmup.group, iteration, loss_scale)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
-        numbers = engines.optimizer.summarize(StepSummary(losses, not_finite=not_finite), gradients, votes)
-        summary = numbers.all_reduce(engines.topology, ledger, sync_warmup)
+        local_summary = engines.optimizer.summarize(StepSummary(losses, not_finite=not_finite), gradients, votes)
+        summary = local_summary.all_reduce(engines.topology, ledger, sync_warmup)
         totals = engines.optimizer.step(summary, gradients, lr, weight_decay, decoupled_lr, delayed=delayed is not None)
     updated = totals.grad_norm is not None
     if gradients is not None and gradients.needs_update and updated:

@@ -57,7 +57,7 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
         x = x_sbh.clone().requires_grad_()
         layer.zero_grad()
         with (
-            mock.patch("megatron.models.experts.groups_products", lambda rows, weights, off=loop: not off),
+            mock.patch("megatron.models.experts.supports_grouped_products", lambda rows, weights, off=loop: not off),
             mock.patch("megatron.models.experts.batched_linear", _loop),
         ):
             out_sbh, _ = layer(x, ForwardContext())

@@ -137,7 +137,7 @@ def context_of_tests() -> Any:
 def end_at_once_without_a_launcher() -> None:
     """Ranks that have failed do not give rank 0 time to print, where nothing ends rank 0 before it has."""
     if launcher_pid() is None:
-        program._RANK_0_SPEAKS_SECONDS = 0.0
+        program._RANK_0_PRINTS_SECONDS = 0.0
 
 
 def _rank_main(rank: int, world_size: int, folder_name: str, env: dict[str, str], timeout: float, init: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,14 @@ from megatron.parallel.tensor.shards import ParamSpec
 _ALIGNMENT = 8
 """Alignment in elements: 16 bytes in the narrowest dtype, for GPU matrix products."""
 
-NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
-"""(local name, logical name, spec, parameter)."""
+
+class NamedParam(NamedTuple):
+    """A parameter with its local and logical names."""
+
+    name: str
+    logical_name: str
+    spec: ParamSpec
+    param: nn.Parameter
 
 
 def replaces_grads(device: torch.device) -> bool:
@@ -71,15 +78,15 @@ class FlatBuffer:
     """Flat parameters and gradients of a chunk, for all parameters with the same replicas.
 
     Args:
-        params: (local name, logical name, spec, parameter) in the order of the forward pass.
+        params: parameters in the order of the forward pass.
         grad_dtype: dtype of accumulated gradients.
         group: ranks with replicas of these parameters.
         bucket_elements: minimum size of a bucket in elements; None for a single bucket.
-        sharded: every bucket must divide into equal shares, one per replica.
-        tensor_parallel: there are several tensor-parallel ranks.
+        sharded: whether every bucket must divide into equal shares, one per replica.
+        tensor_parallel: whether there are several tensor-parallel ranks.
         chunk: number of the chunk on this rank.
         weight_grads: records of gradients that weight passes compute.
-        delayed: gradients are reduced in separate memory, while the next step computes its own.
+        delayed: whether gradients are reduced in separate memory while the next step computes its gradients.
 
     After construction, the parameters are views of ``params_flat``. If the dtypes agree, their ``grad`` is a view of
     ``grads_flat`` into which autograd accumulates, else a hook adds each gradient to ``grads_flat``. On CPUs, where
@@ -106,7 +113,7 @@ class FlatBuffer:
         self._weight_grads = weight_grads or WeightGrads()
         shares = group.size if sharded else 1
         self.buckets = plan_buckets(params, shares, bucket_elements, tensor_parallel)
-        first = params[0][3]
+        first = params[0].param
         size = self.buckets[-1].stop
         self.params_flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grads_flat = torch.zeros(size, dtype=grad_dtype, device=first.device)
@@ -123,7 +130,7 @@ class FlatBuffer:
                 self._place_param(slot, index)
 
     def _place_param(self, slot: ParamSlot, bucket: int) -> None:
-        """Moves a parameter into the flat tensors and registers the hooks for its gradient."""
+        """Move a parameter into the flat tensors, and register the hooks for its gradient."""
         param = slot.param
         view = self.params_flat[slot.start : slot.stop].view(param.shape)
         view.copy_(param.data)
@@ -180,7 +187,7 @@ class FlatBuffer:
         self._nodes.clear()
 
     def begin_grads(self) -> None:
-        """Begins a step's gradients. Also cancels the notification of an abandoned step.
+        """Begin a step's gradients, and cancel the notifications of an abandoned step.
 
         A parameter's range of ``grads_flat`` is undefined until its first gradient or ``complete_grads``. Padding is
         zeroed now, because a bucket may be launched as soon as its parameters have gradients.
@@ -198,7 +205,7 @@ class FlatBuffer:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def complete_grads(self) -> None:
-        """Zeroes the gradients of parameters without a gradient, after the last backward of a step."""
+        """Zero the gradients of parameters without a gradient, after the last backward of a step."""
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
@@ -207,7 +214,7 @@ class FlatBuffer:
                 param.grad = main_grad.memory
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
-        """Calls ``on_bucket_full`` with the index of each bucket that the coming, last backward of the step fills."""
+        """Call ``on_bucket_full`` with the index of each bucket that the coming, last backward of the step fills."""
         self._on_bucket_full = on_bucket_full
         self._num_missing = [len(bucket.slots) for bucket in self.buckets]
 
@@ -234,10 +241,10 @@ def plan_buckets(
     bucket_elements: int | None,
     tensor_parallel: bool,
 ) -> list[Bucket]:
-    """Plans buckets in the order in which backward fills them: plain buckets from the last layer, then other kinds."""
+    """Plan buckets in the order in which backward fills them: plain buckets from the last layer, then other kinds."""
     buckets: list[Bucket] = []
     for kind in BucketKind:
-        members = [p for p in reversed(params) if _bucket_kind(p[2], tensor_parallel) is kind]
+        members = [p for p in reversed(params) if _bucket_kind(p.spec, tensor_parallel) is kind]
         for bucket_params in _split_params(members, 1 if kind is BucketKind.TIED else bucket_elements):
             start = position = buckets[-1].stop if buckets else 0
             slots: list[ParamSlot] = []
@@ -250,11 +257,11 @@ def plan_buckets(
 
 
 def _split_params(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
-    """Splits a list of parameters into buckets of at least ``bucket_elements`` elements."""
+    """Split a list of parameters into buckets of at least ``bucket_elements`` elements."""
     groups: list[Sequence[NamedParam]] = []
     begin = size = 0
     for end, member in enumerate(members, 1):
-        size += member[3].numel()
+        size += member.param.numel()
         if end == len(members) or (bucket_elements is not None and size >= bucket_elements):
             groups.append(members[begin:end])
             begin, size = end, 0
@@ -262,12 +269,12 @@ def _split_params(members: Sequence[NamedParam], bucket_elements: int | None) ->
 
 
 def _sort_params(members: Sequence[NamedParam]) -> list[NamedParam]:
-    """Sorts matrices before vectors and equal shapes next to each other, so that compressors stack them without a copy.
+    """Sort matrices before vectors and equal shapes next to each other, so that compressors stack them without a copy.
 
     Expert parameters follow the order of the model instead of backward, so that grouped products use stacks, too. Odd
     sizes come last, which keeps all other parameters aligned.
     """
-    shapes = list(dict.fromkeys(member[3].shape for member in members))
+    shapes = list(dict.fromkeys(member.param.shape for member in members))
 
     def sort_key(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
@@ -279,4 +286,4 @@ def _sort_params(members: Sequence[NamedParam]) -> list[NamedParam]:
 
 def named_params(specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module) -> list[NamedParam]:
     """List the model's parameters for ``FlatBuffer``."""
-    return [(name, *specs[name], param) for name, param in model.named_parameters()]
+    return [NamedParam(name, *specs[name], param) for name, param in model.named_parameters()]

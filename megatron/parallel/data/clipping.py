@@ -21,7 +21,7 @@ def clip_replica(
     max_norm: float,
     scale: float,
 ) -> None:
-    """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
+    """Scale the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
 
     A replica's gradient is the mean over its samples. The stages' parts of a tied embedding's gradient are not reduced
     yet and count separately. Norms that are not finite clip nothing: such a step is skipped.

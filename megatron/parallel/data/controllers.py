@@ -26,12 +26,12 @@ class ReducedPoint:
     Args:
         flats: this rank's final gradients, flat.
         shapes: shapes of this rank's parameters of two or more dimensions.
-        tried: returns trial reductions of copies of the gradients with another plan.
+        make_trials: makes trial reductions of copies of the gradients under another plan.
     """
 
     flats: Sequence[Tensor]
     shapes: Sequence[tuple[int, ...]]
-    tried: Callable[[CompressionPlan], Iterable[TrialReduction]]
+    make_trials: Callable[[CompressionPlan], Iterable[TrialReduction]]
 
 
 class Controllers:
@@ -61,9 +61,10 @@ class Controllers:
             controller = None if spec is None else spec.make_controller()
             if controller is not None:
                 self.by_point[point] = controller
-        self._tune()
+        self._apply_options()
 
-    def _tune(self) -> None:
+    def _apply_options(self) -> None:
+        """Apply the options that the controllers have chosen to the plan."""
         for point, controller in self.by_point.items():
             self.plan.tune(point, controller.options(self.plan.stage))
 
@@ -77,34 +78,36 @@ class Controllers:
         self._ahead_s = meet(self.world, self.ledger) if meets else 0.0
 
     def after_reduction(
-        self, iteration: int, scale: float, all_finite: bool, look: Callable[[Point], ReducedPoint]
+        self, iteration: int, scale: float, all_finite: bool, collect: Callable[[Point], ReducedPoint]
     ) -> None:
         """Let the controllers measure a step. Every rank must call it.
 
         Args:
             iteration: 0-based.
             scale: the loss scale in the gradients.
-            all_finite: the gradients are finite; otherwise controllers do not see them.
-            look: returns the gradients of a point.
+            all_finite: whether the gradients are finite; if not, controllers do not see them.
+            collect: collects the reduced gradients of a point.
         """
         for point, controller in self.by_point.items():
-            reduced_point = look(point)
+            reduced_point = collect(point)
             compressed = self.plan.is_active(point, iteration)
             flats = reduced_point.flats if all_finite else []
             stage, ahead_s = self.plan.stage, self._ahead_s
             reduced = Reduced(iteration, flats, reduced_point.shapes, scale, compressed, stage, ahead_s)
-            self._run(point, controller, reduced, reduced_point)
-        self._tune()
+            self._run_requests(point, controller, reduced, reduced_point)
+        self._apply_options()
 
-    def _run(self, point: Point, controller: Controller, reduced: Reduced, reduced_point: ReducedPoint) -> None:
+    def _run_requests(
+        self, point: Point, controller: Controller, reduced: Reduced, reduced_point: ReducedPoint
+    ) -> None:
         """Run the collectives and trials that a controller requests."""
         generator = controller.after_reduction(reduced)
         try:
             request = next(generator)
             while True:
                 if isinstance(request, Trial):
-                    tried = reduced_point.tried(self.plan.make_trial_plan(point, request.options))
-                    result = run_trial(request, tried, self.world, self.ledger)
+                    trials = reduced_point.make_trials(self.plan.make_trial_plan(point, request.options))
+                    result = run_trial(request, trials, self.world, self.ledger)
                 else:
                     pending, result = start_request(request, self.world)
                     self.ledger.complete(Point.CONTROL, pending)
@@ -149,4 +152,4 @@ class Controllers:
                 log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")
         for point_name, name in remaining_entries:
             log(f"warning: the state of {point_name}={name}'s controller has no place in this run and is left out")
-        self._tune()
+        self._apply_options()

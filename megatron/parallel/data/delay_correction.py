@@ -11,7 +11,7 @@ from megatron.parallel.data.param_shards import ParamShard
 
 
 class DelayCorrection:
-    """Base of the corrections, which remember something of the last update.
+    """Base class of corrections that remember tensors of the last update.
 
     Args:
         shards: ranges of the parameters that this rank updates.
@@ -34,7 +34,7 @@ class DelayCorrection:
 
 
 class GradientExtrapolation(DelayCorrection):
-    """Estimate of this step's gradients from the last two that are there: g + strength (g - g_before).
+    """Extrapolation of this step's gradients from the last two available: g + strength (g - g_before).
 
     ``previous`` holds the last applied gradients without a loss scale, as they were reduced.
     """
@@ -63,10 +63,10 @@ class GradientExtrapolation(DelayCorrection):
 
 
 class LookAhead(DelayCorrection):
-    """Parameters where the coming update is expected to lead: theta + strength (theta - theta_before).
+    """Extrapolation of the parameters along the last update: theta + strength (theta - theta_before).
 
-    Gradients are computed there. ``previous`` holds the main values before the last update, whose step is the estimate
-    of the coming one.
+    Gradients are computed at the extrapolated parameters. ``previous`` holds the main values before the last update,
+    which serves as the estimate of the next update.
     """
 
     name = "lookahead"
@@ -77,7 +77,7 @@ class LookAhead(DelayCorrection):
         torch._foreach_copy_(previous, [shard.main for shard in self._shards])
 
     def move_model(self) -> None:
-        """Set this rank's shards of the model's parameters to the values ahead."""
+        """Set this rank's shards of the model's parameters to the extrapolated values."""
         for number, shard in enumerate(self._shards):
             ahead = shard.main
             if self.previous is not None:

@@ -23,10 +23,10 @@ class InFlightGradients:
     """Gradients of a step that the next step applies.
 
     Args:
-        iteration: 0-based number of the step that has computed them.
+        iteration: 0-based number of the step that computed them.
         loss_scale: the loss scale in them.
         reduced: properties of the gradients once they are reduced; None while the reduction runs.
-        settled: the states of their compressors are committed, or rolled back.
+        settled: whether the states of their compressors have been committed or rolled back.
     """
 
     iteration: int
@@ -83,12 +83,13 @@ class DelayedGradients:
     Args:
         sync: reduction of the gradients.
         buffers: buffers with separate memory for the reduction.
-        plan: compressors of all points; while gradients are finished and applied, in the iteration that computed them.
+        plan: compressors of all points; set to the iteration that computed the gradients while these are finished and
+            applied.
         correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
         versions: parameters of the last two steps, whose passes take turns; None if pipelines are flushed.
 
-    ``open_step`` is the last step, if not all its backward passes have run; ``last_outcome`` that of the last step of
-    which all ranks know it (``--no-pipeline-flush``).
+    With ``--no-pipeline-flush``, ``open_step`` is the last step while some of its backward passes have not run, and
+    ``last_outcome`` is the latest outcome that all ranks know.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class DelayedGradients:
     def advance(self) -> None:
         """Run the rounds in flight whose messages have arrived.
 
-        Only between passes of a training step: until ``take``, no other collective may use the same group, since ranks
-        get here at different times and must start a group's collectives in the same order.
+        Call it only between passes of a training step: until ``take``, no other collective may use the same group,
+        since ranks get here at different times but must start a group's collectives in the same order.
         """
         if self.in_flight is not None and self.in_flight.reduced is None:
             self._sync.advance_reduction()

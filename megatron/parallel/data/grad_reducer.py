@@ -52,7 +52,7 @@ class GradReducer(BucketReducer):
             scale: loss scale of the gradients.
             checks: whether to check that the local gradients are finite (``finite``).
         """
-        self._on = self.plan.is_active(self.point, iteration)
+        self._active = self.plan.is_active(self.point, iteration)
         self._scale = scale
         self._checks_finite = checks
         self._finite = []
@@ -64,24 +64,24 @@ class GradReducer(BucketReducer):
         if signature is None:
             return None
         compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in selected)
-        options = self.plan.options(self.point) if self._on else None
+        options = self.plan.options(self.point) if self._active else None
         return self.point, options, self._scale == 1.0, self._checks_finite, compressed_units, signature
 
     @property
     def needs_update(self) -> bool:
         """Whether a compressor needs this step's optimizer update."""
         awaiting = (state.count("awaiting") for state in self.states())
-        return self._on and self.compressor.traits.observes and any(awaiting)
+        return self._active and self.compressor.traits.observes and any(awaiting)
 
     @property
     def freezes_variance(self) -> bool:
         """Whether this step's reduced gradients are too noisy to update the optimizer's second moments."""
-        return self._on and self.compressor.traits.freezes_variance
+        return self._active and self.compressor.traits.freezes_variance
 
     @property
     def clips_first(self) -> bool:
         """Whether this step clips local instead of reduced gradients."""
-        return self._on and self.compressor.traits.clips_first
+        return self._active and self.compressor.traits.clips_first
 
     def observe(self) -> None:
         """Pass the optimizer's update, which the buckets now hold instead of gradients, to the compressor."""

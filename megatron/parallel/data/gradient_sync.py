@@ -49,12 +49,12 @@ class ReducedGradients:
     """Properties of the reduced gradients that the buckets hold.
 
     Args:
-        iteration: 0-based number of the step that has computed them.
+        iteration: 0-based number of the step that computed them.
         loss_scale: the loss scale in them.
         finite: False if a check before the reduction has failed.
-        clipped: each replica's gradient was clipped before the reduction.
-        freezes_variance: they must not change the optimizer's second moments.
-        needs_update: a compressor needs the optimizer's update; the same on all replicas.
+        clipped: whether each replica's gradient was clipped before the reduction.
+        freezes_variance: whether they must leave the optimizer's second moments unchanged.
+        needs_update: whether a compressor needs the optimizer's update; the same on all replicas.
     """
 
     iteration: int
@@ -66,15 +66,15 @@ class ReducedGradients:
 
 
 class GradientSync:
-    """Reduces the gradients of all chunks.
+    """Reduction of the gradients of all chunks.
 
     Args:
         buffers: buffers of all chunks.
         topology: this rank's groups.
         plan: plan with the compressors.
         ledger: ledger that counts the bytes.
-        sharded: each rank needs only its share of every bucket.
-        overlap: launch buckets during backward.
+        sharded: whether each rank needs only its share of every bucket.
+        overlap: whether to launch buckets during backward.
         reduce: False if torch's DistributedDataParallel reduces over replicas instead.
         clip_grad: maximum L2 norm of a replica's gradient for compressors that need clipped input; 0 for no limit.
         sync_warmup: synchronous steps of all islands.
@@ -115,7 +115,7 @@ class GradientSync:
         ]
         self.reducers = [
             GradReducer(
-                [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets],
+                [make_grad_bucket(buffer, bucket, fused) for bucket in buffer.buckets],
                 buffer.group,
                 plan,
                 ledger,
@@ -124,8 +124,8 @@ class GradientSync:
             for buffer in buffers
         ]
         sizes = (layout.tp, layout.pp, layout.dp, layout.ep, *([layout.tp] if layout.folded else []))
-        reduced = ((Point.DP_GRAD, self.group.size > 1 and reduce), (Point.EMBED_GRAD, bool(layout.ties)))
-        points = [point for point, on in reduced if on]  # the same on every rank
+        points = [Point.DP_GRAD] if self.group.size > 1 and reduce else []  # the same on every rank
+        points += [Point.EMBED_GRAD] if layout.ties else []
         self.controllers = Controllers(plan, points, topology.control, ledger, sizes)
         self._iteration = 0
         self._scale = 1.0
@@ -133,7 +133,7 @@ class GradientSync:
         self._reduces_shares = sharded
 
     def begin_step(self, iteration: int, scale: float, checked: bool = False) -> None:
-        """Begins a step. ``scale`` is the loss scale of its gradients; if ``checked``, they are finite on all ranks."""
+        """Begin a step. ``scale`` is the loss scale of its gradients; if ``checked``, they are finite on all ranks."""
         self._iteration, self._scale = iteration, scale
         # In synchronous steps, islands sum shares of the gradients, and replicas then all-gather the sums. A fused
         # embedding is not divided into shares.
@@ -188,7 +188,7 @@ class GradientSync:
         return self.group.size > 1 and self.reduce and any(reducer.clips_first for reducer in self.reducers)
 
     def observe_update(self) -> None:
-        """Passes the optimizer's update, which the buckets (with ``sharded``, local shares) hold, to compressors."""
+        """Pass the optimizer's update, which the buckets (with ``sharded``, local shares) hold, to compressors."""
         if self.sharded:
             for buffer, bucket in self._buckets:
                 grads = buffer.grads_of(bucket)
@@ -202,7 +202,7 @@ class GradientSync:
                 tied.sync.observe(tied.buffer.grads_of(tied.bucket), tied.shape)
 
     def begin_last_backward(self, chunk: int) -> None:
-        """Prepares to launch buckets during the last backward of a chunk."""
+        """Prepare to launch buckets during the last backward of a chunk."""
         if not self.overlap or self.clips_first:
             return  # a norm needs all gradients
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
@@ -298,7 +298,7 @@ class GradientSync:
         end_states(self.states(), keep_states)
 
     def _sum_over_islands(self) -> None:
-        """Sums the reduced gradients over islands, and sends each element only once: each replica sends a share, and
+        """Sum the reduced gradients over islands, and send each element only once: each replica sends a share, and
         only the first stage sends a tied embedding."""
         bucket_grads = [buffer.grads_of(bucket) for buffer, bucket in self._buckets]
         shares = [
@@ -318,7 +318,7 @@ class GradientSync:
                 self.ledger.complete(Point.DP_GRAD, buffer.group.all_gather(grads, share), 0)
 
     def _collect_reduced(self, point: Point) -> ReducedPoint:
-        """Collects the reduced gradients of a point."""
+        """Collect the reduced gradients of a point."""
         of_ties = point is Point.EMBED_GRAD
         buckets = [(tied.buffer, tied.bucket) for tied in self.ties] if of_ties else self._buckets
         return ReducedPoint(
@@ -332,31 +332,31 @@ class GradientSync:
         return self.reduce and buffer.group.size > 1
 
     def _make_bucket_trials(self, plan: CompressionPlan) -> Iterator[TrialReduction]:
-        """Makes trial reductions of copies of the buckets under another plan."""
+        """Make trial reductions of copies of the buckets under another plan."""
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             for bucket in reducer.buckets if self._has_replicas(buffer) else ():
                 if not bucket.skipped:
                     yield make_bucket_trial(bucket, buffer.group, plan, self.ledger, self.sharded, self._scale)
 
     def _make_embedding_trials(self, plan: CompressionPlan) -> Iterator[TrialReduction]:
-        """Makes trial reductions of copies of the tied embeddings' gradients under another plan."""
+        """Make trial reductions of copies of the tied embeddings' gradients under another plan."""
         for tied in self.ties:
             share = tied.buffer.grads_of(tied.bucket)[local_share(tied.bucket, self.group, self.sharded)]
             yield make_embedding_trial(share, tied.shape, tied.sync, plan, self._scale)
 
 
 def _launch_filled_bucket(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:
-    """Launches a bucket that backward has filled, unless its gradients need another reduction first."""
+    """Launch a bucket that backward has filled, unless its gradients need another reduction first."""
     if buffer.buckets[index].kind in (BucketKind.PLAIN, BucketKind.REPLICATED):
         reducer.mark_ready(index)
 
 
-def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
-    """Converts a bucket to the reducer's form."""
-    places = tuple(
+def make_grad_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
+    """Convert a bucket to the reducer's form."""
+    ranges = tuple(
         ParamRange(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
     )
-    return GradBucket(buffer.grads_of(bucket), places, fused_embedding and bucket.kind is BucketKind.TIED)
+    return GradBucket(buffer.grads_of(bucket), ranges, fused_embedding and bucket.kind is BucketKind.TIED)
 
 
 def local_share(bucket: Bucket, group: Group, sharded: bool) -> slice:

@@ -23,7 +23,7 @@ from megatron.parallel.data.param_shards import ParamShard
 
 
 class ParamAllGather:
-    """Copies main values into the model and, when the optimizer is sharded, all-gathers the shares.
+    """Copy of the main values into the model, with an all-gather of the shares if the optimizer is sharded.
 
     With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and
     all ranks, including itself, add the decoded difference to the model. Quantization errors remain in the next
@@ -33,7 +33,8 @@ class ParamAllGather:
     Args:
         buffers: buffers of the chunks.
         shards: the shards that this rank updates.
-        plan, ledger: the compressor of ``PARAM_GATHER``, and where the bytes are counted.
+        plan: plan with the compressor of ``PARAM_GATHER``.
+        ledger: ledger that counts the bytes.
         sharded: whether each rank owns a share.
         look_ahead: values of the model's parameters in training, if not the main values.
     """
@@ -58,7 +59,7 @@ class ParamAllGather:
             self._by_slot.setdefault(id(shard.slot), []).append(shard)
 
     def publish(self, iteration: int) -> None:
-        """Updates the model's parameters after the optimizer's update."""
+        """Update the model's parameters after the optimizer's update."""
         if not self.sharded or not self.plan.compresses(Point.PARAM_GATHER, iteration):
             self.publish_ahead()
             return
@@ -68,7 +69,9 @@ class ParamAllGather:
             raw = difference.numel() * buffer.params_flat.element_size()
             # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
             key = iteration, bucket.slots[0].logical_name
-            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw))
+            gathers.append(
+                self._start_gather(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw)
+            )
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.decoding(Point.PARAM_GATHER):
@@ -95,23 +98,23 @@ class ParamAllGather:
             self.publish_ahead()
 
     def publish_exactly(self) -> None:
-        """Sets the model's parameters to the main values, rounded to the model's precision."""
+        """Set the model's parameters to the main values, rounded to the model's precision."""
         if self.separate_main:
             torch._foreach_copy_([shard.model for shard in self._shards], [shard.main for shard in self._shards])
         if self.sharded:
             self.gather()
 
     def gather(self) -> None:
-        """All-gathers every bucket of the model's parameters from the ranks that own its shares, exactly."""
+        """All-gather every bucket of the model's parameters from the ranks that own its shares, exactly."""
         gathers = []
         for buffer, bucket in self._buckets:
             params = buffer.params_of(bucket)
             share = params[local_share(bucket, buffer.group, True)]
-            gathers.append(self._start(buffer.group, IdentityCodec(), share, None, params, None))
+            gathers.append(self._start_gather(buffer.group, IdentityCodec(), share, None, params, None))
         for gather in gathers:
             gather.wait()
 
-    def _start(
+    def _start_gather(
         self, group: Group, codec: Codec, share: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
     ) -> PendingGather:
         return PendingGather(
@@ -130,6 +133,6 @@ class ParamAllGather:
         return difference
 
 
-def compresses(plan: CompressionPlan, sharded: bool) -> bool:
+def gathers_compressed(plan: CompressionPlan, sharded: bool) -> bool:
     """Whether this rank ever gathers parameters through a compressor."""
     return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)

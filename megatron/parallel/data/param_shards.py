@@ -22,7 +22,7 @@ class ParamShard:
         main: the values that the optimizer updates, fp32 (or fp64): the model's memory itself if the dtypes agree.
         model: the same range of the model's parameter, flat.
         grad: the same range of the reduced gradients, flat.
-        counted: this rank counts it in sums over replicas; of equal replicas only the first does.
+        counted: whether this rank counts it in sums over replicas; of equal replicas only the first does.
     """
 
     slot: ParamSlot

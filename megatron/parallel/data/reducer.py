@@ -122,7 +122,7 @@ class BucketReducer:
         group: ranks of the reduction.
         plan: plan with the point's compressor.
         ledger: ledger that counts the bytes.
-        sharded: each rank needs only its share of the result, as after a reduce-scatter.
+        sharded: whether each rank needs only its share of the result, as after a reduce-scatter.
         point: point of the reduction.
     """
 
@@ -142,7 +142,7 @@ class BucketReducer:
         self.ledger = ledger
         self.sharded = sharded
         self.units = [self._make_units(bucket) for bucket in buckets]
-        self._on = False
+        self._active = False
         self._scale = 1.0
         self._pending: list[PendingBucket] = []
 
@@ -166,11 +166,11 @@ class BucketReducer:
         for param in bucket.ranges:
             if self.plan.ever_compresses(self.point, param.shape):
                 shapes.setdefault(param.shape, []).append(param)
-        return [ParamStack(tuple(places)) for places in shapes.values()]
+        return [ParamStack(tuple(ranges)) for ranges in shapes.values()]
 
     def _select_units(self, units: Sequence[ParamStack]) -> list[tuple[ParamStack, RoundCompressor]]:
         """Select a bucket's units that are compressed in this step, with their compressors."""
-        if not self._on:
+        if not self._active:
             return []
         selected = ((unit, self.plan.select_compressor(self.point, unit.shape, unit.state)) for unit in units)
         return [(unit, compressor) for unit, compressor in selected if compressor is not None]

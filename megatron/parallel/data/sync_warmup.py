@@ -22,9 +22,9 @@ class SyncWarmup:
         count: number of islands.
         steps: synchronous steps at the beginning of the run.
         ledger: ledger that counts the bytes.
-        compressed: gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
+        compressed: whether gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
 
-    ``group`` joins this rank with its peers in all islands, after rendezvous; None without synchronous steps.
+    ``group`` holds this rank and its peers in all islands, after the rendezvous; None without synchronous steps.
     """
 
     count: int

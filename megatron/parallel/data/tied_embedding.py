@@ -38,16 +38,18 @@ class EmbeddingSync:
     ledger: Ledger
     replicas: int = 1
     state: CompressorState = field(default_factory=CompressorState)
-    _on: bool = False
+    _active: bool = False
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based)."""
-        self._on = self.plan.is_compressed(Point.EMBED_GRAD) and self.plan.is_active(Point.EMBED_GRAD, iteration)
+        self._active = self.plan.is_compressed(Point.EMBED_GRAD) and self.plan.is_active(Point.EMBED_GRAD, iteration)
 
     @property
     def needs_update(self) -> bool:
         """Whether the compressor needs the optimizer's update of this step."""
-        return self._on and self.plan.rounds(Point.EMBED_GRAD).traits.observes and bool(self.state.count("awaiting"))
+        return (
+            self._active and self.plan.rounds(Point.EMBED_GRAD).traits.observes and bool(self.state.count("awaiting"))
+        )
 
     def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
         """Pass the optimizer's update of the embedding, flat and padded, to the compressor."""
@@ -63,7 +65,7 @@ class EmbeddingSync:
         """
         count = math.prod(shape)
         holds_all = count <= grad.numel()
-        compresses = self._on and holds_all
+        compresses = self._active and holds_all
         compressor = self.plan.select_compressor(Point.EMBED_GRAD, shape, self.state) if compresses else None
         if compressor is None:
             self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))

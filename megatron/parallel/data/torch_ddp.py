@@ -1,6 +1,6 @@
 """Data parallelism by torch's DistributedDataParallel, with all-reduces counted at our communication point."""
 
-# No postponed annotations here: torch checks the hook's, and wants to see the types themselves.
+# No postponed annotations: ``register_comm_hook`` compares the hook's annotations with types, not with strings.
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class TorchReplicas:
     Args:
         model: the replica of this rank.
         group: the data-parallel ranks.
-        ledger: where the bytes are counted.
+        ledger: ledger that counts the bytes.
     """
 
     def __init__(self, model: nn.Module, group: Group, ledger: Ledger) -> None:

@@ -26,7 +26,7 @@ class TrialReduction:
 
     Args:
         reduced: the step's reduced gradients, contiguous.
-        own_range: range of the gradients that this rank holds.
+        local_range: range of the gradients that this rank holds.
         fill: fills in the other ranks' ranges of a copy.
         run: reduces a copy over the group, in place.
         ranks: number of ranks of the group.
@@ -34,7 +34,7 @@ class TrialReduction:
     """
 
     reduced: Tensor
-    own_range: slice
+    local_range: slice
     fill: Callable[[Tensor], None]
     run: Callable[[Tensor], None]
     ranks: int
@@ -69,15 +69,15 @@ def make_embedding_trial(
     grad: Tensor, shape: tuple[int, ...], sync: EmbeddingSync, plan: CompressionPlan, scale: float
 ) -> TrialReduction:
     """Trial of the all-reduce of a tied embedding's gradient; ``grad`` is this rank's part."""
-    tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
-    tried.begin_step(0)
+    trial_sync = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
+    trial_sync.begin_step(0)
     return TrialReduction(
         grad,
         slice(0, grad.numel()),
         lambda copy: None,
-        lambda copy: tried.all_reduce(copy, shape, scale),
+        lambda copy: trial_sync.all_reduce(copy, shape, scale),
         sync.group.size,
-        [tried.state],
+        [trial_sync.state],
     )
 
 
@@ -90,21 +90,21 @@ def run_trial(trial: Trial, reductions: Iterable[TrialReduction], world: Group, 
     meet(world, ledger)
     figures_3 = torch.zeros(3, dtype=torch.float64)
     for reduction in reductions:
-        figures_3 += _run(trial, reduction, ledger)
+        figures_3 += _measure(trial, reduction, ledger)
     return figures_3
 
 
-def _run(trial: Trial, tried: TrialReduction, ledger: Ledger) -> Tensor:
-    copy, reduced, seconds = torch.empty_like(tried.reduced), tried.reduced, []
-    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own_range])[0].cpu()
+def _measure(trial: Trial, reduction: TrialReduction, ledger: Ledger) -> Tensor:
+    copy, reduced, seconds = torch.empty_like(reduction.reduced), reduction.reduced, []
+    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[reduction.local_range])[0].cpu()
     for repeat in range(trial.repeats):
         # Each rank contributes an equal part, so that the sum has the magnitude of the step's gradients.
-        copy[tried.own_range].copy_(reduced[tried.own_range]).div_(tried.ranks)
-        tried.fill(copy)
-        seconds.append(_seconds(ledger, lambda: tried.run(copy)))
+        copy[reduction.local_range].copy_(reduced[reduction.local_range]).div_(reduction.ranks)
+        reduction.fill(copy)
+        seconds.append(_seconds(ledger, lambda: reduction.run(copy)))
         if repeat == 0:
-            error = finite_norm(copy[tried.own_range].sub_(reduced[tried.own_range]))[0].cpu()
-        for state in tried.states:
+            error = finite_norm(copy[reduction.local_range].sub_(reduced[reduction.local_range]))[0].cpu()
+        for state in reduction.states:
             state.commit()
     later = seconds[1:] or seconds
     return torch.stack([torch.tensor(sum(later) / len(later), dtype=torch.float64), error, norm])

@@ -43,22 +43,22 @@ class RowCoding:
 
     def __init__(self, plan: CompressionPlan, seeds: MessageSeeds | None = None) -> None:
         self._plan = plan
-        self._on = dict.fromkeys(EXPERT_POINTS, False)
+        self._active = dict.fromkeys(EXPERT_POINTS, False)
         self.seeds = seeds or MessageSeeds()
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
-        for point in self._on:
-            self._on[point] = self._plan.compresses(point, iteration)
+        for point in self._active:
+            self._active[point] = self._plan.compresses(point, iteration)
 
     def codec(self, point: Point) -> Codec:
         """Codec of a point in this step."""
-        return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
+        return self._plan.codec(point) if self._active.get(point) else _EXACT_CODEC
 
     def state(self, point: Point, *message: int) -> CompressorState:
         """State for a single message. ``message`` identifies it within the point and seeds stochastic codecs."""
-        return self.seeds.state(point.value, *message) if self._on.get(point) else CompressorState()
+        return self.seeds.state(point.value, *message) if self._active.get(point) else CompressorState()
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ class ExpertComm:
         plan: plan with the codecs of the four points.
         two_stage: when to dispatch in two stages: if both stages have several ranks (``auto``), whenever the ranks
             span nodes (``on``), or never (``off``).
-        folded: tensor-parallel ranks hold different experts and send different tokens.
+        folded: whether tensor-parallel ranks hold different experts and send different tokens.
         seeds: seeds of stochastic codecs, shared with the other communication points of the layers.
 
     ``ranks`` exchanges rows over the whole group, or in the second stage over this rank's node. ``nodes`` exchanges

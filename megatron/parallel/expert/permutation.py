@@ -27,8 +27,8 @@ class Order:
     counts: Tensor
 
 
-def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
-    """Order with a row for each choice.
+def make_order(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
+    """Make the order with a row for each choice.
 
     Args:
         chosen_tk: int64 destination of each choice.
@@ -45,8 +45,8 @@ def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
     return Order(order // k, row_of_choice.view_as(chosen_tk), counts)
 
 
-class _Dispatch(torch.autograd.Function):
-    """See ``dispatched``."""
+class _Permute(torch.autograd.Function):
+    """See ``permute``."""
 
     @staticmethod
     def forward(ctx: Any, x_th: Tensor, order: Order) -> Tensor:
@@ -61,57 +61,39 @@ class _Dispatch(torch.autograd.Function):
         return grad_th, None
 
 
-def dispatched(x_th: Tensor, order: Order) -> Tensor:
+def permute(x_th: Tensor, order: Order) -> Tensor:
     """Copy tokens (t, h) to rows (r, h); a token's gradient is the sum over its rows, in a fixed order."""
-    rows: Tensor = _Dispatch.apply(x_th, order)
+    rows: Tensor = _Permute.apply(x_th, order)
     return rows
 
 
-class _Collect(torch.autograd.Function):
-    """See ``collected``."""
+class _Unpermute(torch.autograd.Function):
+    """See ``unpermute``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-        ctx.order = order
-        out = rows.new_empty(shape)
-        ops.combine_rows(rows, order.place_tk, None, out.view(-1, rows.shape[1]))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.reshape(-1, grad.shape[-1]).index_select(0, ctx.order.token), None, None
-
-
-def collected(rows: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-    """Sum each token's rows (r, h) to a result of shape (..., h)."""
-    out: Tensor = _Collect.apply(rows, order, shape)
-    return out
-
-
-class _Combine(torch.autograd.Function):
-    """See ``combined``."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(rows, weights_tk)
-        ctx.order = order
+    def forward(ctx: Any, rows: Tensor, order: Order, shape: Sequence[int], weights_tk: Tensor | None) -> Tensor:
+        ctx.order, ctx.is_weighted = order, weights_tk is not None
+        if ctx.is_weighted:
+            ctx.save_for_backward(rows, weights_tk)
         # Autograd must not see a view: the sum over tensor-parallel ranks works in place.
         out = rows.new_empty(shape)
         ops.combine_rows(rows, order.place_tk, weights_tk, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights_tk = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
         order: Order = ctx.order
         grad_th = grad.reshape(-1, grad.shape[-1])
+        if not ctx.is_weighted:
+            return grad_th.index_select(0, order.token), None, None, None
+        rows, weights_tk = ctx.saved_tensors
         grad_rows, grad_tk = ops.combine_rows_back(grad_th, rows, order.place_tk, weights_tk)
-        return grad_rows, grad_tk.to(weights_tk.dtype), None, None
+        return grad_rows, None, None, grad_tk.to(weights_tk.dtype)
 
 
-def combined(rows: Tensor, weights_tk: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-    """Sum each token's rows (r, h), weighted, to a result of shape (..., h)."""
-    out: Tensor = _Combine.apply(rows, weights_tk, order, shape)
+def unpermute(rows: Tensor, order: Order, shape: Sequence[int], weights_tk: Tensor | None = None) -> Tensor:
+    """Sum each token's rows (r, h), weighted if ``weights_tk`` is given, to a result of shape (..., h)."""
+    out: Tensor = _Unpermute.apply(rows, order, shape, weights_tk)
     return out
 
 
@@ -152,7 +134,7 @@ class NodeChoices:
     counts_n: Tensor
 
 
-def choices_by_node(
+def group_choices_by_node(
     choices: Choices,
     nodes: int,
     node_e: Tensor,
@@ -173,7 +155,7 @@ def choices_by_node(
     again_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
     once_tk = node_tk.masked_fill(again_tk, nodes)
     rows_n, counts_n = count(once_tk, node_tk)
-    order = order_of(once_tk, holes=True, counts=rows_n)
+    order = make_order(once_tk, holes=True, counts=rows_n)
     by_node = node_tk.flatten().argsort(stable=True)
     if choices.holes:
         by_node = by_node[: int(counts_n.sum())]
@@ -186,7 +168,7 @@ def choices_by_node(
     )
 
 
-def choices_of_rows(
+def decode_choices(
     numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int, most: int | None = None
 ) -> Choices:
     """Decode the choices of received rows, in the order of the rows.

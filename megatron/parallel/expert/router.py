@@ -16,7 +16,7 @@ from megatron.config.experts import GLOBAL_LOSS, Z_LOSS
 from megatron.config.model import ModelConfig
 from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region
 from megatron.parallel.tensor.random import DropoutKeys
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
 def _normalize_scores(scores_tn: Tensor) -> Tensor:
@@ -101,9 +101,9 @@ class Router(ShardedModule):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.experts, self.comm = config, layer, experts, comm
-        spec = ParamSpec((experts, config.hidden_size), blocks=(experts,))
-        self.weight = nn.Parameter(torch.empty(spec.logical_shape, device=device, dtype=dtype))
-        self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
+        shape = (experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.specs["weight"] = ParamSpec(shape, partial_grad=comm.sequence_parallel, blocks=(experts,))
         bias = torch.zeros(experts, device=device, dtype=torch.promote_types(dtype, torch.float32))
         self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 

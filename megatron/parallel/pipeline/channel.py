@@ -34,7 +34,8 @@ _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
-    ``newest``: the receive that was posted last, by sending rank. ``iteration``: of the message that was sent last.
+    ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank, ``sent``
+    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message.
     """
 
     point: Point
@@ -56,13 +57,13 @@ class Message:
     """Address of a pipeline message.
 
     Args:
-        way: direction.
+        direction: direction of the message.
         position: position in the run.
         key: key of the content (see ``Codec``).
         scale: loss scale in the step's gradients.
     """
 
-    way: Direction
+    direction: Direction
     position: Position
     key: Hashable
     scale: float = 1.0
@@ -107,38 +108,38 @@ class PipelineChannel:
 
     def states(self) -> Iterator[CompressorState]:
         """Codec states of this rank's senders and receivers."""
-        for way in (self.forward, self.backward):
-            yield from way.states()
+        for direction in (self.forward, self.backward):
+            yield from direction.states()
 
-    def forget_states(self) -> None:
-        """Begin anew with empty codec states. All ranks do so, between two steps without messages in flight."""
-        for way in (self.forward, self.backward):
-            way.sent.clear()
-            way.received.clear()
+    def reset_states(self) -> None:
+        """Reset the codec states. All ranks must do so, between two steps without messages in flight."""
+        for direction in (self.forward, self.backward):
+            direction.sent.clear()
+            direction.received.clear()
 
     def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
         """Point, name and codec state of each sender on this rank."""
-        for way in (self.forward, self.backward):
-            for boundary, state in way.sent.items():
-                yield way.point, f"boundary {boundary}", state
+        for direction in (self.forward, self.backward):
+            for boundary, state in direction.sent.items():
+                yield direction.point, f"boundary {boundary}", state
 
-    def _ends(self, way: Direction, position: Position) -> tuple[int, int]:
+    def _ends(self, direction: Direction, position: Position) -> tuple[int, int]:
         """Pipeline ranks that send and receive a message."""
-        return self.layout.ends_of(position.boundary, forward=way.point is Point.PP_FWD)
+        return self.layout.ends_of(position.boundary, forward=direction.point is Point.PP_FWD)
 
-    def _codec(self, way: Direction, position: Position) -> Codec:
+    def _codec(self, direction: Direction, position: Position) -> Codec:
         """Codec of a message, the same for sender and receiver."""
-        sender, _ = self._ends(way, position)
-        covered = self.plan.covers(way.point, sender)
-        on = covered and self.plan.activation(way.point).is_active(position.iteration, position.epilogue)
+        sender, _ = self._ends(direction, position)
+        covered = self.plan.covers(direction.point, sender)
+        active = covered and self.plan.activation(direction.point).is_active(position.iteration, position.epilogue)
         # Without a flush, receives are posted between passes of another step.
-        codec = self.plan.codec(way.point, position.iteration) if on else _IDENTITY
+        codec = self.plan.codec(direction.point, position.iteration) if active else _IDENTITY
         # ``should_compress`` takes the dtype before widening.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 
     def _input_format(self, message: Message, codec: Codec) -> tuple[torch.dtype, float]:
         """Dtype of a codec's input, fp32 (or fp64) unless the codec takes any dtype, and the loss scale to remove."""
-        backward = message.way.point is Point.PP_BWD
+        backward = message.direction.point is Point.PP_BWD
         if codec.traits.exact or not (backward or codec.traits.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -153,19 +154,19 @@ class PipelineChannel:
         ends: dict[tuple[Point, int, bool], list[Message]] = {}
         for sends, messages in ((True, sent), (False, received)):
             for message in messages:
-                ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
+                ends.setdefault((message.direction.point, message.position.boundary, sends), []).append(message)
         signatures: list[Hashable] = []
         for end, messages in ends.items():
-            way, (_, boundary, sends) = messages[0].way, end
-            state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
+            direction, (_, boundary, sends) = messages[0].direction, end
+            state = (direction.sent if sends else direction.received).setdefault(boundary, CompressorState())
             keys: dict[Codec, list[Hashable]] = {}
-            codecs = [self._codec(way, message.position) for message in messages]
+            codecs = [self._codec(direction, message.position) for message in messages]
             for codec, message in zip(codecs, messages, strict=True):
                 keys.setdefault(codec, []).append(message.key)
             shape = self.shapes[boundary]
-            of_codecs = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
-            signature = end, tuple(shape), messages[0].scale == 1.0, tuple(codecs), tuple(of_codecs)
-            signatures.append(None if None in of_codecs else signature)
+            launches = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
+            signature = end, tuple(shape), messages[0].scale == 1.0, tuple(codecs), tuple(launches)
+            signatures.append(None if None in launches else signature)
         if self.tensor_comm is not None:
             signatures += [
                 (point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHER_POINTS[point]))
@@ -177,82 +178,82 @@ class PipelineChannel:
     def send(self, message: Message, x: Tensor) -> None:
         """Start sending ``x``, or this rank's part of it if tensor-parallel ranks split messages."""
         x = x if self.tensor_comm is None else self.tensor_comm.local_slice(x)
-        way, position, key = message.way, message.position, message.key
-        if way.iteration != position.iteration:  # reset residuals that last a single step
-            way.iteration = position.iteration
-            for state in way.sent.values():
-                self.plan.codec(way.point).begin_step(state)
-        codec = self._codec(way, position)
+        direction, position, key = message.direction, message.position, message.key
+        if direction.iteration != position.iteration:  # reset residuals that last a single step
+            direction.iteration = position.iteration
+            for state in direction.sent.values():
+                self.plan.codec(direction.point).begin_step(state)
+        codec = self._codec(direction, position)
         dtype, scale = self._input_format(message, codec)
-        with self.ledger.encoding(way.point):
+        with self.ledger.encoding(direction.point):
             wide = x.detach().to(dtype)
-            state = way.sent.setdefault(position.boundary, CompressorState())
+            state = direction.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
-            payload = self.ledger.audited(way.point, codec).encode(wide, state, key)
+            payload = self.ledger.audited(direction.point, codec).encode(wide, state, key)
         for observer in self.ledger.observers:
-            observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
-        _, receiver = self._ends(way, position)
-        pending = way.group.send(payload.wire, receiver, tag=position.boundary)
-        self.ledger.count_message(way.point, payload.nbytes, num_bytes(x))
-        way.sending.append((payload, pending))
-        while way.sending and way.sending[0][1].done():
-            self.ledger.wait_for(way.point, way.sending.popleft()[1])
+            observer.on_send(SentMessage(direction.point, position, wide, codec, payload, state, key))
+        _, receiver = self._ends(direction, position)
+        pending = direction.group.send(payload.wire, receiver, tag=position.boundary)
+        self.ledger.count_message(direction.point, payload.nbytes, num_bytes(x))
+        direction.sending.append((payload, pending))
+        while direction.sending and direction.sending[0][1].done():
+            self.ledger.wait_for(direction.point, direction.sending.popleft()[1])
 
     def expect(self, message: Message) -> None:
         """Announce a message that will be sent soon, so that the codec can prefetch."""
-        way, position = message.way, message.position
-        state = way.sent.setdefault(position.boundary, CompressorState())
-        self._codec(way, position).expect(self.shapes[position.boundary], state, message.key)
+        direction, position = message.direction, message.position
+        state = direction.sent.setdefault(position.boundary, CompressorState())
+        self._codec(direction, position).expect(self.shapes[position.boundary], state, message.key)
 
     def post(self, messages: Sequence[Message]) -> None:
         """Post receives in this order, without kernel launches between the first and the last receive."""
         payloads = []
         for message in messages:
-            way, position = message.way, message.position
-            codec = self._codec(way, position)
-            state = way.received.setdefault(position.boundary, CompressorState())
+            direction, position = message.direction, message.position
+            codec = self._codec(direction, position)
+            state = direction.received.setdefault(position.boundary, CompressorState())
             dtype, _ = self._input_format(message, codec)
             shape = self.shapes[position.boundary]
             payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
         for message, payload in zip(messages, payloads, strict=True):
-            way, position = message.way, message.position
-            sender, _ = self._ends(way, position)
-            way.newest[sender] = way.group.recv(payload.wire, sender, tag=position.boundary)
-            way.posted[position.boundary, position.micro_batch] = (payload, way.newest[sender])
+            direction, position = message.direction, message.position
+            sender, _ = self._ends(direction, position)
+            direction.newest[sender] = direction.group.recv(payload.wire, sender, tag=position.boundary)
+            direction.posted[position.boundary, position.micro_batch] = (payload, direction.newest[sender])
 
-    def arrive(self) -> None:
+    def wait_for_posted(self) -> None:
         """Block the host until all posted receives have completed."""
-        for way in (self.forward, self.backward):
-            for _, pending in way.posted.values():
+        for direction in (self.forward, self.backward):
+            for _, pending in direction.posted.values():
                 if not pending.waited:
-                    self.ledger.wait_for(way.point, pending)
+                    self.ledger.wait_for(direction.point, pending)
         self.synchronize()
 
     def synchronize(self) -> None:
         """Block the host until all receives after their ``wait`` have completed on the device."""
-        for way in (self.forward, self.backward):
-            for pending in way.newest.values():
+        for direction in (self.forward, self.backward):
+            for pending in direction.newest.values():
                 pending.synchronize()
 
     def recv(self, message: Message) -> Tensor:
         """Wait for a posted message, decode it, and all-gather the parts of a split message."""
-        way, position, key = message.way, message.position, message.key
-        payload, pending = way.posted.pop((position.boundary, position.micro_batch))
+        direction, position, key = message.direction, message.position, message.key
+        payload, pending = direction.posted.pop((position.boundary, position.micro_batch))
         if not pending.waited:
-            self.ledger.wait_for(way.point, pending)
-        codec = self._codec(way, position)
+            self.ledger.wait_for(direction.point, pending)
+        codec = self._codec(direction, position)
         dtype, scale = self._input_format(message, codec)
-        with self.ledger.decoding(way.point):
-            x = codec.decode(payload, self.shapes[position.boundary], dtype, way.received[position.boundary], key)
+        with self.ledger.decoding(direction.point):
+            x = codec.decode(payload, self.shapes[position.boundary], dtype, direction.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         for observer in self.ledger.observers:
-            observer.on_receive(way.point, position, x)
+            observer.on_receive(direction.point, position, x)
         if self.tensor_comm is None:
             return x
-        return self.tensor_comm.at(f"boundary {position.boundary}").gather(x, _GATHER_POINTS[way.point])
+        return self.tensor_comm.at(f"boundary {position.boundary}").gather(x, _GATHER_POINTS[direction.point])
 
     def flush(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` sends of each direction are pending."""
-        for way in (self.forward, self.backward):
-            while len(way.sending) > keep:
-                self.ledger.wait_for(way.point, way.sending.popleft()[1])
+        for direction in (self.forward, self.backward):
+            while len(direction.sending) > keep:
+                self.ledger.wait_for(direction.point, direction.sending.popleft()[1])

@@ -39,8 +39,8 @@ class _Step:
         loss_grad: gradient of each micro-batch's scalar; None without backward passes.
 
     ``separate`` holds the chunks and micro-batches with weight passes, ``activations`` the inputs and outputs of
-    forward passes whose backward has not run, ``num_backwards`` the number of such passes by chunk, ``cool_down`` the
-    backward passes that are left when the next step begins.
+    forward passes whose backward has not run, ``num_backwards`` the number of remaining backward passes by chunk,
+    ``cool_down`` the backward passes that are left when the next step begins.
     """
 
     messages: StepMessages
@@ -59,7 +59,7 @@ Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
 
 
 class PipelineEngine:
-    """Executes pipeline schedules; with a single stage, a loop over micro-batches.
+    """Execution of pipeline schedules; with a single stage, a loop over micro-batches.
 
     Args:
         layout: the mesh.
@@ -73,7 +73,8 @@ class PipelineEngine:
 
     Attributes:
         measured: times that schedule ``AUTO`` is made for; None before they are measured.
-        loads_kernels_lazily: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
+        loads_kernels_lazily: whether the device loads kernels at their first launch, as CUDA does; see
+            ``first_launches``.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class PipelineEngine:
         span: Span = lambda name, op: nullcontext(),
         scale: float = 1.0,
     ) -> None:
-        """Runs a step.
+        """Run a step.
 
         Args:
             table: operations of all pipeline stages.
@@ -305,8 +306,8 @@ class PipelineEngine:
         sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
         # Backward passes launch other kernels if weight gradients are computed apart.
         separates = any(op.computation is Pass.WEIGHT for op in ops)
-        of_programs = [None if signature is None else (signature, separates) for signature in signatures]
-        return [*of_programs, *self.channel.launch_signature(sent, received)]
+        launches = [None if signature is None else (signature, separates) for signature in signatures]
+        return [*launches, *self.channel.launch_signature(sent, received)]
 
     def _complete_sends(self) -> None:
         """Wait until all sends have completed, and until all receives have completed on the device."""

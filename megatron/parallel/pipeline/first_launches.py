@@ -61,7 +61,7 @@ class CompletedLaunches:
         return all(signature is not None and signature in self._signatures for signature in signatures)
 
     def record(self, signatures: Collection[Hashable]) -> None:
-        """Adds the signatures of a step that has completed."""
+        """Add the signatures of a step that has completed."""
         for signature in signatures:
             if signature is not None:
                 self._signatures[signature] = None

@@ -43,7 +43,7 @@ class Candidate:
 
     def schedules(self, pipeline: Pipeline, micro_batches: int) -> list[list[PipelineOp]]:
         """Operations of every stage, in order."""
-        ranks = pipeline.play(_make_orders(self.kind, self.limits, pipeline, micro_batches))
+        ranks = pipeline.simulate_orders(_make_orders(self.kind, self.limits, pipeline, micro_batches))
         return [[timed.op for timed in rank.passes] for rank in ranks]
 
 
@@ -91,7 +91,7 @@ class GreedyOrder:
 
 
 def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_batches: int) -> list[PassOrder]:
-    """Orders of the stages of a ``Candidate``."""
+    """Make the order of every stage under a ``Candidate``'s settings."""
     if kind == AUTO:
         return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
     stages, in_flight = pipeline.stages, pipeline.max_in_flight
@@ -107,8 +107,8 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
-    that runs further ahead is not always faster. Of steps with more forward passes than 1,024, or than four for each
-    pair of stages, the beginning is simulated, and its time multiplied. Equal on equal arguments.
+    that runs further ahead is not always faster. Of a step with more than 1,024 forward passes, and more than four for
+    each pair of stages, only the beginning is simulated, and its time multiplied. The result is deterministic.
 
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
@@ -125,7 +125,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
             settings.append((AUTO, tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))))
     candidates = []
     for kind, limits in settings:
-        times = pipeline.play(_make_orders(kind, limits, pipeline, count))
+        times = pipeline.simulate_orders(_make_orders(kind, limits, pipeline, count))
         candidates.append(Candidate(kind, limits, max(rank.end for rank in times) * micro_batches / count))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
@@ -137,12 +137,12 @@ class ListPipeline(Pipeline):
     def run(self, micro_batches: int) -> list[RankTimes]:
         count = _most_simulated(self.stages, micro_batches)
         share = micro_batches / count
-        times = self._play(count)
+        times = self.simulate_in_full(count)
         return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]
 
-    def _play(self, micro_batches: int) -> list[RankTimes]:
+    def simulate_in_full(self, micro_batches: int) -> list[RankTimes]:
         fastest = rank_schedules(self, micro_batches)[0]
-        return self.play(_make_orders(fastest.kind, fastest.limits, self, micro_batches))
+        return self.simulate_orders(_make_orders(fastest.kind, fastest.limits, self, micro_batches))
 
 
 class MeasuredPipeline:

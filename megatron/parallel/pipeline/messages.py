@@ -88,8 +88,8 @@ class StepMessages:
             rank, chunk = self.layout.place_of(boundary + 1)
             late = PipelineOp(Pass.BACKWARD, chunk, op.micro_batch) in self.epilogues[rank]
         position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
-        way = self.channel.forward if op.is_forward else self.channel.backward
-        return Message(way, position, self.programs[op.chunk].key(op.micro_batch, boundary), self.scale)
+        direction = self.channel.forward if op.is_forward else self.channel.backward
+        return Message(direction, position, self.programs[op.chunk].key(op.micro_batch, boundary), self.scale)
 
     def expect(self, op: PipelineOp) -> None:
         """Announce the message that an operation will send, so that its codec can prefetch."""
@@ -123,7 +123,7 @@ class PostedReceives:
         channel: channel to the neighboring stages; None with a single stage.
         max_ahead: maximum number of receives posted before they are due, on each route.
 
-    ``posts_ahead``: all kernels are loaded, so that receives may be pending (``first_launches``).
+    ``posts_ahead``: whether all kernels are loaded, so that receives may be pending (``first_launches``).
     """
 
     def __init__(self, channel: PipelineChannel | None, max_ahead: int) -> None:
@@ -163,4 +163,4 @@ class PostedReceives:
                 self._posted[route] = self._posted.get(route, 0) + 1
         self.channel.post(posting)
         if not self.posts_ahead:
-            self.channel.arrive()
+            self.channel.wait_for_posted()

@@ -89,7 +89,7 @@ def count_warm_up(pp: int, stage: int, in_flight: int) -> int:
     The first stage stores at most ``in_flight`` activations, later stages evenly fewer, and the last stage one. With pp
     of them this is PipeDream-Flush (Narayanan et al. 2021, section 2.2.1). With 2 pp - 1, eager 1F1B, each message has
     the time of a micro-batch to arrive over a slow link (Zhuang et al. 2023, On Optimizing the Communication of Model
-    Parallelism, section 4); with more, it has more.
+    Parallelism, section 4); with more activations, it has more time.
     """
     return math.ceil((in_flight - 1) * (pp - stage - 1) / max(pp - 1, 1))
 
@@ -134,8 +134,10 @@ _V_URGENCY = (
 )
 """Passes of a rank with two chunks, the most urgent first: (computation, chunk)."""
 _FRESH_UNITS = 3
-"""Half of a micro-batch's passes on a rank: the sooner an input of ``zero_bubble_v`` is used, the less may it be late.
-With 3, slack remains in all loops of passes and messages; with 0, each late message delays all passes after it."""
+"""Units of time for which an input of ``zero_bubble_v`` counts as fresh: half of a micro-batch's passes on a rank.
+
+An input that is used as soon as it was sent must not arrive late. With 0, each late message delays all later passes;
+with 3, every cycle of passes and messages has slack."""
 
 
 @lru_cache(maxsize=16)
@@ -147,11 +149,11 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
     urgent pass (``_V_URGENCY``) that has its input: the passes of the older micro-batches first, and weight passes in
     the gaps. An input that another rank has sent less than ``_FRESH_UNITS`` before is less urgent than the others, but
     a rank takes it before it computes weight gradients; only a pair of ranks, with little else to do, takes it after
-    them. So passes begin as early as they can, and messages still have time where a step has reached its pace.
+    them. So passes begin as early as they can, and in the steady state messages still have time to arrive.
 
     A rank holds at most 2 pp chunks' activations between their forward and their weight pass, as many layers' as the
-    first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last place, so that the second forward
-    of the oldest micro-batch always finds one, and no rank waits forever.
+    first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last of these places, so that there is
+    always room for the second forward of the oldest micro-batch, and no rank waits forever.
 
     Returns:
         the operations of every rank.

@@ -117,8 +117,8 @@ class Pipeline:
     def run(self, micro_batches: int) -> list[RankTimes]:
         """Simulate a step; return the times of every rank."""
         if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _MAX_FULL_FORWARDS:
-            return self._play(micro_batches)
-        return self._lengthened(micro_batches)
+            return self.simulate_in_full(micro_batches)
+        return self._extrapolate(micro_batches)
 
     def run_without_flush(self, micro_batches: int) -> list[RankTimes]:
         """Simulate steps in which passes of two steps take turns; return the mean times once the pipeline is full.
@@ -127,14 +127,16 @@ class Pipeline:
         """
         count = min(micro_batches, max(4 * self.stages, _MAX_FULL_FORWARDS // (7 * self.stages)))
         warm_ups = warm_ups_without_flush(self.kind, self.stages, micro_batches, self.max_in_flight)
-        few, many = (self.play([ListedOrder(one_f_one_b(warm_up, n * count)) for warm_up in warm_ups]) for n in (3, 7))
+        few, many = (
+            self.simulate_orders([ListedOrder(one_f_one_b(warm_up, n * count)) for warm_up in warm_ups]) for n in (3, 7)
+        )
         share = micro_batches / (4 * count)
         return [
             RankTimes((b.end - a.end) * share, (b.busy - a.busy) * share, (b.coding - a.coding) * share)
             for a, b in zip(few, many, strict=True)
         ]
 
-    def _lengthened(self, micro_batches: int) -> list[RankTimes]:
+    def _extrapolate(self, micro_batches: int) -> list[RankTimes]:
         """Simulate only the beginning of a long step, and extrapolate.
 
         In the steady state of 1F1B every further group of micro-batches takes the same time, and all ranks run at the
@@ -146,9 +148,12 @@ class Pipeline:
         if in_groups:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
-            return self._play(micro_batches)
+            return self.simulate_in_full(micro_batches)
         remainder = 0 if in_groups else (micro_batches - short) % period
-        short_times, long_times = self._play(short + remainder), self._play(short + remainder + period)
+        short_times, long_times = (
+            self.simulate_in_full(short + remainder),
+            self.simulate_in_full(short + remainder + period),
+        )
         periods = (micro_batches - short - remainder) / period
         pairs = list(zip(short_times, long_times, strict=True))
         pace = max(max(b.end - a.end, b.busy + b.coding - a.busy - a.coding) for a, b in pairs)
@@ -161,20 +166,17 @@ class Pipeline:
             for a, b in pairs
         ]
 
-    def simulate_passes(self, micro_batches: int) -> list[Sequence[TimedPass]]:
-        """Simulate a step in full; return the passes of every rank."""
-        return [rank.passes for rank in self._play(micro_batches)]
-
-    def _play(self, micro_batches: int) -> list[RankTimes]:
+    def simulate_in_full(self, micro_batches: int) -> list[RankTimes]:
+        """Simulate all passes of a step; return the times of every rank."""
         shape = self.chunks, micro_batches, self.max_in_flight
         lists = (make_schedule(self.kind, self.stages, rank, *shape) for rank in range(self.stages))
-        return self.play([ListedOrder(ops) for ops in lists])
+        return self.simulate_orders([ListedOrder(ops) for ops in lists])
 
-    def play(self, orders: Sequence[PassOrder]) -> list[RankTimes]:
+    def simulate_orders(self, orders: Sequence[PassOrder]) -> list[RankTimes]:
         """Simulate a step whose operations each rank chooses by its order; return the times of every rank."""
-        play = _Play(self, orders)
-        play.run()
-        return [RankTimes(rank.clock, rank.busy, rank.coding, rank.passes) for rank in play.ranks]
+        simulation = _Simulation(self, orders)
+        simulation.run()
+        return [RankTimes(rank.clock, rank.busy, rank.coding, rank.passes) for rank in simulation.ranks]
 
 
 HasInput = Callable[[PipelineOp], bool]
@@ -232,7 +234,7 @@ class _Rank:
 
     Args:
         order: the rank's choice of operations.
-        is_waiting: the rank waits for another message, or has ended.
+        is_waiting: whether the rank waits for another message, or has ended.
         clock: time at which the rank is free.
         busy, coding: seconds of computing and coding so far.
         passes: the completed operations.
@@ -272,7 +274,7 @@ class _Flow:
     version: int = 0
 
 
-class _Play:
+class _Simulation:
     """A discrete-event simulation.
 
     Concurrent flows out of a rank share its egress bandwidth, and concurrent flows into a rank share its ingress
@@ -299,14 +301,14 @@ class _Play:
             RuntimeError: when the schedule waits for a message that is never sent.
         """
         for rank in range(len(self.ranks)):
-            self._begin(0.0, rank)
+            self._begin_op(0.0, rank)
         while self.events:
             time, _, event, arguments = heapq.heappop(self.events)
             event(time, *arguments)
         if not all(rank.order.has_ended for rank in self.ranks):
             raise RuntimeError("the schedule waits for a message that is never sent")
 
-    def _at(self, time: float, event: Callable[..., None], *arguments: Any) -> None:
+    def _schedule(self, time: float, event: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
         heapq.heappush(self.events, (time, self._count, event, arguments))
 
@@ -320,18 +322,18 @@ class _Play:
         """Whether a boundary's input or output of an operation is a message."""
         return 0 <= boundary < self.last and op.computation is not Pass.WEIGHT and self.layout.crosses(boundary)
 
-    def _begin(self, time: float, number: int) -> None:
+    def _begin_op(self, time: float, number: int) -> None:
         """Begin the next operation of a free rank, if there is one with its input."""
         pipeline, rank = self.pipeline, self.ranks[number]
         late = rank.order.in_epilogue
-        op = rank.order.choose(lambda op: (needs := self._input(number, op)) is None or needs in self.arrived)
+        op = rank.order.choose(lambda op: (needed := self._input(number, op)) is None or needed in self.arrived)
         rank.is_waiting = op is None
         if op is None:
             return
         rank.clock = max(rank.clock, time)
-        needs = self._input(number, op)
-        if needs is not None:
-            decode_s = self.arrived.pop(needs)
+        needed = self._input(number, op)
+        if needed is not None:
+            decode_s = self.arrived.pop(needed)
             rank.clock += decode_s
             rank.coding += decode_s
         virtual = self.layout.virtual_stage(number, op.chunk)
@@ -351,12 +353,12 @@ class _Play:
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
             _, receiver = self.layout.ends_of(boundary, op.is_forward)
-            self._at(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
-        self._at(rank.clock, self._begin, number)
+            self._schedule(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
+        self._schedule(rank.clock, self._begin_op, number)
 
     def _send(self, time: float, number: int, to: int, message: Message, hop: Hop) -> None:
         if hop.transfer_s == 0.0:
-            self._at(time + hop.latency_s, self._arrive, to, message, hop)
+            self._schedule(time + hop.latency_s, self._arrive, to, message, hop)
             return
         flow = self.flows.setdefault((number, to), _Flow(number, to))
         flow.queue.append((message, hop))
@@ -364,9 +366,9 @@ class _Play:
             flow.remaining_s, flow.since, flow.rate = hop.transfer_s, time, 0.0
             self.leaving[number].append(flow)
             self.arriving[to].append(flow)
-            self._share(number, to, time)
+            self._update_rates(number, to, time)
 
-    def _share(self, sender: int, receiver: int, time: float) -> None:
+    def _update_rates(self, sender: int, receiver: int, time: float) -> None:
         """Recompute the rates of all flows at both ends of a link after a flow has started or ended."""
         leaving, arriving = self.leaving[sender], self.arriving[receiver]
         flows = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
@@ -374,27 +376,27 @@ class _Play:
             flow.remaining_s -= (time - flow.since) * flow.rate
             flow.since = time
             flow.rate = 1.0 / max(len(self.leaving[flow.sender]), len(self.arriving[flow.receiver]))
-            self._expect_end(flow)
+            self._schedule_end(flow)
 
-    def _expect_end(self, flow: _Flow) -> None:
+    def _schedule_end(self, flow: _Flow) -> None:
         flow.version += 1
-        self._at(flow.since + max(flow.remaining_s, 0.0) / flow.rate, self._end, flow, flow.version)
+        self._schedule(flow.since + max(flow.remaining_s, 0.0) / flow.rate, self._end_transfer, flow, flow.version)
 
-    def _end(self, time: float, flow: _Flow, version: int) -> None:
+    def _end_transfer(self, time: float, flow: _Flow, version: int) -> None:
         """Complete the first message of a flow, unless the rate has changed since the event was scheduled."""
         if version != flow.version:
             return
         message, hop = flow.queue.popleft()
-        self._at(time + hop.latency_s, self._arrive, flow.receiver, message, hop)
+        self._schedule(time + hop.latency_s, self._arrive, flow.receiver, message, hop)
         if flow.queue:
             flow.remaining_s, flow.since = flow.queue[0][1].transfer_s, time
-            self._expect_end(flow)
+            self._schedule_end(flow)
             return
         self.leaving[flow.sender].remove(flow)
         self.arriving[flow.receiver].remove(flow)
-        self._share(flow.sender, flow.receiver, time)
+        self._update_rates(flow.sender, flow.receiver, time)
 
     def _arrive(self, time: float, number: int, message: Message, hop: Hop) -> None:
         self.arrived[message] = hop.decode_s
         if self.ranks[number].is_waiting:
-            self._begin(time, number)
+            self._begin_op(time, number)

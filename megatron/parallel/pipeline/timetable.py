@@ -53,7 +53,7 @@ def build_timetable(
     max_ahead: int = MAX_POSTED_AHEAD,
     warm_ups: Sequence[int] = (),
 ) -> Timetable:
-    """Builds the timetable of the given schedules.
+    """Build the timetable of the given schedules.
 
     An operation's level is the length of the longest chain of operations that ends with it, in which each operation
     depends on the previous: it follows on the same rank, or needs its message. A message is due before every operation
@@ -75,7 +75,7 @@ def build_timetable(
         for stage, of_stage in enumerate(positions):
             while reached[stage] < len(of_stage):
                 position = of_stage[reached[stage]]
-                source = _source(layout, position)
+                source = _find_source(layout, position)
                 if source is not None and source not in levels:
                     break
                 newest[stage] = 1 + max(newest[stage], 0 if source is None else levels[source])
@@ -93,8 +93,8 @@ def build_timetable(
     )
 
 
-def _source(layout: Layout, position: _Position) -> _Position | None:
-    """The operation whose result this operation needs, besides those of its own chunk; None without such a need."""
+def _find_source(layout: Layout, position: _Position) -> _Position | None:
+    """Find the operation of another virtual stage whose result this operation needs; None if it needs none."""
     computation, stage, micro_batch = position
     if computation is Pass.WEIGHT:
         return None
@@ -108,7 +108,7 @@ def _count_due(
     # A route's messages come in the order in which they are sent: their levels ascend.
     sent: dict[Route, list[int]] = {}
     for position in positions:
-        source = _source(layout, position)
+        source = _find_source(layout, position)
         if source is not None and (sender := layout.place_of(source[1])[0]) != stage:
             sent.setdefault((position[0] is Pass.FORWARD, sender), []).append(levels[source])
     for position in positions:

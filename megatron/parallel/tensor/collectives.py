@@ -61,8 +61,8 @@ class TensorComm:
         group: tensor-parallel ranks.
         ledger: ledger that counts the bytes.
         plan: plan with the compressors of ``TP_FWD`` and ``TP_BWD``.
-        sequence_parallel: split activations between parallel regions along the sequence.
-        asynchronous: overlap backward collectives with the matrix products of the weight gradients.
+        sequence_parallel: whether to split activations between parallel regions along the sequence.
+        asynchronous: whether to overlap backward collectives with the matrix products of the weight gradients.
         seeds: seeds of stochastic compressors, shared with the other communication points of the layers.
     """
 
@@ -82,14 +82,14 @@ class TensorComm:
         self.asynchronous = asynchronous
         self.seeds = seeds or MessageSeeds()
         points = (Point.TP_FWD, Point.TP_BWD)
-        self._on = dict.fromkeys(points, False)
+        self._active = dict.fromkeys(points, False)
         self._location: tuple[str, ...] = ()
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
-        for point in self._on:
-            self._on[point] = self.plan.compresses(point, iteration)
+        for point in self._active:
+            self._active[point] = self.plan.compresses(point, iteration)
 
     def launch_signature(self, length: int) -> list[Hashable]:
         """Launch signatures of a step's collectives, by point.
@@ -98,8 +98,8 @@ class TensorComm:
             length: sequence length of the step, which determines the shapes of reduced tensors.
         """
         signatures: list[Hashable] = []
-        for point, on in self._on.items():
-            if not on:
+        for point, active in self._active.items():
+            if not active:
                 signatures.append((point, None, length))
                 continue
             rounds = self.plan.specs[point].registration.rounds
@@ -131,14 +131,14 @@ class TensorComm:
         Args:
             x: this rank's contribution, contiguous; the result replaces it.
             point: TP_FWD or TP_BWD.
-            scatter: return only this rank's chunk of dimension 0.
+            scatter: whether to return only this rank's chunk of dimension 0.
         """
         if self.group.size == 1:
             return PendingReduce(None, x, self.group, scatter)
         raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
         compressor = self.plan.rounds(point)
         batched = compressor.traits.batched
-        if self._on[point] and (not batched or compressor.should_compress(tuple(x.shape))):
+        if self._active[point] and (not batched or compressor.should_compress(tuple(x.shape))):
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             contribution = (x.unsqueeze(0) if batched else x).to(wide)
             reduction = TensorReduction(compressor, contribution, self._state(point))
@@ -151,13 +151,13 @@ class TensorComm:
 
     def _state(self, point: Point) -> CompressorState:
         """New compressor state for a single collective."""
-        if not self._on[point]:
+        if not self._active[point]:
             return CompressorState()
         return self.seeds.state(point.value, self.group.ranks[0], *self._location)
 
     def gather_codec(self, point: Point) -> Codec:
         """Codec of all-gathers in this step."""
-        return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
+        return self.plan.codec(point) if self._active[point] else _EXACT_CODEC
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
         """Start an all-gather of ``x`` along dimension 0. The parts of all ranks are decoded with the same state."""
@@ -264,7 +264,7 @@ def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) 
     Args:
         x_sbh: activations; this rank's slice of s under sequence parallelism.
         comm: tensor-parallel communication.
-        exact: do not compress, for small tensors that must be identical on all ranks.
+        exact: whether to skip compression, for small tensors that must be identical on all ranks.
     """
     if comm.size == 1:
         return x_sbh

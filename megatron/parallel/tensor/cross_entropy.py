@@ -31,13 +31,13 @@ _GROUP_ELEMENTS = {"cpu": 1 << 26}
 """Number of logits per matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
 
 
-def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
+def _token_groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
     """Consecutive ranges of tokens, each with about the number of logits of a matrix product."""
     size = max(16, _GROUP_ELEMENTS.get(device.type, 1 << 28) // max(vocab, 1))
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
 
 
-class LogitsSpace:
+class LogitsWorkspace:
     """Memory for the logits of a group of tokens, reused from call to call on CPUs.
 
     A C library returns blocks of this size to the system, which then clears the next block page by page on one core: 6%
@@ -65,7 +65,7 @@ class LogitsSpace:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Returns per-token losses and their weighted sum; only the sum is differentiable."""
+    """Weighted sum of the per-token losses, which is differentiable, and the losses, which are not."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class _HeadLoss(torch.autograd.Function):
         weights_sb: Tensor,
         comm: TensorComm,
         shard: VocabShard,
-        space: LogitsSpace,
+        workspace: LogitsWorkspace,
         cap: float | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _HeadLoss(torch.autograd.Function):
             ctx.main_grad = main_grad_of(weight) if with_grad else None
             ctx.claim = None if ctx.main_grad is None else ctx.main_grad.claim()
             into = None if ctx.claim is None else ctx.main_grad.memory.view(weight.shape)
-            inputs = (x_th, weight, bias_v, labels_t, weights_t, shard, space, cap)
+            inputs = (x_th, weight, bias_v, labels_t, weights_t, shard, workspace, cap)
             losses_t, grads = _fused_forward(*inputs, with_grad, into)
             if with_grad:
                 ctx.save_for_backward(*grads)
@@ -148,7 +148,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
-    """Multiplies gradients in place; skips a factor of 1 where reading it costs no synchronization."""
+    """Multiply gradients in place; skip a factor of 1 where reading it costs no synchronization."""
     if factor.is_cpu and factor == 1:
         return
     for grad in grads:
@@ -163,19 +163,19 @@ def _fused_forward(
     labels_t: Tensor,
     weights_t: Tensor,
     shard: VocabShard,
-    logits_space: LogitsSpace,
+    workspace: LogitsWorkspace,
     cap: float | None,
     with_grad: bool,
-    place_vh: Tensor | None,
+    out_vh: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Losses of all tokens and, if requested, a unit and the gradients of their weighted sum over it, on one rank.
 
-    The weight's gradient is written to ``place_vh`` where given, and is then None in the result: tensors that autograd
+    The weight's gradient is written to ``out_vh``, if given, and is then None in the result: tensors that autograd
     saves must not change, and other gradients lie beside it.
     """
     accumulate = torch.promote_types(x_th.dtype, torch.float32)
     num_tokens, vocab = x_th.shape[0], weight_vh.shape[0]
-    groups = _groups(num_tokens, vocab, x_th.device)
+    groups = _token_groups(num_tokens, vocab, x_th.device)
     lse_t, target_t = (torch.empty(num_tokens, dtype=accumulate, device=x_th.device) for _ in range(2))
     scale_t = weights_t.to(accumulate)
     unit = scale_t.new_ones(())
@@ -190,16 +190,16 @@ def _fused_forward(
         grad_x = x_th.new_empty(x_th.shape)
         # Several groups are added in fp32.
         dtype = weight_vh.dtype if len(groups) == 1 else torch.promote_types(weight_vh.dtype, torch.float32)
-        if place_vh is not None and place_vh.dtype == dtype:
-            grad_w = place_vh
+        if out_vh is not None and out_vh.dtype == dtype:
+            grad_w = out_vh
         else:
             grad_w = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
         if not groups:
             grad_w.zero_()
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
-    space = logits_space.scratch(x_th, groups[0].stop if groups else 0, vocab)
+    memory = workspace.scratch(x_th, groups[0].stop if groups else 0, vocab)
     for group in groups:
-        logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
+        logits = product(x_th[group], weight_vh.t(), memory[: group.stop - group.start])
         if bias_v is not None:
             logits.add_(bias_v)
         soft_cap_(logits, cap)
@@ -213,10 +213,10 @@ def _fused_forward(
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
             if grad_bias is not None:
                 grad_bias.add_(logits.sum(dim=0, dtype=accumulate))
-    if place_vh is not None:
-        place_vh.copy_(grad_w)
-    own_w = grad_w.to(weight_vh.dtype) if place_vh is None else None
-    return lse_t - target_t, (unit, grad_x, own_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
+    if out_vh is not None:
+        out_vh.copy_(grad_w)
+    returned_w = grad_w.to(weight_vh.dtype) if out_vh is None else None
+    return lse_t - target_t, (unit, grad_x, returned_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
 
 
 def head_loss(
@@ -227,7 +227,7 @@ def head_loss(
     comm: TensorComm,
     shard: VocabShard,
     bias_v: Tensor | None = None,
-    space: LogitsSpace | None = None,
+    workspace: LogitsWorkspace | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of tokens.
@@ -239,13 +239,13 @@ def head_loss(
         labels_sb: int64 targets, (s, b).
         weights_sb: weight of each token in the sum, (s, b).
         bias_v: local part of the output projection's bias, if it has one; finite beyond the vocabulary, too.
-        space: memory for logits, to share between calls.
+        workspace: memory for logits, to share between calls.
         cap: soft cap of the logits; None for no cap.
 
     Returns:
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
-    arguments = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), cap, torch.is_grad_enabled())
+    arguments = (labels_sb, weights_sb, comm, shard, workspace or LogitsWorkspace(), cap, torch.is_grad_enabled())
     total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *arguments)
     return total, losses_sb

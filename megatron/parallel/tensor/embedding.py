@@ -54,8 +54,8 @@ class _SortedRows(torch.autograd.Function):
         return total.index_add_(0, index.flatten(), rows).to(dtype), None
 
 
-def rows_of(weight: Tensor, index: Tensor) -> Tensor:
-    """Looks up rows of a table at an index of any shape.
+def look_up_rows(weight: Tensor, index: Tensor) -> Tensor:
+    """Look up rows of a table at an index of any shape.
 
     On CUDA, the gradient of torch's embedding adds in the arbitrary order of its threads, which
     ``--deterministic-mode`` forbids.
@@ -75,7 +75,7 @@ class VocabShard:
     Args:
         vocab_size: number of entries without padding.
         padded_size: number of entries with padding; a multiple of the number of ranks.
-        comm: the tensor-parallel points.
+        comm: tensor-parallel communication.
     """
 
     def __init__(self, vocab_size: int, padded_size: int, comm: TensorComm) -> None:
@@ -105,7 +105,7 @@ class VocabShard:
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Looks up tokens in the local rows and all-reduces: (b, s) -> (s, b, h), or this rank's part of s."""
+    """Word embedding with an all-reduce of the local rows: (b, s) -> (s, b, h), or this rank's part of s."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class VocabParallelEmbedding(ShardedModule):
         """Vectors (s, b, h) of tokens (b, s); ``site`` identifies the lookup, if a model looks up several texts."""
         tokens_sb = tokens_bs.t()
         if self.comm.size == 1:
-            return rows_of(self.weight, tokens_sb)
+            return look_up_rows(self.weight, tokens_sb)
         local_sb = tokens_sb - self.shard.start
         elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
         # Any row will do for other ranks' tokens, but not a single row for all: sorted gradients are added one by one.
-        x_sbh = rows_of(self.weight, local_sb.remainder(self.shard.rows))
+        x_sbh = look_up_rows(self.weight, local_sb.remainder(self.shard.rows))
         return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm.at(site))

@@ -20,7 +20,7 @@ _ALIGNED = 16
 """Alignment in bytes of the rows of all factors."""
 
 
-def adjacent(weights: Sequence[Tensor]) -> bool:
+def are_adjacent(weights: Sequence[Tensor]) -> bool:
     """Whether equally shaped tensors are adjacent in memory, as gradient buffers lay out parameters of one shape."""
     first = weights[0]
     memory, start = first.untyped_storage()._cdata, first.storage_offset()
@@ -30,18 +30,18 @@ def adjacent(weights: Sequence[Tensor]) -> bool:
     )
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Stacks equally shaped tensors to (n, *shape): a view of their memory where they are adjacent.
+def stack_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Stack equally shaped tensors to (n, *shape): a view of their memory where they are adjacent.
 
-    If autograd records, as it does in a gradient that will be differentiated, it is a copy tracked by autograd.
+    If autograd is recording, as in a gradient that will be differentiated, the result is a copy tracked by autograd.
     """
-    if torch.is_grad_enabled() or not adjacent(weights):
+    if torch.is_grad_enabled() or not are_adjacent(weights):
         return torch.stack(list(weights))
     first = weights[0]
     return torch.as_strided(first, (len(weights), *first.shape), (first.numel(), *first.stride()))
 
 
-def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
+def supports_grouped_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``grouped_linear`` supports rows of this device and dtype, and weights (out, in) of these widths.
 
     On CUDA it supports all dtypes of torch's grouped products, which exclude fp64. On the meta device, where an
@@ -51,13 +51,13 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     weight = weights[0]
     if rows.is_cpu:
         wide = rows.dtype in (torch.float32, torch.float64)
-        return wide and not torch.compiler.is_compiling() and adjacent(weights)
+        return wide and not torch.compiler.is_compiling() and are_adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in weight.shape)
     return aligned and rows.dtype in (_ON_CUDA if rows.is_cuda else (torch.bfloat16,))
 
 
-def recurring(rows: Tensor) -> int:
-    """The number of rows to compute for a group's rows (r, in): the same number, or slightly more.
+def round_up_rows(rows: Tensor) -> int:
+    """Round up the number of a group's rows (r, in) to the number of rows to compute.
 
     A group's row count changes in every step. Where torch compiles code for each new shape of a product, which takes
     about ten times as long as the product, the count is rounded up to a multiple of 32, and from 256 on to one of eight
@@ -80,30 +80,30 @@ def _compiles_products(dtype: torch.dtype) -> bool:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Multiplies the rows of group g by the transpose of weight g."""
+    """Product of the rows of group g and the transpose of weight g."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends_g: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends_g, *weights)
         ctx.weights = weights
-        return grouped_product(rows, stacked(weights).transpose(1, 2), ends_g)
+        return grouped_product(rows, stack_weights(weights).transpose(1, 2), ends_g)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = grouped_product(grad, stacked(weights), ends_g)
+        grad_rows = grouped_product(grad, stack_weights(weights), ends_g)
 
         def compute(memory: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
             grad, rows, ends_g = inputs
-            memory_goi = stacked(memory) if memory is not None and adjacent(memory) else None
+            memory_goi = stack_weights(memory) if memory is not None and are_adjacent(memory) else None
             return grouped_product(grad.t(), rows, ends_g, memory_goi).unbind()
 
         return grad_rows, None, *store_grads(ctx.weights, (grad, rows, ends_g), compute)
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:
-    """Maps rows (r, in), stored group by group, to (r, out): rows of group g times the transpose of weight g.
+    """Map rows (r, in), stored group by group, to (r, out): rows of group g times the transpose of weight g.
 
     A group without rows has a gradient of zero.
 

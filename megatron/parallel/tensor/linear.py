@@ -14,8 +14,8 @@ from megatron.kernels.fp8 import fits
 from megatron.kernels.products import multiplies
 from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
 from megatron.parallel.tensor.main_grad import records_grad, store_grad
-from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, make_products
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 _MIN_DIRECT_ELEMENTS = 1 << 17
 """Weight size in elements above which, on a CPU, a copy of the gradient takes longer than a call of ``_Linear``."""
@@ -74,10 +74,17 @@ class _SplitLinear(ShardedModule):
         comm: tensor-parallel communication.
     """
 
+    splits_inputs: bool
+    """Whether the layer is split by inputs, not by outputs."""
+
     def __init__(self, comm: TensorComm) -> None:
         super().__init__()
         self.comm = comm
         self.products: LinearProducts = EXACT
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
+        self.products = make_products(recipe, self.comm, self.splits_inputs)
 
     def _multiply(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
         """Compute x W^T + b, in fp8 if requested and possible for the sizes; ``comm`` as in ``_Linear``."""
@@ -100,9 +107,11 @@ class ColumnParallelLinear(_SplitLinear):
         bias: whether to add a bias.
         comm: tensor-parallel communication.
         device, dtype: device and dtype of the parameters.
-        entered: the input is a result of ``enter_parallel_region``, shared by several layers.
+        entered: whether the input is a result of ``enter_parallel_region``, shared by several layers.
         blocks: sizes of interleaved projections in the outputs; see ``ParamSpec.blocks``.
     """
+
+    splits_inputs = False
 
     def __init__(
         self,
@@ -132,10 +141,6 @@ class ColumnParallelLinear(_SplitLinear):
         bias = None if self.bias is None else self.bias.flatten()
         return self._multiply(x_sbh, weight, bias, self.comm if self.enters_region else None)
 
-    def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
-        self.products = products_of(recipe, self.comm, split_inputs=False)
-
 
 class RowParallelLinear(_SplitLinear):
     """A linear layer split by inputs, with an all-reduce of the product: (s, b, in / tp) -> (s, b, out).
@@ -143,6 +148,8 @@ class RowParallelLinear(_SplitLinear):
     Returns the product and, with several ranks, the bias, which must be added only once, after the all-reduce: the
     caller adds it together with dropout and residual.
     """
+
+    splits_inputs = True
 
     def __init__(
         self,
@@ -159,14 +166,9 @@ class RowParallelLinear(_SplitLinear):
         self.specs["weight"] = ParamSpec((out_features, in_features), 1, local_in * comm.rank, blocks=(out_features,))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         if bias:
-            spec = ParamSpec((out_features,))
-            self.specs["bias"] = with_partial_grad(spec) if comm.sequence_parallel else spec
+            self.specs["bias"] = ParamSpec((out_features,), partial_grad=comm.sequence_parallel)
 
     def forward(self, x_sbi: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.comm.size == 1:
             return self._multiply(x_sbi, self.weight, self.bias, None), None
         return leave_parallel_region(self._multiply(x_sbi, self.weight, None, None), self.comm), self.bias
-
-    def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
-        self.products = products_of(recipe, self.comm, split_inputs=True)

@@ -36,7 +36,7 @@ class WeightGrads:
     The previous pipeline stage waits only for the gradients of inputs (zero bubble schedules, Qi et al. 2024, section
     2). A record holds a layer's input, gathered under sequence parallelism, and the gradient of its output.
 
-    ``separate``: the schedule of this rank's running step has weight passes.
+    ``separate``: whether the schedule of this rank's running step has weight passes.
     """
 
     def __init__(self) -> None:
@@ -101,11 +101,12 @@ class MainGrad:
     Args:
         memory: range of the bucket, in the parameter's shape.
         weight_grads: records of the parameter's gradients.
-        direct: ``memory`` has the parameter's dtype.
+        direct: whether ``memory`` has the parameter's dtype.
         on_added: called after a recorded gradient has been added.
 
-    ``open``: a step accumulates gradients, and backward functions may write to ``memory``. ``written``: ``memory``
-    holds the sum of the step's gradients so far. ``num_recorded``: gradients that are recorded and not yet added.
+    ``open``: whether a step accumulates gradients, so that backward functions may write to ``memory``. ``written``:
+    whether ``memory`` holds the sum of the step's gradients so far. ``num_recorded``: number of gradients that are
+    recorded and not yet added.
     """
 
     __slots__ = ("_claim", "_unclaimed_sum", "direct", "memory", "num_recorded", "on_added", "open", "weight_grads",
@@ -204,7 +205,7 @@ def detach_main_grad(param: nn.Parameter) -> None:
     vars(param).pop(_ATTRIBUTE, None)
 
 
-def _attached(weight: Tensor) -> MainGrad | None:
+def _attached_main_grad(weight: Tensor) -> MainGrad | None:
     param = weight if weight._base is None else weight._base
     main_grad: MainGrad | None = getattr(param, _ATTRIBUTE, None)
     if main_grad is None or not param.requires_grad or not weight.is_contiguous():
@@ -214,7 +215,7 @@ def _attached(weight: Tensor) -> MainGrad | None:
 
 def records_grad(weight: Tensor) -> bool:
     """Whether the weight's gradient will be recorded in backward: the schedule has weight passes."""
-    main_grad = _attached(weight)
+    main_grad = _attached_main_grad(weight)
     return main_grad is not None and main_grad.weight_grads.separate
 
 
@@ -227,7 +228,7 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
     # A gradient for higher derivatives needs separate memory, and compiled code manages its memory itself.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    main_grad = _attached(weight)
+    main_grad = _attached_main_grad(weight)
     return main_grad if main_grad is not None and main_grad.open else None
 
 
@@ -241,7 +242,7 @@ def store_grads(weights: Sequence[Tensor], inputs: Sequence[Tensor], compute: Co
         compute: computes the gradients.
     """
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        main_grads = [main_grad for weight in weights if (main_grad := _attached(weight)) is not None]
+        main_grads = [main_grad for weight in weights if (main_grad := _attached_main_grad(weight)) is not None]
         if len(main_grads) == len(weights):
             shapes = [weight.shape for weight in weights]
 

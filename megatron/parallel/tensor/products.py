@@ -90,21 +90,21 @@ class RowwiseProducts(LinearProducts):
     split_inputs: bool
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
-        factors = self._factors(_rows(x), weight_oi, self.split_inputs)
+        factors = self._quantize_factors(_rows(x), weight_oi, self.split_inputs)
         return _shaped(fp8.scaled_product(*factors, bias_o, fast=True), x), ()
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
-        factors = self._factors(_rows(grad), weight_oi.t(), not self.split_inputs)
+        factors = self._quantize_factors(_rows(grad), weight_oi.t(), not self.split_inputs)
         return _shaped(fp8.scaled_product(*factors), grad), ()
 
-    def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
-        """Both quantized factors of a product; ``split``: its inner dimension is split over the ranks."""
+    def _quantize_factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
+        """Quantize both factors of a product; ``split``: whether its inner dimension is split over the ranks."""
         scales = _e4m3_scales(a_mk, b_nk, by_rows=True, shared_by=self.comm if split else None)
         return fp8.quantize(a_mk, scales[0], fp8.E4M3), fp8.quantize(b_nk, scales[1], fp8.E4M3)
 
 
-def products_of(recipe: Recipe | None, comm: TensorComm, split_inputs: bool) -> LinearProducts:
-    """The products of a recipe; exact for None."""
+def make_products(recipe: Recipe | None, comm: TensorComm, split_inputs: bool) -> LinearProducts:
+    """Make the products of a recipe; exact products for None."""
     if recipe is None:
         return EXACT
     return (TensorwiseProducts if recipe == "tensorwise" else RowwiseProducts)(comm, split_inputs)

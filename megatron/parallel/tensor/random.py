@@ -34,7 +34,7 @@ def uniform(bound: float) -> Draw:
 
 
 def fill_keyed(param: Tensor, spec: ParamSpec, name: str, seed: int, draw: Draw) -> None:
-    """Fills a local slice from the logical parameter's values; padding becomes zero.
+    """Fill a local slice from the logical parameter's values; padding becomes zero.
 
     The values are drawn on the CPU in fp32, so they are the same for every device, dtype and layout.
     """

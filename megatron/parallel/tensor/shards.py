@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -17,13 +17,13 @@ class ParamSpec:
         logical_shape: the whole parameter's shape, without padding.
         dim: the dimension that is split over tensor-parallel ranks; None if every rank holds the whole parameter.
         start: index along ``dim`` at which the local slice begins.
-        partial_grad: each tensor-parallel rank computes only its sequence part's share of the gradient, so the
-            shares must be all-reduced (replicated parameters under sequence parallelism).
-        tied_copy: a further copy of a logical parameter; its first holder is another stage.
+        partial_grad: whether each tensor-parallel rank computes only its sequence part's share of the gradient, so that
+            the shares must be all-reduced (replicated parameters under sequence parallelism).
+        tied_copy: whether it is a further copy of a logical parameter whose first holder is another stage.
         tied: the tied embedding, on any stage; None for other parameters.
-        of_vocabulary: its rows belong to tokens (an input embedding, or the output layer's weight).
-        unshared: only this tensor-parallel rank holds the parameter, whole; the others hold other parameters.
-        of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
+        of_vocabulary: whether its rows belong to tokens (an input embedding, or the output layer's weight).
+        unshared: whether only this tensor-parallel rank holds the parameter, whole; the others hold other parameters.
+        of_expert: whether it belongs to an expert, so that only replicas of that expert reduce its gradient.
         blocks: how the rows of a hidden linear layer's weight (all dimensions but the last, flattened) form matrices:
             sizes of consecutive blocks, which repeat; the i-th blocks of all repetitions form a matrix. Empty for other
             parameters.
@@ -69,8 +69,3 @@ def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
             logical = module.logical_names.get(name) if isinstance(module, ShardedModule) else None
             specs[full] = (logical or full, spec or ParamSpec(tuple(param.shape)))
     return specs
-
-
-def with_partial_grad(spec: ParamSpec) -> ParamSpec:
-    """The same spec for a parameter with a gradient to all-reduce over tensor-parallel ranks."""
-    return replace(spec, partial_grad=True)

@@ -13,7 +13,7 @@ from megatron.config.flags import parse_args
 from megatron.config.islands import IslandsConfig, with_variables
 from megatron.config.run import RunConfig
 from megatron.distributed.topology import single_process
-from megatron.training.islands import folders_of_others, of_island
+from megatron.training.islands import adapt_to_island, folders_of_others
 from megatron.training.progress_state import Progress, SavedCounters
 from megatron.training.saved_run import SavedRun
 
@@ -83,7 +83,7 @@ def test_the_launchers_variables_fill_missing_flags() -> None:
 
 def test_each_island_saves_and_logs_to_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*BASE, *MET[:3], "1", *MET[4:], "--save", "s", "--load", "l", "--log-json-file", "a/b.jsonl"]
-    config = of_island(parse_args([*words, *OUTER]).config)
+    config = adapt_to_island(parse_args([*words, *OUTER]).config)
     assert (config.checkpoint.save, config.checkpoint.load) == ("s/island_1", "l/island_1")
     assert config.logging.log_json_file == "a/b.island_1.jsonl"
     root = tmp_path / "saved"
@@ -99,9 +99,9 @@ def test_each_island_saves_and_logs_to_its_own_files(tmp_path: Path, monkeypatch
         (root / folder).mkdir(parents=True)
         saved = replace(parse_args(loading).config, islands=IslandsConfig(islands=max(islands, 1)))
         monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_, saved=saved: (saved, 3))
-        assert of_island(parse_args(loading).config).checkpoint.load == str(root / loads)
+        assert adapt_to_island(parse_args(loading).config).checkpoint.load == str(root / loads)
     alone = parse_args([*BASE, "--save", "s"]).config
-    assert of_island(alone) == alone
+    assert adapt_to_island(alone) == alone
 
 
 def test_a_late_island_needs_the_folders_of_others_only_in_a_round(

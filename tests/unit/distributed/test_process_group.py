@@ -122,7 +122,7 @@ def test_a_loopback_master_address_is_refused_immediately(
     debian(monkeypatch)
     for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "debian", "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("megatron.training.program._RANK_0_SPEAKS_SECONDS", 0.0)
+    monkeypatch.setattr("megatron.training.program._RANK_0_PRINTS_SECONDS", 0.0)
     began = time.monotonic()
     assert run_program(lambda ranks: ranks.join("gloo", 0.2, {})) == 2
     assert time.monotonic() - began < 5

@@ -18,7 +18,7 @@ from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
 from megatron.models.context import ForwardContext
 from megatron.tokenizer.null import NullTokenizer
-from megatron.tokenizer.vocabulary import fitted, model_entries
+from megatron.tokenizer.vocabulary import fit_vocab_size, model_entries
 from megatron.training.pretrain import resolve
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import saved_model
@@ -44,8 +44,8 @@ def test_a_vocab_size_below_the_tokenizers_is_refused() -> None:
 
 def test_the_null_tokenizer_has_the_given_vocab_size() -> None:
     assert model_entries(TokenizerConfig(vocab_size=100), NullTokenizer(100)) == 101
-    assert fitted(SMALLER, 101).vocab_size == 100
-    assert fitted(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), 101).vocab_size == 101
+    assert fit_vocab_size(SMALLER, 101).vocab_size == 100
+    assert fit_vocab_size(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), 101).vocab_size == 101
 
 
 @pytest.fixture(scope="module")

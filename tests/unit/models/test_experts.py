@@ -25,7 +25,7 @@ from megatron.models.rank_context import RankContext
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.expert.router import ExpertContext
 from megatron.parallel.tensor.collectives import TensorComm
-from megatron.parallel.tensor.grouped import adjacent, stacked
+from megatron.parallel.tensor.grouped import are_adjacent, stack_weights
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.parallel.tensor.shards import collect_specs
 from tests.support.tiny import tiny_gpt
@@ -119,10 +119,10 @@ def test_grouped_products_match_a_loop_over_experts(form: dict[str, Any], contig
         for weight, row in zip(weights, stack, strict=True):
             weight.data = row
         with torch.no_grad():
-            assert stacked(weights).data_ptr() == stack.data_ptr()
+            assert stack_weights(weights).data_ptr() == stack.data_ptr()
     results = []
     for grouped in (False, True):
-        with mock.patch("megatron.models.experts.groups_products", return_value=grouped):
+        with mock.patch("megatron.models.experts.supports_grouped_products", return_value=grouped):
             results.append(_results(layer, _input().float()))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -134,8 +134,8 @@ def test_padded_groups_change_nothing(form: dict[str, Any]) -> None:
     layer, results, sizes = _layer(num_experts=[16], **form), [], []
     for padding in (0, 5):
         with (
-            mock.patch("megatron.models.experts.groups_products", return_value=False),
-            mock.patch("megatron.models.experts.recurring", lambda rows, padding=padding: len(rows) + padding),
+            mock.patch("megatron.models.experts.supports_grouped_products", return_value=False),
+            mock.patch("megatron.models.experts.round_up_rows", lambda rows, padding=padding: len(rows) + padding),
             mock.patch("megatron.models.experts.linear", side_effect=F.linear) as products,
         ):
             results.append(_results(layer, _input()))
@@ -154,10 +154,10 @@ def test_grouped_products_need_no_copy_in_a_bucket(bucket_elements: int | None, 
     for layer in layers:
         experts = [expert for expert in layer.experts.values() if isinstance(expert, Expert)]
         for weights in ([expert.up[0] for expert in experts], [expert.down[0] for expert in experts]):
-            assert adjacent(weights) == (bucket_elements is None)
+            assert are_adjacent(weights) == (bucket_elements is None)
             with torch.no_grad():
-                assert (stacked(weights).data_ptr() == weights[0].data_ptr()) == (bucket_elements is None)
-                assert torch.equal(stacked(weights), torch.stack(weights))
+                assert (stack_weights(weights).data_ptr() == weights[0].data_ptr()) == (bucket_elements is None)
+                assert torch.equal(stack_weights(weights), torch.stack(weights))
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:

@@ -17,7 +17,7 @@ from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron.optimizer.optimizer import Optimizer, StepTotals
 from megatron.optimizer.step_summary import StepSummary
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.data.gradient_sync import ReducedGradients
 from megatron.parallel.tensor.shards import ParamSpec
 
@@ -67,7 +67,10 @@ def build_run(
     params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     specs = specs or {name: ParamSpec(tuple(value.shape)) for name, value in values.items()}
     buffer = FlatBuffer(
-        [(name, name, specs[name], param) for name, param in params.items()], grad_dtype, single_process().dp, None
+        [NamedParam(name, name, specs[name], param) for name, param in params.items()],
+        grad_dtype,
+        single_process().dp,
+        None,
     )
     settings = OptimizerConfig(**{"lr": 1.0, "clip_grad": 0.0, **config})
     scale = ConstantLossScale(scale) if isinstance(scale, float) else scale

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, build_loss_scale
 
 
@@ -61,23 +62,23 @@ def test_states_of_another_kind_and_damaged_states() -> None:
 
 
 def test_the_factory_follows_the_flags() -> None:
-    assert isinstance(build_loss_scale(fp16=True), DynamicLossScale)
-    assert build_loss_scale(fp16=True).scale == 2.0**32
-    assert isinstance(build_loss_scale(fp16=True, loss_scale=512.0), ConstantLossScale)
-    assert build_loss_scale(fp16=False).scale == 1.0
+    assert isinstance(build_loss_scale(PrecisionConfig(fp16=True)), DynamicLossScale)
+    assert build_loss_scale(PrecisionConfig(fp16=True)).scale == 2.0**32
+    assert isinstance(build_loss_scale(PrecisionConfig(fp16=True, loss_scale=512.0)), ConstantLossScale)
+    assert build_loss_scale(PrecisionConfig()).scale == 1.0
 
 
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
-        ({"initial": 0.5}, "--initial-loss-scale"),
-        ({"minimum": 0.0}, "--min-loss-scale"),
-        ({"window": 0}, "--loss-scale-window"),
+        ({"initial_loss_scale": 0.5}, "--initial-loss-scale"),
+        ({"min_loss_scale": 0.0}, "--min-loss-scale"),
+        ({"loss_scale_window": 0}, "--loss-scale-window"),
         ({"hysteresis": 0}, "--hysteresis"),
     ],
 )
 def test_invalid_values_name_their_flag(arguments: dict[str, float], flag: str) -> None:
     with pytest.raises(UserError, match=flag):
-        build_loss_scale(fp16=True, **arguments)  # type: ignore[arg-type]
+        build_loss_scale(PrecisionConfig(fp16=True, **arguments))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--loss-scale"):
         ConstantLossScale(0.0)

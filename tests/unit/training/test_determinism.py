@@ -13,7 +13,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from megatron.config import UserError
-from megatron.parallel.tensor.embedding import _SortedRows, rows_of
+from megatron.parallel.tensor.embedding import _SortedRows, look_up_rows
 from megatron.training.determinism import make_deterministic
 from megatron.training.program import EXIT_BUG, Ranks, run_program
 from tests.support.tiny import tiny_run
@@ -87,10 +87,10 @@ def test_embedding_rows_and_their_gradient(deterministic: bool) -> None:
     grad = torch.arange(24.0).view(2, 3, 4)
     (expected,) = torch.autograd.grad(F.embedding(index, weight), weight, grad)
     torch.use_deterministic_algorithms(deterministic)
-    node = rows_of(weight.to("meta"), index.to("meta")).grad_fn
+    node = look_up_rows(weight.to("meta"), index.to("meta")).grad_fn
     assert node is not None
     assert ("SortedRows" in type(node).__name__) is deterministic
-    rows = rows_of(weight, index)
+    rows = look_up_rows(weight, index)
     rows.backward(grad)
     assert torch.equal(rows, weight[index])
     assert weight.grad is not None

@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from megatron.distributed.topology import single_process
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.training.gradient_probe import GradientProbe
 
 
 def _probe_and_gradient(bins: int = 0, **shapes: tuple[int, ...]) -> tuple[GradientProbe, torch.Tensor]:
     """A probe of the largest fifth of each gradient, and the flat gradient of ``w``."""
-    params = [(name, name, ParamSpec(shape), nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    params = [
+        NamedParam(name, name, ParamSpec(shape), nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()
+    ]
     buffer = FlatBuffer(params, torch.float32, single_process().dp, None)
     slot = next(slot for bucket in buffer.buckets for slot in bucket.slots if slot.name == "w")
     probe = GradientProbe([buffer], single_process(torch.device("cpu")), 0.2, bins)

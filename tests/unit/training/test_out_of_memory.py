@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.distributed.errors import CommunicationError
-from megatron.training.program import EXIT_BUG, Ranks, out_of_memory, run_program
+from megatron.training.program import EXIT_BUG, Ranks, explain_out_of_memory, run_program
 
 
 def _output_of_failed_run(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
@@ -80,7 +80,7 @@ def test_the_message_of_a_full_gpu(
 
 def test_a_gpu_without_an_answer_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: _fail("CUDA error: out of memory"))
-    assert "GPU 1 needed 2.50 GiB more" in out_of_memory(torch.OutOfMemoryError(TORCH_SAYS))
+    assert "GPU 1 needed 2.50 GiB more" in explain_out_of_memory(torch.OutOfMemoryError(TORCH_SAYS))
 
 
 @pytest.mark.parametrize(

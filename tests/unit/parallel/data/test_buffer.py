@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.distributed.group import Group
 from megatron.distributed.topology import single_process
 from megatron.kernels import native
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.tensor.grouped import grouped_linear
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.main_grad import main_grad_of
@@ -28,7 +28,7 @@ def _buffer(
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()}
     specs = [
-        (name, name, ParamSpec(tuple(param.shape), of_expert="experts" in name), param)
+        NamedParam(name, name, ParamSpec(tuple(param.shape), of_expert="experts" in name), param)
         for name, param in params.items()
     ]
     buffer = FlatBuffer(specs, grad_dtype or dtype, single_process("cpu").dp, None)
@@ -84,7 +84,7 @@ def test_gradients_of_another_type_are_converted_and_added_in_fp32(
 def test_a_bucket_of_another_type_is_complete_when_announced() -> None:
     w, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
     four_replicas = cast(Group, SimpleNamespace(size=4))
-    params = [(name, name, ParamSpec((3,)), param) for name, param in (("w", w), ("late", late))]
+    params = [NamedParam(name, name, ParamSpec((3,)), param) for name, param in (("w", w), ("late", late))]
     buffer = FlatBuffer(params, torch.float32, four_replicas, None, sharded=True)
     _begin_stale(buffer)
     launched: list[list[float]] = []
@@ -99,7 +99,7 @@ def test_the_padding_of_a_full_bucket_is_zero() -> None:
     """At the moment when it is launched, before the gradients of the step are completed."""
     w = nn.Parameter(torch.ones(3))
     two_replicas = cast(Group, SimpleNamespace(size=2))
-    buffer = FlatBuffer([("w", "w", ParamSpec((3,)), w)], torch.float32, two_replicas, None, sharded=True)
+    buffer = FlatBuffer([NamedParam("w", "w", ParamSpec((3,)), w)], torch.float32, two_replicas, None, sharded=True)
     _begin_stale(buffer)
     launched: list[list[float]] = []
     buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
@@ -112,7 +112,9 @@ def test_the_padding_of_a_full_bucket_is_zero() -> None:
 def test_odd_sizes_do_not_misalign_others(replicas: int, bucket: int | None) -> None:
     """Products on GPUs need factors aligned to 16 bytes of bf16 within a bucket or share."""
     sizes = ((2,), (97, 32), (3, 5), (24,), (16, 24), (1,), (8, 8), (7,))
-    params = [(f"p{n}", f"p{n}", ParamSpec(size), nn.Parameter(torch.zeros(size))) for n, size in enumerate(sizes)]
+    params = [
+        NamedParam(f"p{n}", f"p{n}", ParamSpec(size), nn.Parameter(torch.zeros(size))) for n, size in enumerate(sizes)
+    ]
     group = cast(Group, SimpleNamespace(size=replicas))
     buffer = FlatBuffer(params, torch.float32, group, bucket, sharded=True)
     assert all(b.start % 8 == 0 and (b.stop - b.start) % (8 * replicas) == 0 for b in buffer.buckets)

@@ -10,7 +10,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
 from megatron.parallel.expert.dispatcher import ExpertComm
-from megatron.parallel.expert.permutation import Choices, choices_by_node, choices_of_rows, collected, dispatched
+from megatron.parallel.expert.permutation import Choices, decode_choices, group_choices_by_node, permute, unpermute
 
 TOKENS, K, NODES, LOCAL = 40, 4, 3, 2
 EXPERTS = NODES * LOCAL
@@ -36,7 +36,7 @@ def test_choices_by_node_and_back(dropping: bool) -> None:
     """A row for each token and node, with its experts on the node and their weights."""
     choices = _choices(dropping)
     weights_tk = choices.weights_tk.requires_grad_()
-    rows = choices_by_node(choices, NODES, NODE_E, NUMBER_E, _count)
+    rows = group_choices_by_node(choices, NODES, NODE_E, NUMBER_E, _count)
     expected: list[tuple[int, int, dict[int, float]]] = []
     for node in range(NODES):
         for token, (chosen, weights) in enumerate(zip(choices.chosen_tk.tolist(), weights_tk.tolist(), strict=True)):
@@ -50,7 +50,7 @@ def test_choices_by_node_and_back(dropping: bool) -> None:
     assert rows.counts_n.tolist() == [
         sum(len(weight_of_expert) for n, _, weight_of_expert in expected if n == node) for node in range(NODES)
     ]
-    back = choices_of_rows(rows.numbers_p, rows.weights_p, len(expected), min(K, LOCAL), LOCAL)
+    back = decode_choices(rows.numbers_p, rows.weights_p, len(expected), min(K, LOCAL), LOCAL)
     for row, (_, _, weight_of_expert) in enumerate(expected):
         pairs = zip(back.chosen_tk[row].tolist(), back.weights_tk[row].tolist(), strict=True)
         assert {number: weight for number, weight in pairs if number < LOCAL} == weight_of_expert
@@ -69,17 +69,17 @@ def test_counting_does_not_read_values() -> None:
 
 def test_empty_choices() -> None:
     nothing = torch.zeros(0)
-    back = choices_of_rows(nothing.long(), nothing, 0, 2, LOCAL)
+    back = decode_choices(nothing.long(), nothing, 0, 2, LOCAL)
     assert back.chosen_tk.shape == back.weights_tk.shape == (0, 2)
 
 
 def test_rows_of_a_token_are_summed_and_so_are_their_gradients() -> None:
-    order = choices_by_node(_choices(True), NODES, NODE_E, NUMBER_E, _count).order
+    order = group_choices_by_node(_choices(True), NODES, NODE_E, NUMBER_E, _count).order
 
     def there_and_back(x_th: Tensor) -> Tensor:
-        rows = dispatched(x_th, order)
+        rows = permute(x_th, order)
         scales = torch.arange(1, len(rows) + 1, dtype=rows.dtype)
-        return collected(rows * scales.unsqueeze(1), order, (TOKENS // 2, 2, 3))
+        return unpermute(rows * scales.unsqueeze(1), order, (TOKENS // 2, 2, 3))
 
     x_th = torch.randn(TOKENS, 3, dtype=torch.float64, requires_grad=True)
     scale_t = torch.zeros(TOKENS, dtype=torch.float64)

@@ -28,7 +28,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 def _seconds(pipeline: Pipeline, schedules: list[list[PipelineOp]]) -> float:
-    return max(times.end for times in pipeline.play([ListedOrder(ops) for ops in schedules]))
+    return max(times.end for times in pipeline.simulate_orders([ListedOrder(ops) for ops in schedules]))
 
 
 @given(pipelines(), st.integers(1, 12), st.integers(0, 8))

@@ -105,10 +105,10 @@ def test_shortened_simulations_match_full_ones(
     weight_s = [0.4 * s for s in backward_s]
     pipeline = Pipeline(kind, seconds[: chunks * stages], backward_s, weight_s, stages, lambda *_: hop)
     count = operations // (chunks * stages) + 1
-    with mock.patch.object(Pipeline, "_lengthened", autospec=True, side_effect=Pipeline._lengthened) as lengthened:
+    with mock.patch.object(Pipeline, "_extrapolate", autospec=True, side_effect=Pipeline._extrapolate) as extrapolate:
         times = pipeline.run(count)
-    assert lengthened.called
-    for short, long in zip(times, pipeline._play(count), strict=True):
+    assert extrapolate.called
+    for short, long in zip(times, pipeline.simulate_in_full(count), strict=True):
         assert short.end == pytest.approx(long.end, rel=0.01)
         assert short.busy == pytest.approx(long.busy)
 
@@ -197,7 +197,7 @@ def test_every_pass_runs_once_at_the_time_of_a_plain_loop(
     virtual = stages * chunks
     forward_s, backward_s = seconds[:virtual], seconds[12 : 12 + virtual]
     pipeline = Pipeline(kind, forward_s, backward_s, [0.4 * s for s in backward_s], stages, lambda *_: hop)
-    rows = pipeline.simulate_passes(count)
+    rows = [times.passes for times in pipeline.simulate_in_full(count)]
     for rank, (row, expected) in enumerate(zip(rows, _simulate_by_rounds(pipeline, count, hop), strict=True)):
         weights = (kind == "zb-h1" and rank > 0) or kind == "zb-v"
         passes = {(timed.op.computation, timed.op.chunk, timed.op.micro_batch) for timed in row}

@@ -13,7 +13,7 @@ from megatron.distributed.topology import single_process
 from megatron.kernels import products, reference
 from megatron.parallel.tensor import cross_entropy
 from megatron.parallel.tensor.collectives import TensorComm
-from megatron.parallel.tensor.cross_entropy import LogitsSpace, head_loss
+from megatron.parallel.tensor.cross_entropy import LogitsWorkspace, head_loss
 from megatron.parallel.tensor.embedding import VocabShard
 
 S, B, H, VOCAB, PADDED = 9, 4, 24, 90, 96
@@ -59,12 +59,12 @@ def test_losses_and_gradients(dtype: torch.dtype, near: float, groups: int, monk
 def test_calls_that_share_memory_for_logits_give_the_same_results() -> None:
     """For different sizes and types, before the backward of the last call, and after an evaluation."""
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
-    shard, space = VocabShard(VOCAB, PADDED, comm), LogitsSpace()
+    shard, space = VocabShard(VOCAB, PADDED, comm), LogitsWorkspace()
 
-    def pending(seed: int, length: int, dtype: torch.dtype, scratch: LogitsSpace | None) -> tuple[Tensor, ...]:
+    def pending(seed: int, length: int, dtype: torch.dtype, scratch: LogitsWorkspace | None) -> tuple[Tensor, ...]:
         x_sbh, weight = (_rand(seed, *shape).to(dtype).requires_grad_() for shape in ((length, B, H), (PADDED, H)))
         labels_sb = torch.randint(0, VOCAB, (length, B), generator=torch.Generator().manual_seed(seed))
-        total, losses_sb = head_loss(x_sbh, weight, labels_sb, torch.ones(length, B), comm, shard, space=scratch)
+        total, losses_sb = head_loss(x_sbh, weight, labels_sb, torch.ones(length, B), comm, shard, workspace=scratch)
         return total, losses_sb, x_sbh, weight
 
     def finished(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -82,7 +82,7 @@ def test_calls_that_share_memory_for_logits_give_the_same_results() -> None:
 
 
 def test_memory_for_logits_is_reused() -> None:
-    space, x_th = LogitsSpace(), _rand(1, S, H)
+    space, x_th = LogitsWorkspace(), _rand(1, S, H)
     first = space.scratch(x_th, S, PADDED)
     assert first.shape == (S, PADDED)
     assert space.scratch(x_th, S - 1, PADDED).data_ptr() == first.data_ptr()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel.tensor.grouped import batched_linear, groups_products, recurring
+from megatron.parallel.tensor.grouped import batched_linear, round_up_rows, supports_grouped_products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -22,16 +22,16 @@ def test_cuda_groups_the_products_that_torch_supports(dtype: torch.dtype) -> Non
             multiplies = True
         except (RuntimeError, ValueError):
             multiplies = False
-        assert groups_products(_on_cuda(rows), [weight]) == multiplies
-        on_meta = groups_products(rows.to("meta"), [weight])
+        assert supports_grouped_products(_on_cuda(rows), [weight]) == multiplies
+        on_meta = supports_grouped_products(rows.to("meta"), [weight])
         assert on_meta == (multiplies and dtype is torch.bfloat16)
 
 
 def test_cuda_checks_every_width_of_a_weight() -> None:
     """For the second product of a gated MLP, the inner width counts, not twice the width."""
     rows = torch.ones(4, 16, dtype=torch.bfloat16)
-    assert groups_products(_on_cuda(rows), [torch.ones(24, 16)])
-    assert not groups_products(_on_cuda(rows), [torch.ones(16, 12)])
+    assert supports_grouped_products(_on_cuda(rows), [torch.ones(24, 16)])
+    assert not supports_grouped_products(_on_cuda(rows), [torch.ones(16, 12)])
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 8], [0, 0, 0]])
@@ -63,22 +63,22 @@ def test_products_that_torch_compiles_have_few_shapes(monkeypatch: pytest.Monkey
         return dtype is torch.bfloat16
 
     monkeypatch.setattr("megatron.parallel.tensor.grouped._compiles_products", compiles)
-    filled = [recurring(torch.empty(rows, 3, dtype=torch.bfloat16)) for rows in range(5000)]
+    filled = [round_up_rows(torch.empty(rows, 3, dtype=torch.bfloat16)) for rows in range(5000)]
     assert filled[0] == 0
     assert all(padded >= rows for rows, padded in enumerate(filled))
     assert filled[1] == filled[32] == 32
     assert all(padded <= rows * 1.125 for rows, padded in enumerate(filled) if rows > 256)
     for power in (256, 512, 2048):
         assert len(set(filled[power + 1 : 2 * power + 1])) == 8
-    assert recurring(torch.empty(33, 3)) == 33
-    assert recurring(torch.empty(33, 3, dtype=torch.bfloat16, device="meta")) == 33
+    assert round_up_rows(torch.empty(33, 3)) == 33
+    assert round_up_rows(torch.empty(33, 3, dtype=torch.bfloat16, device="meta")) == 33
 
 
 def test_a_torch_without_onednn_compiles_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)  # it has no such operators
     for dtype in (torch.bfloat16, torch.float16):
-        assert recurring(torch.empty(33, 3, dtype=dtype)) == 33
+        assert round_up_rows(torch.empty(33, 3, dtype=dtype)) == 33
 
 
 def test_rows_are_padded_only_where_torch_compiles_products() -> None:
@@ -86,5 +86,5 @@ def test_rows_are_padded_only_where_torch_compiles_products() -> None:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         has_onednn = torch.backends.mkldnn.is_available()
         supported = has_onednn and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
-        assert (recurring(torch.empty(33, 3, dtype=dtype)) == 64) == supported
-    assert recurring(torch.empty(33, 3)) == 33
+        assert (round_up_rows(torch.empty(33, 3, dtype=dtype)) == 64) == supported
+    assert round_up_rows(torch.empty(33, 3)) == 33

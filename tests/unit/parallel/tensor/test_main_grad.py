@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.tensor import cross_entropy
 from megatron.parallel.tensor import linear as linears
 from megatron.parallel.tensor.collectives import TensorComm
-from megatron.parallel.tensor.cross_entropy import LogitsSpace, head_loss
-from megatron.parallel.tensor.embedding import VocabShard, rows_of
+from megatron.parallel.tensor.cross_entropy import LogitsWorkspace, head_loss
+from megatron.parallel.tensor.embedding import VocabShard, look_up_rows
 from megatron.parallel.tensor.grouped import grouped_linear
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.shards import ParamSpec
@@ -42,16 +42,16 @@ def _head(weight: nn.Parameter, number: int, x_sbh: Tensor | None = None) -> Ten
     x_sbh = _draws(TOKENS, 1, WIDTH, seed=number) if x_sbh is None else x_sbh
     weights_sb = torch.full((TOKENS, 1), 0.5, dtype=torch.float64)
     shard = VocabShard(VOCAB, VOCAB, comm)
-    return head_loss(x_sbh, weight, _tokens(number), weights_sb, comm, shard, space=LogitsSpace())[0]
+    return head_loss(x_sbh, weight, _tokens(number), weights_sb, comm, shard, workspace=LogitsWorkspace())[0]
 
 
 def _rows(weight: nn.Parameter, number: int) -> Tensor:
-    return (rows_of(weight, _tokens(number)) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
+    return (look_up_rows(weight, _tokens(number)) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
 
 
 def _tied(weight: nn.Parameter, number: int) -> Tensor:
     """Embeddings of two texts and the output layer, with tied weights."""
-    x_sbh = rows_of(weight, _tokens(number)) + rows_of(weight, _tokens(number + 1))
+    x_sbh = look_up_rows(weight, _tokens(number)) + look_up_rows(weight, _tokens(number + 1))
     return _head(weight, number, x_sbh.tanh())
 
 
@@ -79,7 +79,9 @@ class Step:
         self.weight, self.params = params[0], params
         self.stored: list[Tensor] = []
         specs = [
-            (f"experts.{number}.w", f"experts.{number}.w", ParamSpec(tuple(param.shape), of_expert=count > 1), param)
+            NamedParam(
+                f"experts.{number}.w", f"experts.{number}.w", ParamSpec(tuple(param.shape), of_expert=count > 1), param
+            )
             for number, param in enumerate(params)
         ]
         for param in params:
@@ -194,7 +196,7 @@ def test_frozen_weights_have_no_gradient(use: Use) -> None:
     step = Step()
     step.weight.requires_grad_(False)
     x_sbh = _draws(TOKENS, 1, WIDTH, seed=1).requires_grad_()
-    _head(step.weight, 1, x_sbh if use is _head else x_sbh + rows_of(step.weight, _tokens(2))).backward()
+    _head(step.weight, 1, x_sbh if use is _head else x_sbh + look_up_rows(step.weight, _tokens(2))).backward()
     assert x_sbh.grad is not None
     assert not step.end().any()
 
@@ -203,7 +205,7 @@ def test_frozen_weights_have_no_gradient(use: Use) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_of_tokens(dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit the gradient of a parameter outside of a buffer; bf16 is summed in fp32."""
-    monkeypatch.setattr(cross_entropy, "_groups", partial(_in_groups, groups))
+    monkeypatch.setattr(cross_entropy, "_token_groups", partial(_in_groups, groups))
     step = Step(dtype=dtype)
     other = nn.Parameter(step.weight.detach().clone())
     for weight in (step.weight, other):
@@ -229,7 +231,7 @@ def test_a_loss_without_tokens() -> None:
 
 def test_a_single_row() -> None:
     step = Step()
-    rows_of(step.weight, torch.tensor(3)).sum().backward()
+    look_up_rows(step.weight, torch.tensor(3)).sum().backward()
     assert torch.equal(step.end().sum(1), torch.eye(VOCAB, dtype=torch.float64)[3] * WIDTH)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.distributed.topology import single_process
-from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.tensor.grouped import grouped_linear
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.main_grad import WeightGrads
@@ -55,7 +55,7 @@ class Layers:
         generator = torch.Generator().manual_seed(1)
         self.params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
         self.inputs = [torch.randn(TOKENS, IN, generator=generator).to(dtype) for _ in range(3)]
-        specs = [(f"w{n}", f"w{n}", ParamSpec(tuple(p.shape)), p) for n, p in enumerate(self.params)]
+        specs = [NamedParam(f"w{n}", f"w{n}", ParamSpec(tuple(p.shape)), p) for n, p in enumerate(self.params)]
         group = single_process("cpu").dp
         self.buffer = FlatBuffer(specs, grad_dtype, group, 1, weight_grads=self.weight_grads)
         self.buffer.grads_flat.fill_(torch.nan)
