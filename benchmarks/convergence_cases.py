@@ -139,7 +139,7 @@ def _layout_of(point: Point, spec: str) -> str:
     """First word of the cases with the layout of a candidate, and a comma; empty for two stages."""
     if point in (Point.TP_FWD, Point.TP_BWD):
         return f"{TENSORS}, "
-    if point.is_expert_leg:
+    if point.is_expert_point:
         return f"{EXPERT_PAIR}, "
     return f"{REPLICAS}, " if "levels=" in spec else ""
 

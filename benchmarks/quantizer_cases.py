@@ -22,7 +22,7 @@ from benchmarks.kernel_cases import (
     dtype_text,
     nbytes,
 )
-from megatron.compression.tiles import map_bytes, mixture
+from megatron.compression.tiles import make_mixture, map_bytes
 from megatron.kernels import float8, ops, reference
 from megatron.kernels import tiles as tiles_reference
 from megatron.kernels.float8 import Float8
@@ -160,7 +160,7 @@ def tile_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     for bits in (4,) if quick else (2, 4, 8):
         yield from scale_cases(model, size, f"{bits} bits minmax, group", Grid(bits, kind=GridKind.MINMAX), device)
     count, low = size[0] * size[1], Grid(int(FRACTION), kind=GridKind.SIGNED)
-    mixed_widths = mixture(low, Grid(low.bits + 1), low.group, FRACTION, count)
+    mixed_widths = make_mixture(low, Grid(low.bits + 1), low.group, FRACTION, count)
     tiles_by_setting = {
         "4 bits outliers, group": Tiles(Grid(4), count, OUTLIERS),
         f"{FRACTION} bits, group": Tiles(low, count, mixture=mixed_widths),

@@ -37,8 +37,8 @@ from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_ite
 from megatron.config.model_types import describe_model_type
 from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import first_problem, gather_texts, rank_of, size_of, together
-from megatron.distributed.errors import ranks_text
+from megatron.distributed.agreement import first_problem, gather_texts, rank_of, run_together, size_of
+from megatron.distributed.errors import format_ranks
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
 SHOWN_DIFFERENCES = 4
@@ -230,13 +230,13 @@ def load_tensors(
         CommunicationError: when a peer is gone.
     """
     root = Path(root)
-    folder, manifest = together(group, lambda: open_checkpoint(root, iteration))
+    folder, manifest = run_together(group, lambda: open_checkpoint(root, iteration))
     # The manifest has the checksums of all data. The local disk of a machine may hold another run's checkpoint.
     digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise UserError(
-            f"{folder} is not the same checkpoint on rank 0 and {ranks_text(different)}; "
+            f"{folder} is not the same checkpoint on rank 0 and {format_ranks(different)}; "
             "give all machines the same files"
         )
     names = sorted(manifest.files)[rank_of(group) :: size_of(group)]

@@ -23,7 +23,7 @@ from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe_error
-from megatron.distributed.agreement import communicating, first_problem, rank_of, size_of
+from megatron.distributed.agreement import first_problem, rank_of, run_communication, size_of
 
 COMMON, CONFIG = "common.json", "config.yaml"
 Log = Callable[[str], None]
@@ -200,7 +200,7 @@ def _write(job: _SaveRequest) -> str | None:
     single_process = job.group is None
     if single_process:
         ignore_single_process_warning()
-    communicating(
+    run_communication(
         "saving a checkpoint",
         lambda: dcp.save(
             dict(job.tensors), storage_writer=writer, planner=planner, process_group=job.group, no_dist=single_process

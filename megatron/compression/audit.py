@@ -1,7 +1,7 @@
-"""Samples of compressed tensors: is what was sent, plus the residual, what was meant to be sent?
+"""Audit of compressors: samples that compare what was sent, plus the residual, with what was to be sent.
 
-The wrappers leave everything as it is: they copy a part of the compressor's input and of its residual before a message,
-and the same part of both results after it. The exact arithmetic between these copies is in fp64.
+The wrappers change nothing: they copy a part of the compressor's input and of its residual before a message, and the
+same part of both results after it. The exact arithmetic between these copies is in fp64.
 """
 
 from __future__ import annotations
@@ -45,21 +45,18 @@ class Sample:
 Record = Callable[[Sample], None]
 
 
-class _Slice:
-    """A part of tensors of equal shape; another one for each ``number``."""
-
-    def __init__(self, x: Tensor, number: int) -> None:
-        self.start = number * SLICE % max(x.numel() - SLICE + 1, 1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.detach().reshape(-1)[self.start : self.start + SLICE].to(torch.float64, copy=True)
+Copy = Callable[[Tensor], Tensor]
+"""Function that copies a part of a tensor, or its mean over the tokens, flat, in fp64."""
 
 
-class _MeanOverTokens:
-    """The mean of a tensor over its tokens; of a mean, itself."""
+def _slice_copier(shape: torch.Size, number: int) -> Copy:
+    """Make a function that copies the same part of all tensors of a shape; another part for each ``number``."""
+    start = number * SLICE % max(shape.numel() - SLICE + 1, 1)
+    return lambda x: x.detach().reshape(-1)[start : start + SLICE].to(torch.float64, copy=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.detach().reshape(-1, x.shape[-1]).mean(dim=0, dtype=torch.float64)
+
+def _mean_over_tokens(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).mean(dim=0, dtype=torch.float64)
 
 
 class AuditedRounds(RoundCompressor):
@@ -77,7 +74,7 @@ class AuditedRounds(RoundCompressor):
         self._intended: Tensor | None = None
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        copy_slice, residual = _Slice(x, self.number), state.get(RESIDUAL)
+        copy_slice, residual = _slice_copier(x.shape, self.number), state.get(RESIDUAL)
         self._intended = copy_slice(x)
         if isinstance(self.inner, ErrorFeedback) and residual is not None:
             self._intended.add_(copy_slice(residual), alpha=self.inner.decay)
@@ -85,7 +82,7 @@ class AuditedRounds(RoundCompressor):
         return aggregate
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        copy_slice, inner, intended = _Slice(x, self.number), self.inner, self._intended
+        copy_slice, inner, intended = _slice_copier(x.shape, self.number), self.inner, self._intended
         sent = None
         if aggregate.local is not None:
             aggregated = isinstance(inner, ErrorFeedback) and inner.kind == "aggregate"
@@ -109,16 +106,16 @@ class AuditedCodec(Codec):
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         inner = self.inner
-        copy_slice: _Slice | _MeanOverTokens = _Slice(x, self.number)
+        copy_part = _slice_copier(x.shape, self.number)
         residual = None
         if isinstance(inner, ErrorFeedbackCodec):
-            copy_slice = _MeanOverTokens() if inner.mean else copy_slice
+            copy_part = _mean_over_tokens if inner.mean else copy_part
             residual = inner.fitting_residual(x.shape, state)
-        intended = copy_slice(x) if residual is None else copy_slice(x) + copy_slice(residual)
+        intended = copy_part(x) if residual is None else copy_part(x) + copy_part(residual)
         payload = inner.encode(x, state, key)
-        sent = copy_slice(dense(inner.reconstruct(payload, x, state, key), x))
+        sent = copy_part(dense(inner.reconstruct(payload, x, state, key), x))
         residual = state.get(RESIDUAL) if isinstance(inner, ErrorFeedbackCodec) else None
-        self.record(Sample(intended, sent, None if residual is None else copy_slice(residual)))
+        self.record(Sample(intended, sent, None if residual is None else copy_part(residual)))
         return payload
 
     def empty_payload(

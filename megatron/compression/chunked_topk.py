@@ -76,14 +76,14 @@ class _Chunks:
         return self.n % self.config.chunk
 
     @property
-    def of_tail(self) -> int:
+    def tail_count(self) -> int:
         """Number of values sent for the tail: the same share as of a full chunk, rounded up."""
         return -(-self.config.k * self.tail // self.config.chunk)
 
     @property
     def chosen(self) -> int:
         """Numbers of a parameter that are sent."""
-        return self.chunks * self.config.k + self.of_tail
+        return self.chunks * self.config.k + self.tail_count
 
     @cached_property
     def places(self) -> tuple[SortedPlaces, SortedPlaces]:
@@ -94,7 +94,7 @@ class _Chunks:
         config = self.config
         return (
             SortedPlaces(self.k * self.chunks, config.k, config.chunk),
-            SortedPlaces(self.k if self.tail else 0, self.of_tail, self.tail),
+            SortedPlaces(self.k if self.tail else 0, self.tail_count, self.tail),
         )
 
     @property
@@ -112,47 +112,47 @@ class _Chunks:
             return ScaledCodes((self.k * self.bins,), torch.float32, (*places, -(-count // 8) * self.config.bits))
         return ScaledCodes((count,), _DTYPES[self.config.bits], (*places, 0))
 
-    def _rows(self, x_kc: Tensor) -> list[Tensor]:
+    def _split_rows(self, x_kc: Tensor) -> list[Tensor]:
         """Split (k, chosen) values by chunk, (rows, chosen per chunk): full chunks, then tails."""
         cut = self.chunks * self.config.k
         rows = [x_kc[:, :cut].reshape(-1, self.config.k)]
         return [*rows, x_kc[:, cut:]] if self.tail else rows
 
-    def _joined(self, rows: Sequence[Tensor]) -> Tensor:
-        """The inverse of ``_rows``, (k, chosen)."""
+    def _join_rows(self, rows: Sequence[Tensor]) -> Tensor:
+        """Join values split by ``_split_rows`` to (k, chosen)."""
         columns = [row.reshape(self.k, row.numel() // max(self.k, 1)) for row in rows]
         return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
     def choose(self, x_kn: Tensor) -> list[Tensor]:
-        """Positions of the largest magnitudes in their chunks, int64, split like the result of ``_rows``."""
+        """Positions of the largest magnitudes in their chunks, int64, split like the result of ``_split_rows``."""
         full = self.chunks * self.config.chunk
         rows = [abs_topk(x_kn[:, :full].reshape(-1, self.config.chunk), self.config.k)]
         if self.tail:
-            rows.append(abs_topk(x_kn[:, full:].contiguous(), self.of_tail))
+            rows.append(abs_topk(x_kn[:, full:].contiguous(), self.tail_count))
         return rows
 
-    def flattened(self, rows: Sequence[Tensor]) -> Tensor:
-        """Convert positions in chunks, split by ``_rows``, to indices into the flattened parameters."""
+    def flatten_places(self, rows: Sequence[Tensor]) -> Tensor:
+        """Convert positions in chunks, split by ``_split_rows``, to indices into the flattened parameters."""
         starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
         starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
         starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
-        return self._joined([places + start for places, start in zip(rows, starts, strict=False)]).view(-1)
+        return self._join_rows([places + start for places, start in zip(rows, starts, strict=False)]).view(-1)
 
     def encode(self, places: Sequence[Tensor], values_kc: Tensor) -> Tensor:
-        """The message, uint8, of values at the positions from ``choose``."""
+        """Encode values at the positions from ``choose`` to a message, uint8."""
         wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=values_kc.device)
         (table,), (*place_sections, codes) = self.message.to_write(wire)
         values = []
-        rows = zip(self.places, places, self._rows(values_kc), strict=False)
+        rows = zip(self.places, places, self._split_rows(values_kc), strict=False)
         for number, (code, places_rc, values_rc) in enumerate(rows):
             # Nonzero values first, by ascending position, then the chunk's length for each zero: zeros get no bin.
             narrow_rc = places_rc.to(torch.int32)  # sorts in half the time
-            ordered_rc, order_rc = torch.where(values_rc == 0, narrow_rc + code.most, narrow_rc).sort(dim=1)
-            code.encode(ordered_rc.clamp_(max=code.most), place_sections[3 * number : 3 * number + 3])
+            ordered_rc, order_rc = torch.where(values_rc == 0, narrow_rc + code.largest, narrow_rc).sort(dim=1)
+            code.encode(ordered_rc.clamp_(max=code.largest), place_sections[3 * number : 3 * number + 3])
             values.append(values_rc.gather(1, order_rc))
-        values_kc = self._joined(values)
+        values_kc = self._join_rows(values)
         if self.bins:
-            bins_kc, means_kb = _binned(values_kc.float(), self.bins)
+            bins_kc, means_kb = _bin_values(values_kc.float(), self.bins)
             table.copy_(means_kb.view(-1))
             pack_bits(bins_kc.view(-1), self.config.bits, codes)
         else:
@@ -168,20 +168,20 @@ class _Chunks:
         places, zeros = [], []
         for number, code in enumerate(self.places[: 2 if self.tail else 1]):
             places_rc = code.decode(place_sections[3 * number : 3 * number + 3])
-            zeros.append(places_rc >= code.most)
+            zeros.append(places_rc >= code.largest)
             places.append(places_rc.masked_fill_(zeros[-1], 0))
         if self.bins:
             bins_kc = unpack_bits(codes, self.config.bits, self.k * self.chosen).to(torch.int64)
             values_kc = table.view(self.k, self.bins).gather(1, bins_kc.view(self.k, self.chosen))
         else:
             values_kc = table.view(self.k, self.chosen)
-        zero_kc = self._joined(zeros)
+        zero_kc = self._join_rows(zeros)
         values = values_kc.masked_fill(zero_kc, 0.0).view(-1).to(dtype)
-        return self.flattened(places), values, zero_kc.logical_not().view(-1)
+        return self.flatten_places(places), values, zero_kc.logical_not().view(-1)
 
 
 @dataclass(frozen=True)
-class _Chosen(Approximation):
+class _SentElements(Approximation):
     """Elements of a tensor sent by some ranks: indices and values. Repeated indices have zero values."""
 
     pieces: Sequence[tuple[Tensor, Tensor]]
@@ -194,7 +194,7 @@ class _Chosen(Approximation):
             x.view(-1).index_add_(0, indices, values, alpha=-share)
 
 
-def _binned(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+def _bin_values(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Bin of each value, uint8, and mean of each bin (k, bins), fp32.
 
     Bins are equally wide and span 6 standard deviations around the mean of a row; the outermost bins are open. Zeros
@@ -237,7 +237,7 @@ class ChunkedTopK(RoundCompressor):
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         layout = _Chunks(self.config, x.shape[0], x[0].numel() if x.shape[0] else 0)
         places = layout.choose(x.view(layout.k, layout.n))
-        values = gather_packed(x.view(-1), layout.flattened(places))
+        values = gather_packed(x.view(-1), layout.flatten_places(places))
         wire = layout.encode(places, values.view(layout.k, layout.chosen))
         wires = yield Request(wire, Op.GATHER)
         pieces = [layout.decode(other, x.dtype) for other in wires]
@@ -249,7 +249,7 @@ class ChunkedTopK(RoundCompressor):
                 senders_n.index_add_(0, indices, sent.to(values.dtype))
             factors_n = len(pieces) / senders_n.clamp_(min=1.0)
             total = [(indices, values * factors_n[indices]) for indices, values in total]
-        return Aggregate(_Chosen(total), _Chosen([pieces[peers.rank][:2]]))
+        return Aggregate(_SentElements(total), _SentElements([pieces[peers.rank][:2]]))
 
 
 def register(registry: Registry) -> None:

@@ -52,9 +52,12 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
     Raises:
         CompressorFault: with a line for each broken promise and the first input that breaks it.
     """
-    chosen = registration.config() if options is None else options
+    options = registration.config() if options is None else options
     faults: dict[str, str] = {}
-    for promise, case, check in (*_list_message_checks(registration, chosen), *_list_sum_checks(registration, chosen)):
+    for promise, case, check in (
+        *_list_message_checks(registration, options),
+        *_list_sum_checks(registration, options),
+    ):
         if promise in faults:
             continue
         try:
@@ -129,7 +132,7 @@ def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def make_key(codec: Codec, shape: Sequence[int], step: int) -> SampleKey:
-    """Message key. The samples repeat every two steps."""
+    """Make a message key whose samples repeat every two steps."""
     count = max(shape[1], 1) if len(shape) > 1 else 1
     key = SampleKey(range(step % 2 * count, (step % 2 + 1) * count))
     if codec.traits.tokens:

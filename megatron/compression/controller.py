@@ -40,7 +40,8 @@ class Reduced:
         scale: the loss scale.
         compressed: whether the compressor was on and past its warm-up.
         stage: this rank's pipeline stage.
-        ahead_s: seconds that this rank waited for the slowest rank before the reduction, if ``Controller.meets``.
+        ahead_s: seconds that this rank waited for the slowest rank before the reduction, if
+            ``Controller.needs_wait_times``.
     """
 
     iteration: int
@@ -59,7 +60,7 @@ class Controller(ABC):
     all-reduced values.
     """
 
-    def meets(self, iteration: int) -> bool:
+    def needs_wait_times(self, iteration: int) -> bool:
         """Whether all ranks wait for each other before the reduction of an iteration (0-based), to measure
         ``Reduced.ahead_s``; the same on every rank."""
         return False
@@ -84,7 +85,7 @@ class Controller(ABC):
         """
         return {}
 
-    def moved(self) -> None:
+    def on_layout_change(self) -> None:
         """Forget measurements that a change of the parallel layout invalidates, such as times."""
         return
 

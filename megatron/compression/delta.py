@@ -2,8 +2,8 @@
 
 By sample (AQ-SGD, Wang et al. 2022, algorithm 1), both ends remember the receiver's value of each sample. The first
 visit sends the activation itself, unchanged, in half precision or in fixed point. Later visits send only the quantized
-difference, and the next difference includes its error. Both ends tell first from later visits by the sample ids and by
-the sequence length; when the length changes, all samples are forgotten.
+difference, and the next difference includes its error. Both ends distinguish first from later visits by the sample ids
+and the sequence length; when the length changes, all samples are forgotten.
 
 By token, both ends keep a running mean of the decoded activations of each token, and every message is a quantized
 difference from it. Samples need not repeat.
@@ -32,7 +32,7 @@ from megatron.compression.token_means import COUNTS, MEANS, learn, predict
 from megatron.kernels.grid import Role
 
 _CACHE = "samples"
-_OF_SAMPLES = ("first_bits", "cache", "memory", "folder", "cache_dtype", "cache_bits")
+_SAMPLE_OPTIONS = ("first_bits", "cache", "memory", "folder", "cache_dtype", "cache_bits")
 """Options of the sample cache."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,7 +71,7 @@ class DeltaConfig(FixpointConfig):
         super().__post_init__()
         if self.first_bits > 8 and self.first_bits not in (16, 32):
             raise UserError(f"first-bits={self.first_bits}: must be 1 to 8, 16 or 32")
-        idle = _OF_SAMPLES if self.predict == "token" else ("horizon",)
+        idle = _SAMPLE_OPTIONS if self.predict == "token" else ("horizon",)
         for field in fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 name = field.name.replace("_", "-")
@@ -161,15 +161,15 @@ class DeltaCodec(Codec):
         return ""
 
     def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        split = [_split(shape, key) for key in keys]
+        split = [_split_samples(shape, key) for key in keys]
         samples = [sample for message_samples, _ in split for sample in message_samples]
-        hits = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()
+        hits = tuple(self._cache(state).predict_visits(samples, self._size(split[0][1]))) if split else ()
         return combine_keys(state.layout(self.traits.steady), hits)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        samples, row = _split(shape, key)
+        samples, row = _split_samples(shape, key)
         hits = self._visit(samples, row, state)
         state.queue(_CACHE).append(hits)
         for sample, is_known in zip(samples, hits, strict=True):
@@ -179,12 +179,12 @@ class DeltaCodec(Codec):
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:
-        samples, row = _split(shape, key)
+        samples, row = _split_samples(shape, key)
         for sample in samples:
             self._cache(state).expect(sample, self._size(row))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        samples, row = _split(x.shape, key)
+        samples, row = _split_samples(x.shape, key)
         cache = self._cache(state)
         wires = []
         for index, (sample, is_known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
@@ -210,7 +210,7 @@ class DeltaCodec(Codec):
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        samples, row = _split(shape, key)
+        samples, row = _split_samples(shape, key)
         cache, pending = self._cache(state), state.queue(_CACHE)
         known_samples: list[bool] = pending.popleft()
         rows, position = [], 0
@@ -240,8 +240,8 @@ class DeltaCodec(Codec):
         return self.memory.nbytes(row) if self.config.cache_bits else row.numel()
 
     def remembered_bytes(self, row: torch.Size) -> int:
-        each = 1 if self.config.cache_bits else _DTYPES[self.config.cache_dtype].itemsize
-        return self._size(row) * each
+        itemsize = 1 if self.config.cache_bits else _DTYPES[self.config.cache_dtype].itemsize
+        return self._size(row) * itemsize
 
     def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Wire dtype of first visits in a run with activations of ``dtype``; None for fixed point."""
@@ -284,14 +284,14 @@ def _seed(config: DeltaConfig, state: CompressorState) -> int | None:
     return keyed_seed(config.seed, state.count("messages"))
 
 
-def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
+def _split_samples(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
     """Sample ids of a message, and the shape of one sample: (s, b, h) holds b of them along dimension 1."""
     if isinstance(key, tuple) and len(shape) > 1 and len(key) == shape[1]:
-        return [_sample(sample_key) for sample_key in key], torch.Size((shape[0], *shape[2:]))
-    return [_sample(key)], shape
+        return [_sample_id(sample_key) for sample_key in key], torch.Size((shape[0], *shape[2:]))
+    return [_sample_id(key)], shape
 
 
-def _sample(key: Hashable) -> int:
+def _sample_id(key: Hashable) -> int:
     return key if isinstance(key, int) else text_number(repr(key))
 
 

@@ -32,7 +32,7 @@ _GRID = 4096
 _PROBE_EVERY = 10
 """Interval in iterations between attempts to measure times."""
 
-_MEETINGS = 3
+_WAIT_ITERATIONS = 3
 """Iterations, up to and including the measurement, in which the ranks wait for each other. The median is used, since a
 single iteration may be an outlier, such as the first iteration after a restart."""
 
@@ -175,7 +175,7 @@ class RankByEntropy:
         self.means, self.sum, self.count = window_means, total, count
 
 
-def _probes_at(iteration: int) -> bool:
+def _is_probe_iteration(iteration: int) -> bool:
     """Whether to measure in an iteration (0-based); never in the first few iterations."""
     return (iteration + 1) % _PROBE_EVERY == 0
 
@@ -202,8 +202,8 @@ class RankController(Controller):
         self._knows_shape = False
         self._waited_s: list[float] = []
 
-    def meets(self, iteration: int) -> bool:
-        return self._wants_times and any(_probes_at(iteration + later) for later in range(_MEETINGS))
+    def needs_wait_times(self, iteration: int) -> bool:
+        return self._wants_times and any(_is_probe_iteration(iteration + later) for later in range(_WAIT_ITERATIONS))
 
     @property
     def _wants_times(self) -> bool:
@@ -230,18 +230,18 @@ class RankController(Controller):
             total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
             self.rule.shape = (total_n // ranks, total_m // ranks)
             self._knows_shape = True
-        if self.meets(reduced.iteration):
-            self._waited_s = [*self._waited_s, reduced.ahead_s][-_MEETINGS:]
-        probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
+        if self.needs_wait_times(reduced.iteration):
+            self._waited_s = [*self._waited_s, reduced.ahead_s][-_WAIT_ITERATIONS:]
+        probes = (self._wants_times or self._wants_error) and _is_probe_iteration(reduced.iteration)
         if probes and (yield from self._all_finite(reduced)):
-            if self._wants_times and len(self._waited_s) == _MEETINGS:
+            if self._wants_times and len(self._waited_s) == _WAIT_ITERATIONS:
                 ranks = ranks_to_try(self.config.rank)
                 row = [float(reduced.stage), median(self._waited_s)]
                 for options in (None, *({"rank": rank} for rank in ranks)):
                     seconds, _, _ = (yield Trial(options)).tolist()
                     row.append(seconds)
                 rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
-                self.times = StageTimes.of(ranks, rows.tolist())
+                self.times = StageTimes.from_rows(ranks, rows.tolist())
             if self._wants_error:
                 self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
         if (reduced.iteration + 1) % self.config.sample_every == 0:
@@ -289,7 +289,7 @@ class RankController(Controller):
                 values[f"head_start_of_stage_{stage}"] = self.times.ahead_s[stage]
         return values
 
-    def moved(self) -> None:
+    def on_layout_change(self) -> None:
         self.times = None
 
     def state_dict(self) -> Mapping[str, Any]:

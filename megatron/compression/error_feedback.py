@@ -25,17 +25,17 @@ MessageResidual = Literal["lazy", "lazy-reset", "lazy-mean"]
 
 
 @dataclass(frozen=True)
-class _Fed(Aggregate):
+class _MeasuredAggregate(Aggregate):
     """An aggregate with the norms measured by error feedback.
 
     Args:
         inner: the compressor's own aggregate.
-        gradient_k, given_k: squared norms of the gradient, and of the gradient with the residual.
+        gradient_k, input_k: squared norms of the gradient, and of the gradient with the residual.
     """
 
     inner: Aggregate
     gradient_k: Tensor
-    given_k: Tensor
+    input_k: Tensor
 
 
 class ErrorFeedback(RoundCompressor):
@@ -68,17 +68,17 @@ class ErrorFeedback(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
-        gradient_k = given_k = squared_norms(x, self.traits.batched)
+        gradient_k = input_k = squared_norms(x, self.traits.batched)
         if residual is not None:
             x.add_(residual, alpha=self.decay)
-            given_k = squared_norms(x, self.traits.batched)
+            input_k = squared_norms(x, self.traits.batched)
         if self.kind == "aggregate":
             peers = replace(peers, sharded=False)  # the residual needs the whole sum
         inner = yield from self.inner.rounds(x, state, peers)
-        return _Fed(inner.total, inner.local, inner, gradient_k, given_k)
+        return _MeasuredAggregate(inner.total, inner.local, inner, gradient_k, input_k)
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        assert isinstance(aggregate, _Fed)
+        assert isinstance(aggregate, _MeasuredAggregate)
         residual = state.buffer(RESIDUAL, x)
         if aggregate.local is None:
             residual.zero_()
@@ -88,8 +88,8 @@ class ErrorFeedback(RoundCompressor):
                 subtract(aggregate.total, residual, 1.0 / peers.size)
             else:
                 subtract(aggregate.local, residual)
-        left_k = squared_norms(residual, self.traits.batched)
-        state.stage_health(measure(state.health, aggregate.gradient_k, aggregate.given_k, left_k))
+        residual_k = squared_norms(residual, self.traits.batched)
+        state.stage_health(measure(state.health, aggregate.gradient_k, aggregate.input_k, residual_k))
         self.inner.finalize(x, aggregate.inner, state, peers)
 
 
@@ -151,7 +151,7 @@ class ErrorFeedbackCodec(Codec):
         return self.inner.empty_payload(shape, dtype, device, state, key)
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        gradient_1 = given_1 = squared_norms(x, False)
+        gradient_1 = input_1 = squared_norms(x, False)
         residual = self.fitting_residual(x.shape, state)
         if residual is None:
             corrected = x.clone(memory_format=torch.contiguous_format)
@@ -159,12 +159,12 @@ class ErrorFeedbackCodec(Codec):
             # A rollback needs the committed residual.
             in_place = not self.mean and residual is not state.tensors.get(RESIDUAL)
             corrected = residual.add_(x) if in_place else (x + residual).contiguous()
-            given_1 = squared_norms(corrected, False)
+            input_1 = squared_norms(corrected, False)
         payload = self.inner.encode(corrected, state, key)
         subtract(self.inner.reconstruct(payload, corrected, state, key), corrected)
         new_residual = corrected.reshape(-1, corrected.shape[-1]).mean(dim=0) if self.mean else corrected
         state.stage(RESIDUAL, new_residual)
-        state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(new_residual, False)))
+        state.stage_health(measure(state.health, gradient_1, input_1, squared_norms(new_residual, False)))
         return payload
 
     def fitting_residual(self, shape: torch.Size, state: CompressorState) -> Tensor | None:

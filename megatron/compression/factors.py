@@ -20,8 +20,8 @@ from megatron.compression.two_step import TwoStepSum
 FormatName: TypeAlias = Literal["fp32", "bf16", "fixpoint8", "fixpoint4"]
 
 
-def _two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
-    """Two-step all-reduce of a format; None for full precision, which a plain all-reduce sums.
+def _make_two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
+    """Make the two-step all-reduce of a format; None for full precision, which a plain all-reduce sums.
 
     At 8 bits, the quantization error is far below the low-rank error, so the groups are long. At 4 bits it is not, and
     shorter groups and a rotation reduce it.
@@ -54,7 +54,7 @@ class FactorFormat:
     """
 
     def __init__(self, name: FormatName, small_rows: bool = False) -> None:
-        self._two_step = _two_step(name, small_rows)
+        self._two_step = _make_two_step(name, small_rows)
 
     @property
     def exact(self) -> bool:
@@ -83,8 +83,10 @@ class FactorFormat:
         # The whole sum is needed here, even if only a shard of the result is read.
         aggregate = yield from self._two_step.rounds(columns_krn, state, replace(peers, sharded=False))
         assert aggregate.local is not None
-        total_krn, own_krn = (dense(approximation, columns_krn) for approximation in (aggregate.total, aggregate.local))
-        return total_krn.transpose(1, 2).contiguous(), own_krn.transpose(1, 2).contiguous()
+        total_krn, local_krn = (
+            dense(approximation, columns_krn) for approximation in (aggregate.total, aggregate.local)
+        )
+        return total_krn.transpose(1, 2).contiguous(), local_krn.transpose(1, 2).contiguous()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Buffer for messages of ``count`` bytes in total."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.ladder import Rung
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
-from megatron.compression.options import SEED, opt
+from megatron.compression.options import MAX_SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.tiles import map_bytes, mixture
+from megatron.compression.tiles import make_mixture, map_bytes
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import dequantize_tiles, quantize_pack, quantize_tiles, unpack_dequantize
@@ -60,7 +60,7 @@ class FixpointConfig:
     rounding: Literal["nearest", "stochastic"] = opt(
         "nearest", "stochastic is seeded, and unbiased unless the grid or the scale clips"
     )
-    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=MAX_SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:
@@ -107,11 +107,11 @@ class FixpointConfig:
             raise UserError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
     @property
-    def of_levels(self) -> tuple[int | None, float]:
+    def level_bits(self) -> tuple[int | None, float]:
         """Bits of sums within a node (None for single-level sums), and of all other messages."""
         return None, self.bits
 
-    def of_bits(self, bits: float) -> FixpointConfig:
+    def with_bits(self, bits: float) -> FixpointConfig:
         """The options with ``bits`` bits per number."""
         return replace(self, bits=bits)
 
@@ -135,13 +135,13 @@ class FixpointSumConfig(FixpointConfig):
             raise UserError(f"bits={self.bits:g}: levels={self.levels} sets the bits; leave bits out")
 
     @property
-    def of_levels(self) -> tuple[int | None, float]:
+    def level_bits(self) -> tuple[int | None, float]:
         if self.levels == "flat":
-            return super().of_levels
+            return super().level_bits
         inside, across = self.levels.split("/")
         return int(inside), int(across)
 
-    def of_bits(self, bits: float) -> FixpointConfig:
+    def with_bits(self, bits: float) -> FixpointConfig:
         return replace(self, bits=bits, levels="flat")
 
 
@@ -227,7 +227,7 @@ class Quantizer(Format):
         grid, mixed, outliers = self._grid(shape, bits), None, None
         if bits != self.config.bits:
             tile = max(self.config.group, self.config.rotation if self._rotates else 0)
-            mixed = mixture(grid, self._grid(shape, bits + 1), tile, self.config.bits, grid.coded(count))
+            mixed = make_mixture(grid, self._grid(shape, bits + 1), tile, self.config.bits, grid.coded(count))
         if self.config.rotate_when == "outlier":
             outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
         tiles = Tiles(grid, count, outliers, mixed) if mixed or outliers else None
@@ -304,7 +304,7 @@ class Quantizer(Format):
 
 def _levels_problem(config: FixpointConfig) -> str:
     """The reason why messages and tensor-parallel sums cannot use these options; empty if they can."""
-    inside, across = config.of_levels
+    inside, across = config.level_bits
     if inside is None:
         return ""
     return (
@@ -333,9 +333,9 @@ class FixpointRounds(TwoStepSum):
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
-        inside, across = self.config.of_levels
-        self.format = Quantizer(self.config.of_bits(across))
-        self.inside = None if inside is None else Quantizer(self.config.of_bits(inside))
+        inside, across = self.config.level_bits
+        self.format = Quantizer(self.config.with_bits(across))
+        self.inside = None if inside is None else Quantizer(self.config.with_bits(inside))
         self.traits = replace(self.traits, levels=inside is not None)
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.ladder import Rung
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
-from megatron.compression.options import SEED, opt
+from megatron.compression.options import MAX_SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.two_step import TwoStepSum
@@ -38,7 +38,7 @@ class Float8Config:
         "fp32", "data type of the scales on the wire; e8m0: powers of two"
     )
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
-    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=MAX_SEED)
 
     def __post_init__(self) -> None:
         if self.tile != type(self).tile and self.scale != "tile":

@@ -16,20 +16,20 @@ class ResidualHealth:
 
     Args:
         gradient_k: squared norms of the gradients.
-        given_k: squared norms of the compressor's input, the gradient plus the old residual.
+        input_k: squared norms of the compressor's input, the gradient plus the old residual.
         residual_k: squared norms of the new residual.
-        age_k: energy-weighted mean age of the residual in steps: each step adds 1, and the share residual / given
+        age_k: energy-weighted mean age of the residual in steps: each step adds 1, and the share residual / input
             remains.
     """
 
     gradient_k: Tensor
-    given_k: Tensor
+    input_k: Tensor
     residual_k: Tensor
     age_k: Tensor
 
     def stacked(self) -> Tensor:
-        """(4, k), fp64: squared norms of gradient, given and residual, and age x squared residual; all additive."""
-        rows = (self.gradient_k, self.given_k, self.residual_k, self.age_k * self.residual_k)
+        """(4, k), fp64: squared norms of gradient, input and residual, and age x squared residual; all additive."""
+        rows = (self.gradient_k, self.input_k, self.residual_k, self.age_k * self.residual_k)
         return torch.stack([row.double() for row in rows])
 
 
@@ -41,13 +41,13 @@ def squared_norms(x: Tensor, stacked: bool) -> Tensor:
     return torch.stack([finite_norm(row)[0] for row in flat_kn])
 
 
-def measure(before: ResidualHealth | None, gradient_k: Tensor, given_k: Tensor, residual_k: Tensor) -> ResidualHealth:
+def measure(before: ResidualHealth | None, gradient_k: Tensor, input_k: Tensor, residual_k: Tensor) -> ResidualHealth:
     """Compute the statistics of a step.
 
     Args:
         before: statistics of the previous step; None at first.
-        gradient_k, given_k, residual_k: squared norms.
+        gradient_k, input_k, residual_k: squared norms.
     """
     age_k = torch.zeros_like(residual_k) if before is None else before.age_k
-    kept_k = residual_k / given_k.clamp_min(torch.finfo(given_k.dtype).tiny)
-    return ResidualHealth(gradient_k, given_k, residual_k, (age_k + 1) * kept_k.clamp(max=1.0))
+    kept_k = residual_k / input_k.clamp_min(torch.finfo(input_k.dtype).tiny)
+    return ResidualHealth(gradient_k, input_k, residual_k, (age_k + 1) * kept_k.clamp(max=1.0))

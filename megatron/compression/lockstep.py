@@ -15,7 +15,7 @@ from megatron.compression.state import CompressorState
 
 
 @dataclass(frozen=True)
-class Summed:
+class RankResult:
     """A rank's result as tensors: the sum, and the rank's contribution to it."""
 
     total: Tensor
@@ -30,7 +30,7 @@ def run_lockstep(
     step_taken: bool = True,
     nodes: tuple[tuple[int, ...], ...] = (),
     requests: list[Request] | None = None,
-) -> list[Summed]:
+) -> list[RankResult]:
     """Run a compressor in lockstep, and return each rank's result.
 
     ``xs`` hold the sums afterwards, unless an input is nonfinite or the step is not ``step_taken``. With ``sharded``, a
@@ -44,12 +44,12 @@ def run_lockstep(
     step_taken = step_taken and all(bool(torch.isfinite(x).all()) for x in xs)
     inputs = [x.clone() for x in xs]
     all_peers = [Peers(rank, len(xs), nodes if compressor.traits.levels else (), sharded) for rank in range(len(xs))]
-    aggregates = _rounds(compressor, xs, states, all_peers, [] if requests is None else requests)
+    aggregates = _run_rounds(compressor, xs, states, all_peers, [] if requests is None else requests)
     results = []
     for rank, (x, aggregate) in enumerate(zip(xs, aggregates, strict=True)):
         total = dense(aggregate.total, x)
         local = inputs[rank] if aggregate.local is None else dense(aggregate.local, x)
-        results.append(Summed(total, local))
+        results.append(RankResult(total, local))
         if step_taken:
             compressor.finalize(x, aggregate, states[rank], all_peers[rank])
             share, remainder = divmod(x.numel(), len(xs))
@@ -59,7 +59,7 @@ def run_lockstep(
     return results
 
 
-def _rounds(
+def _run_rounds(
     compressor: RoundCompressor,
     xs: Sequence[Tensor],
     states: Sequence[CompressorState],

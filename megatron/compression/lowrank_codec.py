@@ -13,7 +13,7 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.approximation import Approximation, Factors, dense
 from megatron.compression.factors import FactorFormat, wire_dtype
 from megatron.compression.linalg import matrix_shape, random_bases
-from megatron.compression.options import SEED, opt
+from megatron.compression.options import MAX_SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
@@ -31,7 +31,7 @@ class LowRankConfig:
         "basis onto which messages are projected: over their tokens, as published, which gives tokens with small "
         "gradients the errors of others; or over their channels, with which each token loses a part of itself",
     )
-    seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factor", minimum=0, maximum=MAX_SEED)
     factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
         "fp32", "how P and Q are sent: in full, in half precision, or quantized to 8 or 4 bits"
     )
@@ -89,11 +89,11 @@ class LowRankCodec(Codec):
         p_1nr = orthonormalize(matrix_1nm @ orthonormalize(q_1mr))
         if self.config.basis == "tokens":
             p_wire = self.factors.encode(p_1nr)
-            q_1mr = matrix_1nm.transpose(1, 2) @ self._basis(p_wire, (1, n, rank), matrix_1nm.dtype)
+            q_1mr = matrix_1nm.transpose(1, 2) @ self._decode_basis(p_wire, (1, n, rank), matrix_1nm.dtype)
             q_wire = self.factors.encode(q_1mr)
         else:
             q_wire = self.factors.encode(orthonormalize(matrix_1nm.transpose(1, 2) @ p_1nr))
-            q_1mr = self._basis(q_wire, (1, m, rank), matrix_1nm.dtype)
+            q_1mr = self._decode_basis(q_wire, (1, m, rank), matrix_1nm.dtype)
             p_wire = self.factors.encode(matrix_1nm @ q_1mr)
         if self.config.warm_start:
             state.stage("q", q_1mr)
@@ -102,28 +102,30 @@ class LowRankCodec(Codec):
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        factors = self._factors(payload, shape, dtype)
+        factors = self._read_factors(payload, shape, dtype)
         if factors is None:
             return payload.wire
         return dense(factors, payload.wire.new_empty(shape, dtype=wire_dtype(dtype))).to(dtype)
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        return self._factors(payload, x.shape, x.dtype) or payload.wire
+        return self._read_factors(payload, x.shape, x.dtype) or payload.wire
 
-    def _basis(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    def _decode_basis(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
         """The orthonormal factor as computed by the receiver."""
         decoded = self.factors.decode(wire, shape, dtype)
         return decoded if self.factors.exact else orthonormalize(decoded)
 
-    def _factors(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Factors | None:
+    def _read_factors(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Factors | None:
         """Factors in a message; None if the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
             return None
         split = self.factors.nbytes(n * rank, dtype) // payload.wire.element_size()
-        of_tokens = self.config.basis == "tokens"
-        p_of, q_of = (self._basis, self.factors.decode) if of_tokens else (self.factors.decode, self._basis)
-        return Factors(p_of(payload.wire[:split], (1, n, rank), dtype), q_of(payload.wire[split:], (1, m, rank), dtype))
+        decode_p, decode_q = self._decode_basis, self.factors.decode
+        if self.config.basis == "channels":
+            decode_p, decode_q = decode_q, decode_p
+        p_1nr = decode_p(payload.wire[:split], (1, n, rank), dtype)
+        return Factors(p_1nr, decode_q(payload.wire[split:], (1, m, rank), dtype))
 
 
 def register(registry: Registry) -> None:

@@ -35,18 +35,18 @@ class ScaledCodes:
         return [*(count * self.scale_dtype.itemsize for count in self.scales), *self.codes]
 
     @cached_property
-    def _filled(self) -> int:
+    def _content_bytes(self) -> int:
         return sum(self._sizes)
 
     @cached_property
     def nbytes(self) -> int:
         """Size of the message in bytes."""
-        return -(-self._filled // 4) * 4
+        return -(-self._content_bytes // 4) * 4
 
     def to_write(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of scales and codes for writing a message; the padding is zeroed."""
-        if self._filled < self.nbytes:
-            wire[self._filled :] = 0
+        if self._content_bytes < self.nbytes:
+            wire[self._content_bytes :] = 0
         return self._split_wire(wire)
 
     def to_read(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -54,7 +54,7 @@ class ScaledCodes:
         return self._split_wire(wire.clone() if wire.storage_offset() % 4 else wire)
 
     def _split_wire(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        filled = wire if wire.numel() == self._filled else wire[: self._filled]
+        filled = wire if wire.numel() == self._content_bytes else wire[: self._content_bytes]
         sections = filled.split(self._sizes)
         scales = [
             # An empty section may be unaligned.

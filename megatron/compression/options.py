@@ -12,5 +12,5 @@ class CompressorFault(RuntimeError):
     """A violated requirement of a compressor in a run; the message is a line with the fault and its remedy."""
 
 
-SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 """Largest seed of a compressor."""

@@ -83,7 +83,7 @@ class OuterOptions:
         return self.every // self.fragments
 
     @property
-    def meets(self) -> bool:
+    def ends_in_sync(self) -> bool:
         """Whether all islands equal the outer parameters after each round."""
         return self.fragments == 1 and not self.delay and not self.mixing
 
@@ -113,11 +113,11 @@ class RoundSchedule:
     start: int
     end: int
 
-    def local(self, iteration: int) -> bool:
+    def is_local(self, iteration: int) -> bool:
         """Whether an iteration (0-based) is local to an island."""
         return iteration >= self.start
 
-    def sent(self, done: int) -> list[int]:
+    def due_fragments(self, done: int) -> list[int]:
         """Fragments to send after ``done`` iterations of the run, in order."""
         if done <= self.start:
             return []

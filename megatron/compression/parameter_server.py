@@ -43,14 +43,14 @@ class ParameterServer(RoundCompressor):
         if self.config.server == "central":
             received = yield Request(x, Op.COLLECT)
             if received.shape[0]:
-                x.copy_(_added(received))
+                x.copy_(_sum_rows(received))
             return Aggregate((yield Request(x, Op.DISTRIBUTE)), None)
         flat = x.view(-1)
         shard_size = -(-flat.numel() // peers.size)
         padded = flat.new_zeros(shard_size * peers.size)
         padded[: flat.numel()] = flat
         received = yield Request(padded.view(peers.size, shard_size), Op.EXCHANGE)
-        shard_sum = _added(received)
+        shard_sum = _sum_rows(received)
         if peers.sharded and padded.numel() == flat.numel():
             flat[peers.rank * shard_size : (peers.rank + 1) * shard_size] = shard_sum
             return Aggregate(x, None)
@@ -58,7 +58,7 @@ class ParameterServer(RoundCompressor):
         return Aggregate(gathered.view(-1)[: flat.numel()].view(x.shape), None)
 
 
-def _added(rows: Tensor) -> Tensor:
+def _sum_rows(rows: Tensor) -> Tensor:
     """Sum of the rows, added in order."""
     total = rows[0].clone()
     for row in rows[1:]:

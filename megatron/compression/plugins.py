@@ -18,7 +18,7 @@ ENTRY_POINTS = "megatron.compressors"
 
 
 def build_registry(modules: Sequence[str] = ()) -> Registry:
-    """Registry of built-in compressors, compressors of installed packages, and compressors of files.
+    """Build the registry of built-in compressors, compressors of installed packages, and compressors of files.
 
     Args:
         modules: Python files, each with a function ``register(registry)``.
@@ -30,7 +30,7 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
     for entry_point in installed():
         _register(registry, entry_point.load, f"entry point {entry_point.name}")
     for name in modules:
-        _register(registry, lambda path=name: _load(path), f"--compress-module {name}")
+        _register(registry, lambda path=name: _load_register(path), f"--compress-module {name}")
     return registry
 
 
@@ -51,8 +51,8 @@ def _register(registry: Registry, load: object, source: str) -> None:
         raise UserError(f"{source} cannot be used: {type(error).__name__}: {first_line}") from error
 
 
-def _load(name: str) -> object:
-    """The ``register`` function of a Python file."""
+def _load_register(name: str) -> object:
+    """Load the ``register`` function of a Python file."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"--compress-module {name}: there is no such file")

@@ -48,7 +48,7 @@ class Point(enum.Enum):
         return self in (Point.PP_FWD, Point.TP_FWD, Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD)
 
     @property
-    def is_expert_leg(self) -> bool:
+    def is_expert_point(self) -> bool:
         """Whether the point belongs to expert parallelism."""
         return self in EXPERT_POINTS
 

@@ -14,7 +14,7 @@ from megatron.compression.approximation import Factors
 from megatron.compression.factors import FactorFormat
 from megatron.compression.ladder import Rung
 from megatron.compression.linalg import matrix_shape, random_bases
-from megatron.compression.options import SEED, opt
+from megatron.compression.options import MAX_SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
@@ -30,7 +30,7 @@ class PowerSGDConfig:
     min_ratio: float = opt(
         1.0, "send a matrix uncompressed unless its factors are smaller by more than this ratio", minimum=0
     )
-    seed: int = opt(714, "seed of the first factors", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factors", minimum=0, maximum=MAX_SEED)
     factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
         "fp32", "how P and Q are sent: in full, in half precision, or quantized to 8 or 4 bits"
     )

@@ -31,7 +31,7 @@ class QuantizedAdamConfig(FixpointSumConfig):
 
 
 @dataclass(frozen=True)
-class _Answer(Approximation):
+class _MomentumGradient(Approximation):
     """The gradient (M - share m) / (1 - beta), for the exchanged momentum M and the previous momentum m."""
 
     exchanged: Tensor | Approximation
@@ -47,8 +47,8 @@ class _Answer(Approximation):
 
 
 @dataclass(frozen=True)
-class _Moved(Aggregate):
-    """An aggregate, with the aggregate of momenta behind it."""
+class _MomentumAggregate(Aggregate):
+    """An aggregate of gradients, with the exchanged aggregate of momenta."""
 
     exchanged: Aggregate
 
@@ -95,14 +95,14 @@ class QuantizedAdam(RoundCompressor):
         # Every rank keeps the whole momentum, even if it reads only its shard of the gradients.
         exchanged = yield from self.exchange.rounds(x, state, replace(peers, sharded=False))
         assert exchanged.local is not None
-        return _Moved(
-            _Answer(exchanged.total, momentum, beta, beta),
-            _Answer(exchanged.local, momentum, beta / peers.size, beta),
+        return _MomentumAggregate(
+            _MomentumGradient(exchanged.total, momentum, beta, beta),
+            _MomentumGradient(exchanged.local, momentum, beta / peers.size, beta),
             exchanged,
         )
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        assert isinstance(aggregate, _Moved)
+        assert isinstance(aggregate, _MomentumAggregate)
         self.exchange.finalize(x, aggregate.exchanged, state, peers)
         write(aggregate.total, x)
         write(aggregate.exchanged.total, state.buffer("momentum", x))

@@ -27,66 +27,66 @@ class RowFileError(CompressorFault):
     """Raised when the file of rows cannot be written."""
 
 
-_BEHIND = 8
-"""Most rows waiting to be written."""
+_MAX_PENDING_WRITES = 8
+"""Maximum number of rows waiting to be written."""
 
 
 class RowStore:
     """Store of tensors of the same shape and dtype, by integer name.
 
     Args:
-        memory: most rows to keep in memory, the most recently used; None for all.
+        memory: maximum number of rows in memory, the most recently used; None for all.
         folder: folder of the file with the other rows, which is deleted with this object and not checkpointed.
     """
 
     def __init__(self, memory: int | None = None, folder: str | None = None) -> None:
         self.memory = memory
         self.folder = folder
-        self._near: OrderedDict[int, Tensor] = OrderedDict()
-        self._far: dict[int, tuple[int, Future[int]]] = {}
-        self._ahead: dict[int, Future[Tensor]] = {}
-        self._behind: deque[Future[int]] = deque()
+        self._in_memory: OrderedDict[int, Tensor] = OrderedDict()
+        self._on_disk: dict[int, tuple[int, Future[int]]] = {}
+        self._pending_reads: dict[int, Future[Tensor]] = {}
+        self._pending_writes: deque[Future[int]] = deque()
         self._worker: ThreadPoolExecutor | None = None
-        self._free: list[int] = []
-        self._slots = 0
+        self._free_slots: list[int] = []
+        self._slot_count = 0
         self._file: IO[bytes] | None = None
-        self._like: Tensor | None = None
+        self._template: Tensor | None = None
 
     def __contains__(self, name: int) -> bool:
-        return name in self._near or name in self._far
+        return name in self._in_memory or name in self._on_disk
 
     def __len__(self) -> int:
-        return len(self._near) + len(self._far)
+        return len(self._in_memory) + len(self._on_disk)
 
     def names(self) -> list[int]:
         """All names."""
-        return [*self._near, *self._far]
+        return [*self._in_memory, *self._on_disk]
 
     def put(self, name: int, row: Tensor) -> None:
         """Store a row; the least recently used row may move to the file."""
-        self._drop_far(name)
-        self._near[name] = row
-        self._near.move_to_end(name)
-        while self.memory is not None and len(self._near) > self.memory:
-            oldest, oldest_row = self._near.popitem(last=False)
+        self._drop_from_disk(name)
+        self._in_memory[name] = row
+        self._in_memory.move_to_end(name)
+        while self.memory is not None and len(self._in_memory) > self.memory:
+            oldest, oldest_row = self._in_memory.popitem(last=False)
             cpu_row = oldest_row.detach().cpu().contiguous()
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
-                self._like = torch.empty_like(oldest_row, device=oldest_row.device)
-            if self._free:
-                slot = self._free.pop()
+                self._template = torch.empty_like(oldest_row, device=oldest_row.device)
+            if self._free_slots:
+                slot = self._free_slots.pop()
             else:
-                slot, self._slots = self._slots, self._slots + 1
-            while len(self._behind) >= _BEHIND:
-                self._behind.popleft().result()
+                slot, self._slot_count = self._slot_count, self._slot_count + 1
+            while len(self._pending_writes) >= _MAX_PENDING_WRITES:
+                self._pending_writes.popleft().result()
             written = self._worker.submit(self._store, slot, cpu_row)
-            self._behind.append(written)
-            self._far[oldest] = (slot, written)
+            self._pending_writes.append(written)
+            self._on_disk[oldest] = (slot, written)
 
     def prefetch(self, name: int) -> None:
         """Begin to read a row that is needed soon, if it is in the file."""
-        if name in self._far and name not in self._ahead:
-            self._ahead[name] = self._submit_read(name)
+        if name in self._on_disk and name not in self._pending_reads:
+            self._pending_reads[name] = self._submit_read(name)
 
     def get(self, name: int) -> Tensor:
         """Return a row; it counts as used.
@@ -96,32 +96,32 @@ class RowStore:
             DamagedRowError: when the row in the file is damaged.
             RowFileError: when the file cannot be written.
         """
-        if name in self._near:
-            self._near.move_to_end(name)
-            return self._near[name]
+        if name in self._in_memory:
+            self._in_memory.move_to_end(name)
+            return self._in_memory[name]
         self.prefetch(name)
-        row = self._ahead[name].result()
+        row = self._pending_reads[name].result()
         self.put(name, row)
         return row
 
     def discard(self, name: int) -> None:
         """Remove a row, if it exists."""
-        self._near.pop(name, None)
-        self._drop_far(name)
+        self._in_memory.pop(name, None)
+        self._drop_from_disk(name)
 
     def peek(self, name: int) -> Tensor:
         """Return a row; it does not count as used."""
-        return self._near[name] if name in self._near else self._submit_read(name).result()
+        return self._in_memory[name] if name in self._in_memory else self._submit_read(name).result()
 
-    def _drop_far(self, name: int) -> None:
+    def _drop_from_disk(self, name: int) -> None:
         # A write to the slot is queued behind pending reads of it.
-        self._ahead.pop(name, None)
-        if name in self._far:
-            self._free.append(self._far.pop(name)[0])
+        self._pending_reads.pop(name, None)
+        if name in self._on_disk:
+            self._free_slots.append(self._on_disk.pop(name)[0])
 
     def _submit_read(self, name: int) -> Future[Tensor]:
         assert self._worker is not None
-        slot, written = self._far[name]
+        slot, written = self._on_disk[name]
         return self._worker.submit(self._load, slot, written, name)
 
     def _store(self, slot: int, row: Tensor) -> int:
@@ -144,13 +144,13 @@ class RowStore:
 
     def _load(self, slot: int, written: Future[int], name: int) -> Tensor:
         """Read a row, in the worker thread."""
-        assert self._like is not None
+        assert self._template is not None
         checksum = written.result()
         assert self._file is not None
-        size = self._like.numel() * self._like.element_size()
+        size = self._template.numel() * self._template.element_size()
         self._file.seek(slot * size)
         data = bytearray(self._file.read(size))
         if len(data) != size or zlib.crc32(data) != checksum:
             raise DamagedRowError(f"the memory of sample {name} on disk is damaged; go on from the last checkpoint")
         flat = torch.frombuffer(data, dtype=torch.uint8)
-        return flat.view(self._like.dtype).view(self._like.shape).to(self._like.device)
+        return flat.view(self._template.dtype).view(self._template.shape).to(self._template.device)

@@ -22,8 +22,8 @@ class SampleCache:
     """LRU cache of rows by sample, committed or rolled back with the optimizer's step.
 
     Args:
-        capacity: most samples.
-        memory: most rows in memory, the others are in a file; None for all.
+        capacity: maximum number of samples.
+        memory: maximum number of rows in memory; the others are in a file. None for all.
         folder: folder of that file; None for the system's temporary folder.
     """
 
@@ -57,8 +57,8 @@ class SampleCache:
             self._evicted.add(self._order.popitem(last=False)[0])
         return is_cached
 
-    def foresee(self, samples: Iterable[int], size: int) -> list[bool]:
-        """Return values of ``visit`` for these samples in order, without changing the cache."""
+    def predict_visits(self, samples: Iterable[int], size: int) -> list[bool]:
+        """Predict the results of ``visit`` for these samples in order, without changing the cache."""
         order, answers = self._order.copy() if size == self._size else OrderedDict[int, None](), []
         for sample in samples:
             answers.append(sample in order)
@@ -104,7 +104,7 @@ class SampleCache:
         self._evicted.clear()
         self._staged.clear()
 
-    def exported(self) -> tuple[Tensor, Tensor] | None:
+    def export(self) -> tuple[Tensor, Tensor] | None:
         """Samples (n), least recently used first, and their rows (n, ...), on the CPU; None if empty."""
         if not self._order:
             return None
@@ -113,7 +113,7 @@ class SampleCache:
         return torch.tensor(samples, dtype=torch.int64), torch.stack(rows)
 
     def load(self, samples: Tensor, rows: Tensor) -> None:
-        """Restore samples and rows from ``exported``, dropping the oldest beyond the capacity."""
+        """Restore samples and rows from ``export``, dropping the oldest beyond the capacity."""
         pairs = list(zip(samples.tolist(), rows, strict=True))[-self.capacity :]
         self._order = OrderedDict((sample, None) for sample, _ in pairs)
         for sample in self._rows.names():

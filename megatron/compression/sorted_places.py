@@ -25,12 +25,12 @@ class SortedPlaces:
     Args:
         rows: number of rows.
         count: positions per row, in ascending order; repeats are allowed.
-        most: largest possible position, below 2**16 + 1.
+        largest: largest possible position, below 2**16 + 1.
     """
 
     rows: int
     count: int
-    most: int
+    largest: int
 
     @cached_property
     def low_bits(self) -> int:
@@ -39,7 +39,7 @@ class SortedPlaces:
 
     def _unary_bits(self, low: int) -> int:
         """Bits of a row's buckets; 0 for a single bucket."""
-        buckets = self.most >> low
+        buckets = self.largest >> low
         return self.count + buckets if buckets else 0
 
     @cached_property
@@ -60,10 +60,10 @@ class SortedPlaces:
         unary, high, low = sections
         if unary.numel():
             rows_r1 = torch.arange(self.rows, device=places_rc.device).unsqueeze(1) * self.unary_bits
-            at_rc = rows_r1 + torch.arange(self.count, device=places_rc.device)
-            at_rc += places_rc >> self.low_bits
+            bit_rc = rows_r1 + torch.arange(self.count, device=places_rc.device)
+            bit_rc += places_rc >> self.low_bits
             unary_flags = torch.zeros(self.rows * self.unary_bits, dtype=torch.uint8, device=places_rc.device)
-            pack_bits(unary_flags.index_fill_(0, at_rc.view(-1), 1), 1, unary)
+            pack_bits(unary_flags.index_fill_(0, bit_rc.view(-1), 1), 1, unary)
         low_values = places_rc.reshape(-1) & ((1 << self.low_bits) - 1)
         if high.numel():
             pack_bits((low_values >> 8).to(torch.uint8), self.low_bits - 8, high)
@@ -85,7 +85,7 @@ class SortedPlaces:
             places_rc += unpack_bits(low, min(self.low_bits, 8), total).view_as(places_rc)
         if high.numel():
             places_rc += unpack_bits(high, self.low_bits - 8, total).view_as(places_rc).to(torch.int32) << 8
-        return places_rc.clamp_(0, self.most)  # a corrupt message cannot give positions out of range
+        return places_rc.clamp_(0, self.largest)  # a corrupt message cannot give positions out of range
 
 
 def _find_set_bits(packed: Tensor, total: int) -> Tensor:

@@ -310,7 +310,7 @@ def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength
     if evaluation == "on" and not point.forward:
         raise UserError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
     first, last = read_stages(common.get("stages", "all"))
-    if "stages" in common and point in (Point.EMBED_GRAD,):
+    if "stages" in common and point is Point.EMBED_GRAD:
         raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
     text = common.get("warmup", "")
     if text:
@@ -334,11 +334,11 @@ def _parse_fused(point: Point, text: str) -> bool:
 
 
 def _parse_feedback(point: Point, registration: Registration, name: str, kind: str | None) -> str:
-    usual = registration.default_feedback(point)
+    default = registration.default_feedback(point)
     if kind is None:
-        return usual
+        return default
     if kind == "on":
-        kind = usual if usual != "off" else "local" if point.is_reduction else "lazy"
+        kind = default if default != "off" else "local" if point.is_reduction else "lazy"
     kinds = _RESIDUAL_KINDS[point.is_reduction]
     if kind not in kinds:
         raise UserError(f"error-feedback={kind}: the choices at {point.value} are on, {', '.join(kinds)}")

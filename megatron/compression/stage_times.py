@@ -33,7 +33,7 @@ class StageTimes:
     ahead_s: list[float]
 
     @staticmethod
-    def of(ranks: Sequence[int], rows: Sequence[Sequence[float]]) -> StageTimes:
+    def from_rows(ranks: Sequence[int], rows: Sequence[Sequence[float]]) -> StageTimes:
         """Combine the measurements of all processes.
 
         A stage's times are those of its slowest process, and its head start that of its latest process.

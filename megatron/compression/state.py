@@ -121,7 +121,7 @@ class CompressorState:
         """Committed tensors, including the contents of the sample caches."""
         tensors = dict(self.tensors)
         for name, cache in self._caches.items():
-            exported = cache.exported()
+            exported = cache.export()
             if exported is not None:
                 tensors[f"{name}.ids"], tensors[f"{name}.rows"] = exported
         return tensors

@@ -17,7 +17,7 @@ def map_bytes(count: int) -> int:
     return -(-count // 8)
 
 
-def mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixture | None:
+def make_mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixture | None:
     """Mixture with the most extra-bit tiles that fit, with the bitmap, in ``bits`` bits per number; None if none fits.
 
     Args:

@@ -93,8 +93,10 @@ class _Hop:
         chunk_spans = [spans[number] for row in rows for number in row]
         return Messages(self.format, wires.view(len(chunk_spans), wires.numel() // len(chunk_spans)), chunk_spans)
 
-    def summed(self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool) -> dict[int, Tensor]:
-        """Sums of the messages received for this rank's chunks, optionally still transformed."""
+    def sum_received(
+        self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool
+    ) -> dict[int, Tensor]:
+        """Sum the messages received for this rank's chunks; the sums may stay transformed."""
         sums = {}
         for index, number in enumerate(self.rows[self.index]):
             count, format = flat[spans[number]].numel(), self.format
@@ -108,7 +110,7 @@ class _Hop:
 
 
 @dataclass(frozen=True)
-class _Shortened:
+class _EncodedSums:
     """Sums that were encoded again.
 
     Args:
@@ -141,12 +143,12 @@ class _Contribution(Approximation):
     """
 
     first: Messages
-    shortened: Sequence[_Shortened]
+    encoded_sums: Sequence[_EncodedSums]
 
     @cached_property
     def _errors(self) -> list[tuple[list[Approximation], list[Approximation]]]:
         """Errors of the encoded sums, computed lazily after all messages so that no message waits for them."""
-        return [sums.errors() for sums in self.shortened]
+        return [sums.errors() for sums in self.encoded_sums]
 
     def write_to(self, out: Tensor) -> None:
         self.first.write_to(out)
@@ -188,37 +190,37 @@ class TwoStepSum(RoundCompressor):
         return noise_seed(self.config, state, message)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        flat, hops = x.view(-1), self._hops(peers)
+        flat, hops = x.view(-1), self._make_hops(peers)
         chunk_size = -(-flat.numel() // peers.size)
         spans = [slice(i * chunk_size, (i + 1) * chunk_size) for i in range(peers.size)]
         shares = peers.sharded and chunk_size * peers.size == flat.numel()
         chunks = {i: flat[span] for i, span in enumerate(spans)}
         messages: list[Messages] = []
         inputs: list[Messages] = []
-        shortened: list[_Shortened] = []
+        encoded_sums: list[_EncodedSums] = []
         for number, hop in enumerate(hops):
             seeds = {i: self._seed(state, peers, number, i) for i in chunks}
             wires = hop.encode(chunks, chunk_size, seeds, transformed=number > 0)
             messages.append(hop.messages(wires, spans, hop.rows))
             if number:
                 sums_n = [chunks[i] for row in hop.rows for i in row]
-                shortened.append(_Shortened(messages[-1], sums_n, inputs[-1]))
+                encoded_sums.append(_EncodedSums(messages[-1], sums_n, inputs[-1]))
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
             inputs.append(hop.messages(received, spans, [hop.rows[hop.index]] * len(hop.rows)))
-            chunks = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
+            chunks = hop.sum_received(received, flat, spans, transformed=not (shares and hop is hops[-1]))
         if shares:
             total: Approximation = _Share(spans[peers.rank], chunks[peers.rank])
         else:
             final = replace(hops[-1], rows=[(peers.rank,)])
             seeds = {peers.rank: self._seed(state, peers, len(hops), peers.rank)}
             wire = final.encode(chunks, chunk_size, seeds, transformed=True)
-            shortened.append(_Shortened(final.messages(wire, spans, final.rows), [chunks[peers.rank]], inputs[-1]))
+            encoded_sums.append(_EncodedSums(final.messages(wire, spans, final.rows), [chunks[peers.rank]], inputs[-1]))
             wire = wire.view(-1)
             for hop in reversed(hops):
                 wire = yield Request(wire, Op.GATHER, level=hop.level)
             total = final.messages(wire, spans, hops[0].rows)
         state.stage("messages", state.count("messages") + 1)
-        return Aggregate(total, _Contribution(messages[0], shortened))
+        return Aggregate(total, _Contribution(messages[0], encoded_sums))
 
     def _seed(self, state: CompressorState, peers: Peers, step: int, chunk: int) -> int | None:
         """Seed of a chunk's message in a step of the sum.
@@ -228,8 +230,8 @@ class TwoStepSum(RoundCompressor):
         """
         return self.seed(state, (step * peers.size + peers.rank) * peers.size + chunk)
 
-    def _hops(self, peers: Peers) -> list[_Hop]:
-        """Exchanges of a sum, without levels of a single rank."""
+    def _make_hops(self, peers: Peers) -> list[_Hop]:
+        """Make the exchanges of a sum, leaving out levels with a single rank."""
         if self.inside is None or not peers.nodes or peers.size == 1:
             return [_Hop(Level.ALL, self.format, [(rank,) for rank in range(peers.size)], peers.rank)]
         node, across = peers.members(Level.NODE), peers.members(Level.ACROSS)

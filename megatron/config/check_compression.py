@@ -121,9 +121,9 @@ def why_no_traffic(model: ModelConfig, parallel: ParallelConfig, world_size: int
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
-    if point.is_expert_leg and not model.has_experts:
+    if point.is_expert_point and not model.has_experts:
         return "no layer has experts (--num-experts)"
-    if point.is_expert_leg and parallel.expert_model_parallel_size == 1:
+    if point.is_expert_point and parallel.expert_model_parallel_size == 1:
         return "every replica holds all experts (--expert-model-parallel-size)"
     if point is Point.DP_GRAD and parallel.no_allreduce:
         return "--no-allreduce leaves the sums out"

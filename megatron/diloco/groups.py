@@ -17,31 +17,31 @@ from megatron.distributed.work import Caller
 CPU = torch.device("cpu")
 
 
-def group_apart(
+def make_island_group(
     store: dist.Store,
     members: Sequence[int],
-    own_island: int,
+    island: int,
     name: str,
     seconds: float,
     address: str | None,
     device: torch.device,
 ) -> Group:
-    """Make a group unknown to torch's world; a failure in it leaves the world as it is.
+    """Make a group outside torch's world; a failure in the group leaves the world intact.
 
     Args:
         store: store of the group's members alone.
-        members: numbers of the members, which messages name.
-        own_island: this member's number.
+        members: numbers of the member islands, which messages name.
+        island: number of this island.
         name: name of the group.
         seconds: longest time to make the group, and timeout of its operations.
         address: address of this machine at which the others reach this process; None for gloo's own choice.
         device: device of the tensors; tensors on a GPU are staged through host memory.
 
     Raises:
-        CommunicationError: when a member does not come.
+        CommunicationError: when a member does not connect.
     """
     ranks = tuple(members)
-    rank = ranks.index(own_island)
+    rank = ranks.index(island)
     if len(ranks) == 1:
         return Group(None, ranks, rank, name, "none")
     timeout = timedelta(seconds=seconds)
@@ -49,7 +49,7 @@ def group_apart(
     process_group: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
         # Both the store and the members may hang; the store has no time limit for that.
-        backend = Caller("islands").call(lambda: _gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
+        backend = Caller("islands").call(lambda: _make_gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error
@@ -59,9 +59,9 @@ def group_apart(
     return kind(process_group, ranks, rank, name, "gloo")
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """Gloo at an address; by default it takes GLOO_SOCKET_IFNAME, or the address of this machine's name, which on many
-    machines is unreachable for others."""
+def _make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
+    """Make a gloo backend at an address. By default gloo takes GLOO_SOCKET_IFNAME, or the address of this machine's
+    name, which on many machines other machines cannot reach."""
     gloo: Any = dist.ProcessGroupGloo
     if address is None:
         return gloo(store, rank, size, timeout)

@@ -24,9 +24,9 @@ from megatron.distributed.group import Group
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.optimizer.inner import state_names
 
-MOST_JOINS = 4
-"""Attempts to join before the island gives up."""
-_MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
+MAX_JOIN_ATTEMPTS = 4
+"""Number of attempts to join before the island gives up."""
+_MAX_STATE_COPIES, _MAX_EXTRA_ELEMENTS = 8, 1 << 20
 """Limit on the elements of received compressor states: a multiple of the model's parameters, plus a constant."""
 
 
@@ -38,10 +38,10 @@ class Joining:
 
     Args:
         stages: this rank's part of the model.
-        sync: its part in rounds.
+        sync: transfers and outer steps of this rank.
         islands: the other islands.
         stateful_parts: checkpoint state besides tensors.
-        tell: prints a line, on the rank that speaks.
+        tell: prints a line, on the rank that logs.
     """
 
     stages: Sequence[nn.Module]
@@ -51,7 +51,7 @@ class Joining:
     tell: Callable[[str], None]
 
     def admit_islands_at_start(self) -> None:
-        """Before the first step, send the state to islands that have come to the start without it."""
+        """Before the first step, send the state to islands that started without it."""
         islands = self.islands
         awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
         while awaited and islands.admits_islands and not any_rank(islands.control, time.monotonic() > deadline):
@@ -65,7 +65,7 @@ class Joining:
         for island, ticket in self.islands.admit_islands():
             problem = ""
             try:
-                group = self.islands.pair(ticket, self.islands.island, island)
+                group = self.islands.make_pair_group(ticket, self.islands.island, island)
                 store, rank = self.islands.store, self.islands.rank
                 if rank == 0:
                     store.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
@@ -90,7 +90,7 @@ class Joining:
         return joined
 
     def join(self) -> bool:
-        """Wait for a round that admits this island, and take over another island's state.
+        """Wait for a round that admits this island, and copy another island's state.
 
         Returns:
             False when no island is left.
@@ -98,24 +98,26 @@ class Joining:
         Raises:
             CommunicationError: on every rank, when it fails repeatedly.
         """
-        for failures in range(1, MOST_JOINS + 1):
+        for failures in range(1, MAX_JOIN_ATTEMPTS + 1):
             answer = self.islands.request_to_join()
             if answer is None:
                 return False
-            ticket, welcome = answer
+            ticket, reply = answer
             problem = ""
             try:
-                self._receive(self.islands.pair(ticket, welcome.source, self.islands.island), ticket)
+                self._receive(self.islands.make_pair_group(ticket, reply.source, self.islands.island), ticket)
             except CommunicationError as error:
                 problem = str(error)
             if any_rank(self.islands.control, bool(problem)):
                 problem = next(text for text in gather_texts(self.islands.control, problem) if text)
-                self.tell(f"warning: joining has failed {failures} of {MOST_JOINS} times: {problem}")
+                self.tell(f"warning: joining has failed {failures} of {MAX_JOIN_ATTEMPTS} times: {problem}")
                 continue
             iteration = self.stateful_parts.state_dict()["progress"]["iteration"]
-            self.tell(f"joined the other islands at iteration {iteration}, with the state of island {welcome.source}")
+            self.tell(f"joined the other islands at iteration {iteration}, with the state of island {reply.source}")
             return True
-        raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
+        raise CommunicationError(
+            f"joining the other islands has failed {MAX_JOIN_ATTEMPTS} times; the last time: {problem}"
+        )
 
     def _tensors(self) -> Iterator[Tensor]:
         if not self.sync.outer.has_outer_params:  # islands take steps together, and there are no outer parameters yet
@@ -138,8 +140,10 @@ class Joining:
             device = self.sync.topology.device
             sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
             # No compressor needs more memory than this.
-            most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
-            if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
+            most = (
+                _MAX_STATE_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
+            )
+            if any(size < 0 for size in sizes) or sum(sizes) > most + _MAX_EXTRA_ELEMENTS:
                 raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
             states = [
                 {

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.diloco.groups import CPU, group_apart
+from megatron.diloco.groups import CPU, make_island_group
 from megatron.diloco.round_decision import Decision, RoundOutcome, RoundReport, Vote, check_mean, select_members
-from megatron.diloco.startup import LOCAL, IslandStart, QuorumError, StartLimits, finish_of, share
+from megatron.diloco.startup import LOCAL, IslandStart, QuorumError, StartLimits, finish_key, run_on_rank_0
 from megatron.diloco.store import POLL_SECONDS, HeartbeatMonitor, IslandStore
 from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import any_rank, rank_of
@@ -42,7 +42,7 @@ class JoinReply:
     problem: str = ""
 
     @staticmethod
-    def read(value: Mapping[str, Any]) -> JoinReply:
+    def decode(value: Mapping[str, Any]) -> JoinReply:
         """Decode a reply; raise ValueError if it is malformed."""
         members = tuple(map(int, value["members"]))
         if not value["problem"] and value["source"] not in members:
@@ -64,7 +64,7 @@ class Islands:
         tell: prints a line, on rank 0.
 
     ``expected`` are the islands of the last round, initially the islands that began. ``behind`` are islands with an
-    older state at the start. ``starts_synchronously``: the start is in the synchronous warm-up.
+    older state at the start. ``starts_synchronously``: whether the start is in the synchronous warm-up.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Islands:
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
-        self.start = IslandStart(store, island, StartLimits(count, quorum, start_seconds), self._share, tell)
+        self.start = IslandStart(store, island, StartLimits(count, quorum, start_seconds), self._run_on_rank_0, tell)
 
     def begin_generation(
         self, iteration: int, synchronous: bool, identity: Mapping[str, str], weights: str = ""
@@ -107,14 +107,12 @@ class Islands:
 
         Raises:
             UserError: on every rank of all islands, when their settings or weights differ.
-            CommunicationError: when too few islands come in time.
+            CommunicationError: when too few islands arrive in time.
         """
         self._identity = identity
         start = self.start.begin_generation([iteration, synchronous, dict(identity), weights])
         self.expected, self.behind, self.starts_synchronously = start.members, start.behind, start.in_step
         return self.island in self.expected
-
-    # A round.
 
     def report_to_round(
         self,
@@ -139,7 +137,7 @@ class Islands:
         """
         decide = partial(select_members, last_norm=last_norm, outer_param_norm=outer_param_norm)
         return Decision.decode(
-            self._share(lambda: self._report_and_decide(key, arrival, lambda a: decide(a).leave_out(without)))
+            self._run_on_rank_0(lambda: self._report_and_decide(key, arrival, lambda a: decide(a).leave_out(without)))
         )
 
     def _report_and_decide(
@@ -155,7 +153,7 @@ class Islands:
             reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
             silent_islands = monitor.silent()
-            joining_islands = {k for k, _ in self._tickets()}  # they do not report to rounds
+            joining_islands = {k for k, _ in self._waiting_tickets()}  # they do not report to rounds
             missing = set(awaited_islands) - arrivals.keys() - silent_islands - joining_islands
             wait_notice.update(missing)
             if missing and time.monotonic() < deadline:
@@ -180,12 +178,13 @@ class Islands:
         joined_islands = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.store.get(f"joining/{k}", int)
-            welcome = None if ticket is None else self.store.get(f"welcome/{ticket}", JoinReply.read)
-            if welcome is not None and welcome.round == self.last_round and not welcome.problem:
+            reply = None if ticket is None else self.store.get(f"welcome/{ticket}", JoinReply.decode)
+            if reply is not None and reply.round == self.last_round and not reply.problem:
                 joined_islands.add(k)
         return joined_islands | set(self.expected)
 
-    def _tickets(self) -> list[tuple[int, int]]:
+    def _waiting_tickets(self) -> list[tuple[int, int]]:
+        """Islands that ask to join and have no reply yet, with their tickets."""
         tickets = []
         for k in range(self.count):
             ticket = self.store.get(f"joining/{k}", int)
@@ -207,7 +206,7 @@ class Islands:
     def make_group(self, members: Sequence[int], key: str, seconds: float) -> Group:
         """Make a group of this rank and the same rank of other islands."""
         store = dist.PrefixStore(f"{key}/{self.rank}", self.store.box)
-        return group_apart(store, members, self.island, "islands", seconds, self.store.own_address(), self.device)
+        return make_island_group(store, members, self.island, "islands", seconds, self.store.own_address(), self.device)
 
     def decide_outcome(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
         """Decide with the other members whether an attempt counts; the same on all of them.
@@ -218,7 +217,7 @@ class Islands:
             vote: this rank's vote. Failure on any rank is failure of the island; the norms of rank 0 are used.
         """
         vote = replace(vote, failed=any_rank(self.control, vote.failed))
-        outcome = RoundOutcome(self._share(lambda: self._vote_and_decide(key, members, vote)))
+        outcome = RoundOutcome(self._run_on_rank_0(lambda: self._vote_and_decide(key, members, vote)))
         if outcome is not RoundOutcome.COUNTS:
             self._group = None
         elif self.island in members:
@@ -243,17 +242,15 @@ class Islands:
         outcome: str = self.store.wait_for(f"{key}/outcome", poll, RoundOutcome)
         return outcome
 
-    # Joining.
-
     def request_to_join(self) -> tuple[int, JoinReply] | None:
         """Wait until this island may join after a round; return ticket and reply, or None if no island is left.
 
         Raises:
             UserError: on every rank, when the other islands refuse this island.
         """
-        self.store.stop_beating()
+        self.store.stop_heartbeats()
         self._group = None
-        ticket = int(self._share(self._take_ticket))
+        ticket = int(self._run_on_rank_0(self._take_ticket))
         peers = [k for k in range(self.count) if k != self.island]
         monitor = HeartbeatMonitor(self.store, peers)
         if self.rank == 0:
@@ -264,7 +261,7 @@ class Islands:
         answer: JoinReply | None = None
         # All ranks poll, because a round may take longer than the timeout of the island's process group.
         while answer is None:
-            answer = self.store.get(f"welcome/{ticket}", JoinReply.read)
+            answer = self.store.get(f"welcome/{ticket}", JoinReply.decode)
             if answer is None and self.store.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
                 answer = JoinReply(self.island, "", (), why)
@@ -278,11 +275,11 @@ class Islands:
             raise UserError(answer.problem)
         self.last_round, self.expected = answer.round, answer.members
         if self.rank == 0:
-            self.store.beat(self.island)
+            self.store.start_heartbeats(self.island)
         return ticket, answer
 
     def _take_ticket(self) -> int:
-        ticket = self.store.count("tickets")
+        ticket = self.store.increment("tickets")
         self.store.put(f"ticket/{ticket}", dict(self._identity))
         self.store.put(f"joining/{self.island}", ticket)
         return ticket
@@ -296,11 +293,11 @@ class Islands:
         """Admit waiting islands after a round, if this island is its first member; return (island, ticket) pairs."""
         if not self.admits_islands:
             return []
-        return [(k, ticket) for k, ticket in self._share(self._admit_waiting_islands)]
+        return [(k, ticket) for k, ticket in self._run_on_rank_0(self._admit_waiting_islands)]
 
     def _admit_waiting_islands(self) -> list[tuple[int, int]]:
         admitted_islands = []
-        for k, ticket in self._tickets():
+        for k, ticket in self._waiting_tickets():
             problem = ""
             for name, value in (self.store.get(f"ticket/{ticket}", dict) or {}).items():
                 if self._identity.get(name) != value:
@@ -311,7 +308,7 @@ class Islands:
                 admitted_islands.append((k, ticket))
         return admitted_islands
 
-    def pair(self, ticket: int, source: int, joiner: int) -> Group:
+    def make_pair_group(self, ticket: int, source: int, joiner: int) -> Group:
         """Make a group of this rank on the island that sends its state and on the island that joins.
 
         Raises:
@@ -329,21 +326,21 @@ class Islands:
         """
 
         def record_end() -> list[int]:
-            self.store.put(finish_of(self.island), [iteration, folder])
+            self.store.put(finish_key(self.island), [iteration, folder])
             return self._late_islands()
 
-        return [int(k) for k in self._share(record_end)]
+        return [int(k) for k in self._run_on_rank_0(record_end)]
 
-    def still_late(self) -> bool:
+    def has_late_islands(self) -> bool:
         """Whether there are late islands for which this island, as the first member of the last round, may wait."""
-        return self.admits_islands and bool(self._share(self._late_islands))
+        return self.admits_islands and bool(self._run_on_rank_0(self._late_islands))
 
     def _late_islands(self) -> list[int]:
-        return [k for k in range(self.count) if k not in self.expected and self.store.get(finish_of(k)) is None]
+        return [k for k in range(self.count) if k not in self.expected and self.store.get(finish_key(k)) is None]
 
     def leave(self) -> None:
         """End this island's participation."""
-        self.store.stop_beating()
+        self.store.stop_heartbeats()
 
-    def _share(self, call: Callable[[], Any]) -> Any:
-        return share(self.control, call)
+    def _run_on_rank_0(self, call: Callable[[], Any]) -> Any:
+        return run_on_rank_0(self.control, call)

@@ -22,8 +22,8 @@ class OutlierSearch:
         self._members: tuple[int, ...] = ()
         self._turns: list[int | None] | None = None
 
-    def see(self, members: Sequence[int]) -> None:
-        """Note an attempt whose mean was not sound, and turn to the next suspect.
+    def next_suspect(self, members: Sequence[int]) -> None:
+        """Choose the next suspect, after an attempt whose mean was not sound.
 
         Args:
             members: islands that took part.

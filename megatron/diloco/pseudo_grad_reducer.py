@@ -31,7 +31,7 @@ class PseudoGradReducer(BucketReducer):
             group: this rank on all members.
             iteration: 0-based.
             scale: the loss scale of gradients.
-            early: compress even before the end of the point's warm-up.
+            early: whether to compress even before the end of the point's warm-up.
         """
         self.group = group
         self._active = early or self.plan.is_active(self.point, iteration)
@@ -70,7 +70,7 @@ class PseudoGradReducer(BucketReducer):
         """Write the result of ``exchange`` to the buckets, and commit the compressors' states."""
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
             self._finish_bucket(bucket, pending)
-        self._forget()
+        self._clear_pending()
         for state in self.states():
             state.commit()
 
@@ -79,10 +79,10 @@ class PseudoGradReducer(BucketReducer):
         for pending in self._pending:
             if pending.reduction is not None:
                 pending.reduction.close()
-        self._forget()
+        self._clear_pending()
         for state in self.states():
             state.rollback()
 
-    def _forget(self) -> None:
+    def _clear_pending(self) -> None:
         self._pending = []
         self._turns.clear()

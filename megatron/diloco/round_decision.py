@@ -12,18 +12,18 @@ from typing import Any
 OUTLIER_RATIO = 100.0
 """A difference with a norm of more than this many times the (lower) median norm is left out of the sum."""
 
-_MOST_STOP = 4
-"""The greatest reason to end a run."""
+_MAX_STOP = 4
+"""The most urgent reason to end a run (``ExitReason``)."""
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """An island's report when it comes to a round.
+    """An island's report to a round.
 
     Args:
         norm: L2 norm of its pseudo-gradient.
         loss: its training loss; nan if unknown.
-        stop: its greatest reason to end the run; 0 for none.
+        stop: its most urgent reason to end the run; 0 for none.
     """
 
     norm: float
@@ -35,9 +35,9 @@ class RoundReport:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> RoundReport:
-        """Decode an arrival; raise ValueError if it is malformed."""
+        """Decode a report; raise ValueError if it is malformed."""
         norm, loss, stop = value
-        if not 0 <= int(stop) <= _MOST_STOP:
+        if not 0 <= int(stop) <= _MAX_STOP:
             raise ValueError(f"{stop} is no reason to end a run")
         return RoundReport(float(norm), float(loss), int(stop))
 
@@ -57,7 +57,7 @@ class Vote:
     """A member's vote on an attempt.
 
     Args:
-        failed: something failed there.
+        failed: whether something failed there.
         mean_norm: L2 norm of the mean that it received.
         usual_norm: the norm of the member's pseudo-gradient, or that of the last mean if larger: residuals delay part
             of a pseudo-gradient.
@@ -86,7 +86,7 @@ def check_mean(votes: Sequence[Vote]) -> RoundOutcome:
     if any(vote.failed for vote in votes):
         return RoundOutcome.FAILED
     norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
-    # With two, nobody knows which is the outlier.
+    # Of two norms, it is unknown which is the outlier.
     usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
     spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > OUTLIER_RATIO * usual > 0 for vote in votes)
     return RoundOutcome.SPOILED if spoiled else RoundOutcome.COUNTS
@@ -98,9 +98,9 @@ class Decision:
 
     Args:
         members: numbers of the islands whose pseudo-gradients are summed.
-        arrivals: the reports of the islands that came, by number.
-        left_out: reasons why other islands that came take no part.
-        excluded_island: an island that came and is left out, to see whether it spoils the mean; None for none.
+        arrivals: the reports of the islands, by number.
+        left_out: reasons why other islands that reported take no part.
+        excluded_island: an island that reported and is left out, to see whether it spoils the mean; None for none.
     """
 
     members: tuple[int, ...]
@@ -123,7 +123,7 @@ class Decision:
 
     @property
     def stop(self) -> int:
-        """The greatest reason to end the run among the islands that came; 0 for none."""
+        """The most urgent reason to end the run among the islands that reported; 0 for none."""
         return max((arrival.stop for arrival in self.arrivals.values()), default=0)
 
     def encode(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def select_members(
     if not finite:
         raise ValueError("no island has a finite difference")
     usual, of_what = statistics.median_low(finite.values()), "the median"
-    if len(finite) == 2:  # nobody knows which is the outlier, unless a common norm is known
+    if len(finite) == 2:  # it is unknown which is the outlier, unless a common norm is known
         common_norm, of_what = (
             (last_norm, "that of the last mean") if last_norm else (outer_param_norm, "that of the parameters")
         )

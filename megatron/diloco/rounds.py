@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -31,19 +30,6 @@ Tell = Callable[[str, dict[str, Any]], None]
 """Function that prints a line for the user and writes its values to the logs."""
 
 
-@dataclass(frozen=True)
-class RunEnd:
-    """Settings for islands that are late when this island ends.
-
-    Args:
-        folder: folder of this island's last checkpoint; empty without a checkpoint.
-        seconds: maximum time for which this island waits to send its state to late islands.
-    """
-
-    folder: str = ""
-    seconds: float = 0.0
-
-
 class Rounds:
     """Rounds of this island. Every rank of the island has an instance, and all ranks make the same calls.
 
@@ -56,11 +42,12 @@ class Rounds:
         islands: membership of the islands; None for a single island.
         tell: reports an event on the rank that logs.
         joining: admits late islands, or joins other islands; None for a single island.
-        end: settings for late islands at the end of the run.
+        checkpoint_folder: folder of this island's last checkpoint, for late islands; empty without a checkpoint.
+        linger_seconds: maximum time for which this island waits at its end to send its state to late islands.
         left_behind: whether the other islands continued without this island, which must ``join`` them.
 
-    ``synced``: a round has just ended. ``stop_request``: this island's reason to end the run, reported in the next
-    round. ``stop_reason``: the common reason of all islands to end.
+    ``synced``: whether a round has just ended. ``stop_request``: this island's reason to end the run, reported in the
+    next round. ``stop_reason``: the common reason of all islands to end.
     """
 
     def __init__(
@@ -70,11 +57,13 @@ class Rounds:
         islands: Islands | None,
         tell: Tell,
         joining: Joining | None = None,
-        end: RunEnd = RunEnd(),
+        checkpoint_folder: str = "",
+        linger_seconds: float = 0.0,
         left_behind: bool = False,
     ) -> None:
         self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
-        self.joining, self.end = joining, end
+        self.joining = joining
+        self.checkpoint_folder, self.linger_seconds = checkpoint_folder, linger_seconds
         self.left_behind, self.synced = left_behind, False
         self.stop_request = self.stop_reason = 0
         self._losses: list[float] = []
@@ -84,7 +73,7 @@ class Rounds:
 
     def before_step(self, iteration: int) -> None:
         """Copy the outer parameters before the first local step (0-based)."""
-        if self.schedule.local(iteration) and not self.sync.outer.has_outer_params:
+        if self.schedule.is_local(iteration) and not self.sync.outer.has_outer_params:
             self.sync.outer.copy_params()
             for state in self.sync.states():
                 state.tensors.pop(RESIDUAL, None)  # a residual of gradients
@@ -122,13 +111,13 @@ class Rounds:
         return (
             self.sync.outer.has_outer_params
             and self.sync.last_round_iteration < done
-            and bool(self.schedule.sent(done))
+            and bool(self.schedule.due_fragments(done))
         )
 
     def catch_up(self, done: int) -> None:
         """Run the rounds that are due after ``done`` iterations, unless they have been run; see ``after_step``."""
         if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
-            fragments, later = self.schedule.sent(done), self.schedule.applied_at(done) > done
+            fragments, later = self.schedule.due_fragments(done), self.schedule.applied_at(done) > done
             for fragment in fragments:
                 in_flight = None if self.left_behind else self._begin_attempt(fragment, done, 0)
                 if in_flight is not None and (in_flight.failed or not later):
@@ -136,7 +125,7 @@ class Rounds:
             if fragments:
                 self.sync.last_round_iteration = done
                 self._losses.clear()
-                if done == self.schedule.end or self.sync.options.meets:
+                if done == self.schedule.end or self.sync.options.ends_in_sync:
                     self.sync.last_sync_iteration = done
         if self.synced and self.joining is not None and not self.left_behind:
             self.joining.admit_islands()
@@ -169,7 +158,7 @@ class Rounds:
 
     def finish(self, iteration: int) -> None:
         """End the run after its last checkpoint: tell late islands the checkpoint's folder, and let them join."""
-        islands, joining, folder = self.islands, self.joining, self.end.folder
+        islands, joining, folder = self.islands, self.joining, self.checkpoint_folder
         if islands is None or joining is None or not self.sync.outer.has_outer_params:
             return
         try:
@@ -180,10 +169,10 @@ class Rounds:
             self.tell(
                 f"{describe_islands(late)} did not finish with this island at iteration {iteration}: {location}", {}
             )
-            deadline = time.monotonic() + self.end.seconds
-            if self.end.seconds:
-                self.tell(f"waiting for {describe_islands(late)} to join, {self.end.seconds:g} s at most", {})
-            while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
+            deadline = time.monotonic() + self.linger_seconds
+            if self.linger_seconds:
+                self.tell(f"waiting for {describe_islands(late)} to join, {self.linger_seconds:g} s at most", {})
+            while islands.has_late_islands() and not any_rank(islands.control, time.monotonic() > deadline):
                 joining.admit_islands()
                 time.sleep(POLL_SECONDS)
         except CommunicationError as error:  # only late islands are affected: the checkpoint is complete
@@ -288,7 +277,7 @@ class Rounds:
                 return in_flight
             self.sync.fragments[in_flight.fragment].reducer.discard()
             if outcome is RoundOutcome.SPOILED:
-                suspects.see(in_flight.members)
+                suspects.next_suspect(in_flight.members)
                 self.tell(f"warning: {suspects.describe(in_flight.sent)}", {})
             else:
                 failures += 1

@@ -23,27 +23,27 @@ from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import gather_texts, rank_of
 from megatron.distributed.errors import CommunicationError
 
-_BEATS_OF_ANOTHER = 3
+_PROBE_HEARTBEATS = 3
 LOCAL = "local"
 """Key set once the islands no longer synchronize every step."""
 
 
 class QuorumError(CommunicationError):
-    """Raised on every rank of an island when too few islands come to a round, or a round fails repeatedly."""
+    """Raised on every rank of an island when too few islands report to a round, or a round fails repeatedly."""
 
 
-def finish_of(island: int) -> str:
+def finish_key(island: int) -> str:
     """Key of an island's final iteration and the folder of its last checkpoint."""
     return f"finished/{island}"
 
 
 def read_finish(value: Sequence[Any]) -> tuple[int, str]:
-    """Decode the value of ``finish_of``; raise ValueError if it is malformed."""
+    """Decode the value of ``finish_key``; raise ValueError if it is malformed."""
     iteration, folder = value
     return int(iteration), str(folder)
 
 
-def refusal_of(island: int) -> str:
+def refusal_key(island: int) -> str:
     """Key of the reason why an island refuses to start."""
     return f"refused/{island}"
 
@@ -54,8 +54,8 @@ class StartLimits:
 
     Args:
         count: number of islands.
-        quorum: fewest islands that begin.
-        seconds: longest time to wait for the others.
+        quorum: minimum number of islands that begin.
+        seconds: maximum time to wait for the others.
     """
 
     count: int
@@ -63,11 +63,11 @@ class StartLimits:
     seconds: float
 
     def missing(self, arrived: Mapping[int, Any]) -> list[int]:
-        """The islands that have not come."""
+        """The islands that have not arrived."""
         return [k for k in range(self.count) if k not in arrived]
 
-    def absence(self, missing: Sequence[int]) -> Start:
-        """The start that fails because islands are missing."""
+    def fail_start(self, missing: Sequence[int]) -> Start:
+        """Make the start that fails because islands are missing."""
         limit = f"{self.seconds:g} s (--distributed-timeout-minutes)"
         return Start(
             problem=f"{describe_islands(missing)} did not come within {limit}, or ended before; start all of them, or "
@@ -83,8 +83,8 @@ class Start:
         members: the islands that begin the generation.
         problem: the reason why no island may begin; empty if they may.
         iteration: iteration of the checkpoint from which islands continue; None if no island has a checkpoint.
-        behind: the islands that came without that state; it is sent to them before the first step.
-        in_step: islands synchronize every step from there.
+        behind: the islands that arrived without that state; it is sent to them before the first step.
+        in_step: whether islands synchronize every step from there.
     """
 
     members: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Start:
     in_step: bool = False
 
     @staticmethod
-    def read(value: Mapping[str, Any]) -> Start:
+    def decode(value: Mapping[str, Any]) -> Start:
         """Decode a start; raise ValueError if it is malformed."""
         members, behind = (tuple(map(int, value[name])) for name in ("members", "behind"))
         iteration = value["iteration"]
@@ -108,13 +108,13 @@ def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, 
     work that they have done since the last checkpoint in common.
 
     Args:
-        entries: checkpoint iterations of the islands that came.
+        entries: checkpoint iterations of the islands that arrived.
         limits: limits of the start.
         all_below: the iteration below which all islands need the checkpoint.
     """
     missing = limits.missing(entries)
     if missing and len(entries) < limits.quorum:
-        return limits.absence(missing)
+        return limits.fail_start(missing)
     iterations_by_island = {k: set(map(int, iterations)) for k, iterations in entries.items()}
     all_iterations = sorted(set().union(*iterations_by_island.values()), reverse=True)
     if not all_iterations:
@@ -124,7 +124,7 @@ def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, 
     best = next(
         (i for i in all_iterations if holders[i] >= needed[i]), max(all_iterations, key=lambda i: (holders[i], i))
     )
-    return Start(iteration=best) if len(entries) >= needed[best] else limits.absence(missing)
+    return Start(iteration=best) if len(entries) >= needed[best] else limits.fail_start(missing)
 
 
 def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
@@ -146,7 +146,7 @@ def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
                 )
     missing = limits.missing(entries)
     if missing and len(entries) < needed:
-        return limits.absence(missing)
+        return limits.fail_start(missing)
     other = next((k for k in members if entries[k][3] != entries[members[0]][3]), None)
     if other is not None:
         return Start(
@@ -158,28 +158,28 @@ def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
 
 @dataclass(eq=False)
 class IslandStart:
-    """This island at the start of a generation. Every rank of the island has an instance; all call its methods alike.
+    """This island at the start of a generation. Every rank of the island has an instance; all make the same calls.
 
     Args:
-        store: where the islands meet.
+        store: the store of the islands.
         island: number of this island.
         limits: limits of the start.
-        share: runs a call on rank 0 of this island, and returns its result on all ranks.
+        run_on_rank_0: runs a call on rank 0 of this island, and returns its result on all ranks.
         tell: prints a line, on rank 0.
     """
 
     store: IslandStore
     island: int
     limits: StartLimits
-    share: Callable[[Callable[[], Any]], Any]
+    run_on_rank_0: Callable[[Callable[[], Any]], Any]
     tell: Callable[[str], None]
-    _enters: bool | None = None
+    _may_begin: bool | None = None
 
-    def choose_iteration(self, own_iterations: Sequence[int], all_below: float) -> int | None:
-        """Come to the start of a generation, and agree with the others on the checkpoint to continue from.
+    def choose_iteration(self, iterations: Sequence[int], all_below: float) -> int | None:
+        """Enter the start of a generation, and agree with the others on the checkpoint to continue from.
 
         Args:
-            own_iterations: checkpoint iterations of this island.
+            iterations: checkpoint iterations of this island.
             all_below: the iteration below which all islands need the checkpoint: the end of the synchronous warm-up.
 
         Returns:
@@ -187,27 +187,27 @@ class IslandStart:
             island joins.
 
         Raises:
-            UserError: on every rank of all islands, when too few of them have come.
+            UserError: on every rank of all islands, when too few of them arrive.
             CommunicationError: when the store is gone.
         """
-        if not self._enter(max(own_iterations, default=0)):
+        if not self._enter(max(iterations, default=0)):
             return None
-        select_members = partial(choose_iteration, limits=self.limits, all_below=all_below)
-        return self._agree("iteration", list(own_iterations), select_members).iteration
+        choose = partial(choose_iteration, limits=self.limits, all_below=all_below)
+        return self._agree("iteration", list(iterations), choose).iteration
 
-    def begin_generation(self, own_entry: Sequence[Any]) -> Start:
+    def begin_generation(self, entry: Sequence[Any]) -> Start:
         """Begin a generation with the others; return which islands begin, none if a generation is running.
 
         Args:
-            own_entry: this island's entry for ``choose_start``.
+            entry: this island's entry for ``choose_start``.
 
         Raises:
-            UserError: on every rank of all islands, when they cannot go together.
+            UserError: on every rank of all islands, when they cannot train together.
             CommunicationError: when the store is gone.
         """
         if not self._enter():
             return Start()
-        return self._agree("start", list(own_entry), partial(choose_start, limits=self.limits))
+        return self._agree("start", list(entry), partial(choose_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
         """Enter the newest generation, once; return whether it has yet to begin.
@@ -215,29 +215,29 @@ class IslandStart:
         Args:
             newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
         """
-        while self._enters is None:
-            number = int(self.share(self.store.newest_generation))
-            self.store.take_generation(number)
-            problem = self.share(self._duplicate_problem)
+        while self._may_begin is None:
+            number = int(self.run_on_rank_0(self.store.newest_generation))
+            self.store.switch_generation(number)
+            problem = self.run_on_rank_0(self._duplicate_problem)
             if problem:
                 raise UserError(problem)
-            going_on, problem = self.share(lambda: self._going_on(newest))
+            state, problem = self.run_on_rank_0(lambda: self._check_running_generation(newest))
             if problem:
                 raise UserError(problem)
-            if going_on != "ended":
-                self._enters = going_on == "no"
-        return self._enters
+            if state != "ended":
+                self._may_begin = state == "no"
+        return self._may_begin
 
     def _duplicate_problem(self) -> str:
         """An error message if another process is this island; empty otherwise."""
-        if self.store.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
-            before = self.store.pulse([self.island])
-            time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-            if self.store.pulse([self.island]) != before:
+        if self.store.increment(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
+            before = self.store.count_heartbeats([self.island])
+            time.sleep(_PROBE_HEARTBEATS * BEAT_SECONDS)
+            if self.store.count_heartbeats([self.island]) != before:
                 return f"--island {self.island}: there is an island {self.island} already; give each its own number"
         return ""
 
-    def _going_on(self, newest: int | None) -> tuple[str, str]:
+    def _check_running_generation(self, newest: int | None) -> tuple[str, str]:
         """Whether this generation has begun ("yes", "no") or was ended because nobody is left ("ended"); and the reason
         why this island cannot begin another generation, empty if it can.
 
@@ -246,20 +246,20 @@ class IslandStart:
         """
         peers = [k for k in range(self.limits.count) if k != self.island]
         if self.store.get("start") is None:
-            decision = self.store.get("iteration", Start.read)
+            decision = self.store.get("iteration", Start.decode)
             if decision is None:
                 return "no", ""
             if not decision.problem:  # islands agreed on a start; if it never came, all of them ended before it
-                earlier_pulse = self.store.pulse(peers)
-                time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-                if self.store.pulse(peers) != earlier_pulse:
+                earlier_pulse = self.store.count_heartbeats(peers)
+                time.sleep(_PROBE_HEARTBEATS * BEAT_SECONDS)
+                if self.store.count_heartbeats(peers) != earlier_pulse:
                     return "no", ""
-        monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.pulse(peers)
+        monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.count_heartbeats(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
         while len(silent := monitor.silent(SILENT_SECONDS)) < len(peers):
             # During the synchronous warm-up nobody can join: when any of them is gone, all end.
-            if self.store.get(LOCAL) and self.store.pulse(peers) != earlier_pulse:
+            if self.store.get(LOCAL) and self.store.count_heartbeats(peers) != earlier_pulse:
                 return "yes", ""
             alive = [k for k in peers if k not in silent]
             if time.monotonic() > deadline:
@@ -273,16 +273,16 @@ class IslandStart:
                 )
                 announced = True
             time.sleep(POLL_SECONDS)
-        problem = "" if newest is None else self._lateness(peers, newest)
+        problem = "" if newest is None else self._explain_lateness(peers, newest)
         if not problem:
             self.store.end_generation(self.store.generation)
         return "ended", problem
 
-    def _lateness(self, peers: Sequence[int], newest: int) -> str:
+    def _explain_lateness(self, peers: Sequence[int], newest: int) -> str:
         """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
-        if self.store.get(finish_of(self.island)) is not None:
+        if self.store.get(finish_key(self.island)) is not None:
             return ""
-        ends = {k: end for k in peers if (end := self.store.get(finish_of(k), read_finish)) is not None}
+        ends = {k: end for k in peers if (end := self.store.get(finish_key(k), read_finish)) is not None}
         ahead = max(ends, key=lambda k: ends[k][0], default=None)
         if ahead is None or ends[ahead][0] <= newest:
             return ""
@@ -294,30 +294,28 @@ class IslandStart:
             "start all of them again (--islands-linger-seconds is for late islands to join)"
         )
 
-    def _agree(self, key: str, own_entry: Any, select_members: Callable[[Mapping[int, Any]], Start]) -> Start:
-        """Agrees on a decision with all others, or with those that come in time.
+    def _agree(self, key: str, entry: Any, choose: Callable[[Mapping[int, Any]], Start]) -> Start:
+        """Agrees on a decision with all others, or with those that arrive in time.
 
         Args:
             key: name of the decision.
-            own_entry: this island's entry.
-            judge: decides from the entries of islands, by number.
+            entry: this island's entry.
+            choose: decides from the entries of islands, by number.
 
         Raises:
-            UserError: on every rank of all islands, when they cannot go together.
+            UserError: on every rank of all islands, when they cannot train together.
             CommunicationError: when the store is gone.
         """
-        start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, select_members)))
+        start = Start.decode(self.run_on_rank_0(lambda: self._wait_for_all(key, entry, choose)))
         if start.problem:
             raise UserError(start.problem)
         return start
 
-    def _wait_for_all(
-        self, key: str, own_entry: Any, select_members: Callable[[Mapping[int, Any]], Start]
-    ) -> dict[str, Any]:
-        self.store.put(refusal_of(self.island), "")
+    def _wait_for_all(self, key: str, entry: Any, choose: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
+        self.store.put(refusal_key(self.island), "")
         self.store.note_end(self.island, has_ended=False)
-        self.store.beat(self.island)
-        self.store.put(f"{key}/{self.island}", own_entry)
+        self.store.start_heartbeats(self.island)
+        self.store.put(f"{key}/{self.island}", entry)
         deadline = time.monotonic() + self.limits.seconds
         wait_notice = WaitNotice("to come to the start", self.limits.seconds, self.tell)
 
@@ -325,20 +323,20 @@ class IslandStart:
             entries = {k: self.store.get(f"{key}/{k}") for k in range(self.limits.count)}
             entries = {k: value for k, value in entries.items() if value is not None}
             wait_notice.update(self.limits.missing(entries))
-            refused = {k: why for k in range(self.limits.count) if (why := self.store.get(refusal_of(k)))}
+            refused = {k: why for k in range(self.limits.count) if (why := self.store.get(refusal_key(k)))}
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
                 self.store.decide(key, asdict(Start(problem=problem)))
             elif self.store.have_ended(self.limits.missing(entries)) or time.monotonic() > deadline:
                 with self.store.decoding(key):
-                    start = select_members(entries)
+                    start = choose(entries)
                 self.store.decide(key, asdict(start))
 
-        decision: dict[str, Any] = self.store.wait_for(key, poll, Start.read)
+        decision: dict[str, Any] = self.store.wait_for(key, poll, Start.decode)
         return decision
 
 
-def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
+def run_on_rank_0(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
     """Run a call on rank 0 of an island; return its result, or raise its error, on all ranks of the island.
 
     Args:

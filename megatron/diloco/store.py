@@ -24,7 +24,7 @@ from megatron.distributed.work import Caller
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 10.0
-"""Silence after which an island is no longer waited for."""
+"""Time without a heartbeat after which the others no longer wait for an island."""
 _ANSWER_SECONDS = 60.0
 """Longest time to wait for an answer of a store."""
 _THREAD_SECONDS = 2.0
@@ -53,19 +53,19 @@ def serve(host: str, port: int) -> dist.TCPStore:
 
 def note_end(store: dist.Store, island: int, has_ended: bool = True) -> None:
     """Record an island's end for the process that serves the store; see ``IslandStore.note_end``."""
-    dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if has_ended else "")
+    dist.PrefixStore(_PREFIX, store).set(_end_key(island), "1" if has_ended else "")
 
 
-def _end_of(island: int) -> str:
-    """Key that says whether an island's launcher has ended, in all generations."""
+def _end_key(island: int) -> str:
+    """Key of whether an island's launcher has ended, in all generations."""
     return f"ended/{island}"
 
 
 class IslandStore:
     """A process's view of the store.
 
-    A generation lasts from a start that islands take part in together to the end of the last of them: an island that
-    comes later joins it, and if none is left, the next start begins another generation.
+    A generation lasts from a common start of islands to the end of the last of them. An island that arrives later joins
+    it; if none is left, the next start begins another generation.
 
     Args:
         host, port: address of the store.
@@ -77,27 +77,27 @@ class IslandStore:
     """
 
     def __init__(self, host: str, port: int, seconds: float, tell: Callable[[str], None] = lambda line: None) -> None:
-        self.where, self._address = write_address(host, port), (host, port)
+        self.address, self._address = write_address(host, port), (host, port)
         self._seconds = min(seconds, _ANSWER_SECONDS)
         self._caller = Caller("meeting place")
 
-        notice = f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most"
+        notice = f"waiting for the islands' meeting place at {self.address}, {seconds:g} s at most"
         try:
             self._tcp = connect_store(host, port, seconds, lambda: tell(notice))
         except TimeoutError as error:
             raise CommunicationError(
-                f"what listens at {self.where} (--islands-address) has not answered as a meeting place of islands does "
-                f"within {seconds:g} s: another service, or a launcher that hangs?"
+                f"what listens at {self.address} (--islands-address) has not answered as a meeting place of islands "
+                f"does within {seconds:g} s: another service, or a launcher that hangs?"
             ) from error
         except (RuntimeError, ValueError) as error:
             raise CommunicationError(
-                f"no meeting place of islands answers at {self.where} (--islands-address): {first_line(error)}"
+                f"no meeting place of islands answers at {self.address} (--islands-address): {first_line(error)}"
             ) from error
         self.root = dist.PrefixStore(_PREFIX, self._tcp)
         self.generation = 0
         self.box: dist.Store = self.root
-        self._stop = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._stop_event = threading.Event()
+        self._heartbeats: threading.Thread | None = None
 
     def own_address(self) -> str | None:
         """This machine's address towards the store, at which others reach this process.
@@ -115,8 +115,8 @@ class IslandStore:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
 
-    def reading(self, call: Callable[[], T]) -> T:
-        """Run a call of the store.
+    def _call(self, call: Callable[[], T]) -> T:
+        """Run a call that uses the store, with a time limit.
 
         Raises:
             CommunicationError: when the store is gone, or does not answer.
@@ -125,28 +125,28 @@ class IslandStore:
             return self._caller.call(call, self._seconds)
         except TimeoutError as error:
             raise CommunicationError(
-                f"the islands' meeting place at {self.where} has not answered for {self._seconds:g} s: the launcher "
+                f"the islands' meeting place at {self.address} has not answered for {self._seconds:g} s: the launcher "
                 "that serves it hangs, or the network does"
             ) from error
         except RuntimeError as error:
             raise CommunicationError(
-                f"the islands' meeting place at {self.where} is gone: {first_line(error)}"
+                f"the islands' meeting place at {self.address} is gone: {first_line(error)}"
             ) from error
 
-    def take_generation(self, number: int) -> None:
+    def switch_generation(self, number: int) -> None:
         """Switch to a generation."""
         self.generation = number
         self.box = dist.PrefixStore(f"{number}", self.root)
 
     def newest_generation(self) -> int:
         """The number of the newest generation."""
-        text = self.reading(lambda: self.root.compare_set(_GENERATION, "", "1"))
+        text = self._call(lambda: self.root.compare_set(_GENERATION, "", "1"))
         with self.decoding(_GENERATION):
             return int(text)
 
     def end_generation(self, number: int) -> int:
         """Begin the generation after ``number``, unless another island has; return the newest generation."""
-        text = self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
+        text = self._call(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
         with self.decoding(_GENERATION):
             return int(text)
 
@@ -160,7 +160,7 @@ class IslandStore:
         Raises:
             CommunicationError: when the store is gone, or the value is malformed.
         """
-        text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
+        text = self._call(lambda: self.box.get(key) if self.box.check([key]) else None)
         if text is None:
             return None
         with self.decoding(key):
@@ -177,32 +177,32 @@ class IslandStore:
             yield
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             raise CommunicationError(
-                f"the islands' meeting place at {self.where} holds something else than an island writes, at {key}: "
+                f"the islands' meeting place at {self.address} holds something else than an island writes, at {key}: "
                 f"{first_line(error)}"
             ) from error
 
     def put(self, key: str, value: Any) -> None:
         """Set a key."""
-        self.reading(lambda: self.box.set(key, json.dumps(value)))
+        self._call(lambda: self.box.set(key, json.dumps(value)))
 
     def decide(self, key: str, value: Any) -> Any:
         """Set a key that has no value yet; return its value, which is the same for everyone."""
-        text = self.reading(lambda: self.box.compare_set(key, "", json.dumps(value)))
+        text = self._call(lambda: self.box.compare_set(key, "", json.dumps(value)))
         with self.decoding(key):
             return json.loads(text)
 
     def note_end(self, island: int, has_ended: bool = True) -> None:
         """Record that an island's launcher has ended and the island will not come; or that the island is back."""
-        self.reading(lambda: note_end(self._tcp, island, has_ended))
+        self._call(lambda: note_end(self._tcp, island, has_ended))
 
     def have_ended(self, islands: Iterable[int]) -> bool:
         """Whether all of the given islands are known to have ended."""
-        keys = [_end_of(island) for island in islands]
-        return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
+        keys = [_end_key(island) for island in islands]
+        return self._call(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
 
-    def count(self, key: str) -> int:
+    def increment(self, key: str) -> int:
         """Increment a counter; return a number that no other caller gets for this key."""
-        return self.reading(lambda: self.box.add(key, 1))
+        return self._call(lambda: self.box.add(key, 1))
 
     def wait_for(
         self, key: str, until: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
@@ -216,28 +216,30 @@ class IslandStore:
             time.sleep(POLL_SECONDS)
         return self.get(key)
 
-    def beat(self, island: int) -> None:
+    def start_heartbeats(self, island: int) -> None:
         """Start the heartbeats of an island, in a thread."""
-        self.stop_beating()
-        self._stop = threading.Event()
+        self.stop_heartbeats()
+        self._stop_event = threading.Event()
         tcp: Any = self._tcp  # cloned, as another thread uses this connection
         store = dist.PrefixStore(f"{self.generation}", dist.PrefixStore(_PREFIX, tcp.clone()))
-        self._beats = threading.Thread(target=_beat, args=(store, island, self._stop), name="islands", daemon=True)
-        self._beats.start()
+        self._heartbeats = threading.Thread(
+            target=_send_heartbeats, args=(store, island, self._stop_event), name="islands", daemon=True
+        )
+        self._heartbeats.start()
 
-    def stop_beating(self) -> None:
+    def stop_heartbeats(self) -> None:
         """Stop the heartbeats of this island."""
-        if self._beats is not None:
-            self._stop.set()
-            self._beats.join(_THREAD_SECONDS)
-            self._beats = None
+        if self._heartbeats is not None:
+            self._stop_event.set()
+            self._heartbeats.join(_THREAD_SECONDS)
+            self._heartbeats = None
 
-    def pulse(self, islands: Iterable[int]) -> dict[int, int]:
-        """Numbers of heartbeats so far; 0 for islands without heartbeats."""
-        return self.reading(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
+    def count_heartbeats(self, islands: Iterable[int]) -> dict[int, int]:
+        """Count the heartbeats so far; 0 for islands without heartbeats."""
+        return self._call(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
 
 
-def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
+def _send_heartbeats(store: dist.Store, island: int, stop: threading.Event) -> None:
     with suppress(RuntimeError):  # the training thread will report that the store is gone
         while not stop.is_set():
             store.add(f"{_ALIVE}/{island}", 1)
@@ -245,7 +247,7 @@ def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
 
 
 class HeartbeatMonitor:
-    """Watches whether islands are alive, by this process's clock.
+    """Monitor of the islands' heartbeats, by this process's clock.
 
     Args:
         store: the store with their heartbeats.
@@ -255,7 +257,7 @@ class HeartbeatMonitor:
     def __init__(self, store: IslandStore, islands: Collection[int]) -> None:
         self._store = store
         current_time = time.monotonic()
-        self._seen = {island: (count, current_time) for island, count in store.pulse(islands).items()}
+        self._seen = {island: (count, current_time) for island, count in store.count_heartbeats(islands).items()}
         self._read = current_time
 
     def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
@@ -263,7 +265,7 @@ class HeartbeatMonitor:
         current_time = time.monotonic()
         if current_time - self._read >= BEAT_SECONDS:
             self._read = current_time
-            for island, count in self._store.pulse(self._seen).items():
+            for island, count in self._store.count_heartbeats(self._seen).items():
                 if count != self._seen[island][0]:
                     self._seen[island] = (count, current_time)
         return {island for island, (_, last) in self._seen.items() if current_time - last > seconds}

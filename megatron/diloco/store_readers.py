@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megatron.base.memory import return_freed_memory
 
 _TICK_SECONDS = 0.05
-_LEAST_PATIENCE = 0.5
+_MIN_PATIENCE = 0.5
 """Seconds in which a nearby client must read something."""
 _ROUND_TRIPS = 4
 """Round trips in which a more distant client must read something."""
 _INFO_BYTES = 128
-_MOST_GROWTH = 64 << 20
+_MAX_GROWTH = 64 << 20
 """Growth of this process in bytes at which the store's clients are examined."""
 
 
@@ -40,14 +40,14 @@ def watch_readers(store: dist.TCPStore) -> None:
 
 def _watch(store: weakref.ref[dist.TCPStore], port: int) -> None:
     with suppress(OSError):
-        least = _resident_bytes()
+        lowest = _resident_bytes()
         while store() is not None:
             time.sleep(_TICK_SECONDS)
-            least = min(least, _resident_bytes())
-            if _resident_bytes() - least > _MOST_GROWTH and not _cut_off(port):
-                # Otherwise the answers of each client that was cut off would add to the memory of this process.
+            lowest = min(lowest, _resident_bytes())
+            if _resident_bytes() - lowest > _MAX_GROWTH and not _disconnect_idle_clients(port):
+                # Otherwise the answers to each disconnected client would add to the memory of this process.
                 return_freed_memory()
-                least = _resident_bytes()
+                lowest = _resident_bytes()
 
 
 def _resident_bytes() -> int:
@@ -55,9 +55,9 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cut_off(port: int) -> int:
+def _disconnect_idle_clients(port: int) -> int:
     """End the connections at a port with clients that read nothing during the observation; return their number."""
-    cut_off = 0
+    disconnected = 0
     with ExitStack() as stack:
         acknowledged = {
             connection: _acknowledged_bytes(connection) for connection in map(stack.enter_context, _connections(port))
@@ -69,12 +69,12 @@ def _cut_off(port: int) -> int:
             for connection, before in list(acknowledged.items()):
                 if not _unsent_bytes(connection) or _acknowledged_bytes(connection) != before:
                     del acknowledged[connection]
-                elif elapsed > max(_LEAST_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(connection)):
+                elif elapsed > max(_MIN_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(connection)):
                     del acknowledged[connection]
-                    cut_off += 1
+                    disconnected += 1
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
-    return cut_off
+    return disconnected
 
 
 def _connections(port: int) -> list[socket.socket]:

@@ -1,4 +1,4 @@
-"""Notes for the user on the islands that are awaited."""
+"""Notices to the user about awaited islands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def describe_islands(islands: Sequence[int]) -> str:
 
 
 class WaitNotice:
-    """Prints once which islands are awaited, soon after waiting begins.
+    """Notice of the awaited islands, printed once, soon after waiting begins.
 
     Args:
         purpose: the awaited action, for people.

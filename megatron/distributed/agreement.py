@@ -27,8 +27,8 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def communicating(operation: str, call: Callable[[], T]) -> T:
-    """Run a communicating call.
+def run_communication(operation: str, call: Callable[[], T]) -> T:
+    """Run a call that communicates.
 
     Raises:
         CommunicationError: when a peer is gone or too slow.
@@ -44,7 +44,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     if group is None:
         return flag
     value = torch.tensor([int(flag)])
-    communicating("agreement between ranks", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
+    run_communication("agreement between ranks", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
     return bool(value.item())
 
 
@@ -55,12 +55,12 @@ def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     length = torch.tensor([len(text.encode())])
     lengths = [torch.zeros_like(length) for _ in range(size_of(group))]
-    communicating("agreement between ranks", lambda: dist.all_gather(lengths, length, group=group))
+    run_communication("agreement between ranks", lambda: dist.all_gather(lengths, length, group=group))
     longest = max(1, *(int(n) for n in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data[:longest]
     rows = [torch.zeros_like(padded) for _ in lengths]
-    communicating("agreement between ranks", lambda: dist.all_gather(rows, padded, group=group))
+    run_communication("agreement between ranks", lambda: dist.all_gather(rows, padded, group=group))
     return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -72,7 +72,7 @@ def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str |
 
 
 def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None:
-    """Raises on every rank if any rank has a problem.
+    """Raise an error on every rank if any rank has a problem.
 
     Raises:
         UserError: on every rank, with the same text, if any rank has a problem.
@@ -82,7 +82,7 @@ def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None
         raise UserError(agreed)
 
 
-def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
+def run_together(group: dist.ProcessGroup | None, call: Callable[[], T]) -> T:
     """Run a call on every rank, and fail on all ranks if it fails on any.
 
     Raises:
@@ -91,9 +91,9 @@ def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
     result: T | None = None
     problem = None
     try:
-        result = build()
+        result = call()
     except UserError as error:
         problem = str(error)
     raise_together(group, problem)
     assert problem is None
-    return result  # type: ignore[return-value]  # build may return None
+    return result  # type: ignore[return-value]  # the call may return None

@@ -28,8 +28,8 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Names ranks: "rank 3", "ranks 1, 2 and 4 more"."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for people: "rank 3", "ranks 1, 2 and 4 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     listed_ranks = ", ".join(map(str, ranks[:4]))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.distributed.errors import CommunicationError, reason
-from megatron.distributed.work import Caller, CallWork, Together, Work
+from megatron.distributed.work import Caller, CallWork, JointWork, Work
 
 # torch 2.13 renamed these two functions, and warns about the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -237,13 +237,13 @@ class Group:
         each other instead of at once.
         """
 
-        def start_exchange(step: int) -> Together:
+        def start_exchange(step: int) -> JointWork:
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             receive_work = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
             send_work = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
             assert receive_work is not None
             assert send_work is not None
-            return Together((receive_work, send_work))
+            return JointWork((receive_work, send_work))
 
         if self.size == 2:
             return start_exchange(1)

@@ -1,4 +1,4 @@
-"""Detects peers that have died, hung or lost their network.
+"""Detection of peers that have died, hung or lost their network.
 
 A dead process cannot report its death, and a collective that fails names a socket, not a rank. So every rank sends its
 neighbors (``neighbor_mesh.py``) a heartbeat each second. The first rank to miss a heartbeat, or to see a
@@ -26,9 +26,9 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from megatron.base.start import outlive_launcher
-from megatron.distributed.errors import ranks_text
+from megatron.distributed.errors import format_ranks
 from megatron.distributed.neighbor_mesh import LONGEST_LINE, Mesh, Peer
-from megatron.distributed.process_group import leave_reason
+from megatron.distributed.process_group import write_error_file
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
@@ -38,7 +38,7 @@ EXPLAIN_SECONDS = 6.0
 GRACE_SECONDS = 5.0
 """Time in which the main thread may end by itself, once a lost rank is known."""
 FAILING_SECONDS = 30.0
-"""The same for a main thread that is ending already."""
+"""The same for a main thread that is already ending."""
 
 EXIT_PEER_LOST = 3
 """Exit status of a rank that ends because another rank is gone."""
@@ -49,8 +49,8 @@ _DONE = "done"
 _NEWS = "news "
 
 
-class Watch:
-    """Failure detector: sends this rank's heartbeats, and checks those of its neighbors.
+class FailureDetector:
+    """Sender of this rank's heartbeats, and monitor of those of its neighbors.
 
     Args:
         rank, world_size: this rank's number and the number of ranks.
@@ -58,7 +58,7 @@ class Watch:
         exit_status: exit status of a rank that ends itself because a peer or the launcher is gone.
         grace_seconds: time in which the main thread may end by itself once a lost rank is known. On CUDA it may be
             waiting for the device, and cannot; NCCL then ends the process in its own way.
-        launcher: the process id of the launcher that this process must not outlive, if any.
+        launcher: process id of the launcher, which this process must not outlive; None without a launcher.
         leave: ends this process.
     """
 
@@ -89,7 +89,7 @@ class Watch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
         self._beat = 0
-        self._heard: dict[int, int] = {}
+        self._last_heard: dict[int, int] = {}
         """This rank's beat number when each neighbor was last heard."""
         self._done: set[int] = set()
 
@@ -124,27 +124,27 @@ class Watch:
 
     def report(self, reason: str) -> None:
         """Tell the others why this rank fails, unless an earlier reason is known."""
-        self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
+        self._spread_verdict(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
 
     def explain(self) -> str | None:
-        """Names the peer that broke a collective; None when every peer still answers.
+        """Name the peer that broke a collective; None when every peer still answers.
 
-        Takes up to ``EXPLAIN_SECONDS``, and a little longer if another rank holds the suspicion.
+        Takes up to ``EXPLAIN_SECONDS``, and a little longer if only another rank suspects a peer.
         """
         with self._lock:
             self._exit_at = time.monotonic() + FAILING_SECONDS  # the caller is about to end this process
             self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS)
         if not self._known.wait(EXPLAIN_SECONDS):
             with self._lock:
-                silent = self._silent(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
+                silent = self._silent_peers(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
             if silent:
-                self._conclude(self._name(silent), FAILING_SECONDS)
+                self._spread_verdict(self._describe(silent), FAILING_SECONDS)
             else:
                 self._known.wait(2 * BEAT_SECONDS)
         return self._verdict
 
-    def _conclude(self, verdict: str, grace: float) -> None:
-        """Passes on a verdict; a rank keeps the first verdict that it hears.
+    def _spread_verdict(self, verdict: str, grace: float) -> None:
+        """Spread a verdict; a rank keeps the first verdict that it hears.
 
         Args:
             verdict: the diagnosis, in words.
@@ -168,16 +168,16 @@ class Watch:
                 # die.
                 self._beat += 1
                 if self._launcher is not None and os.getppid() != self._launcher:
-                    self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
+                    self._spread_verdict(f"rank {self.rank} failed: its launcher is gone", 0.0)
                 if self._mesh is not None:
                     with self._lock:
                         self._mesh.tell("")
-                        silent = self._silent(self._silent_beats)
+                        silent = self._silent_peers(self._silent_beats)
                     if silent:
-                        self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
+                        self._spread_verdict(self._describe(self._silent_peers(self._silent_beats - 2)), 0.0)
             if current_time >= self._exit_at:
                 text = f"rank {self.rank}: {self._verdict}"
-                leave_reason(text)
+                write_error_file(text)
                 self._print(text)
                 self._leave(self.exit_status)
                 return
@@ -185,17 +185,17 @@ class Watch:
                 self._stop.wait(BEAT_SECONDS)
             else:
                 self._mesh.wait_for_data(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
-                for verdict in self._take_in():
-                    self._conclude(verdict, self._grace_seconds)
+                for verdict in self._read_messages():
+                    self._spread_verdict(verdict, self._grace_seconds)
 
-    def _take_in(self) -> list[str]:
+    def _read_messages(self) -> list[str]:
         """Read the neighbors' messages; return the resulting verdicts."""
         assert self._mesh is not None
         verdicts = []
         with self._lock:
             for peer in self._mesh.peers.values():
-                if peer.lines or peer.rank not in self._heard:
-                    self._heard[peer.rank] = self._beat
+                if peer.lines or peer.rank not in self._last_heard:
+                    self._last_heard[peer.rank] = self._beat
                 self._done |= {peer.rank} if _DONE in peer.lines else set()
                 verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
                 peer.lines.clear()
@@ -205,22 +205,22 @@ class Watch:
                     )
         return verdicts
 
-    def _silent(self, beats: int) -> list[Peer]:
+    def _silent_peers(self, beats: int) -> list[Peer]:
         """Neighbors without a heartbeat for the given number of this rank's beats."""
         if self._mesh is None:
             return []
         return [
             self._mesh.peers[rank]
-            for rank, heard in self._heard.items()
+            for rank, heard in self._last_heard.items()
             if rank not in self._done and self._beat - heard >= beats
         ]
 
-    def _name(self, silent: list[Peer]) -> str:
+    def _describe(self, silent: list[Peer]) -> str:
         hosts: dict[str, list[int]] = defaultdict(list)
         for peer in silent:
             hosts[peer.host].append(peer.rank)
-        names = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
-        seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
+        names = ", ".join(f"{format_ranks(sorted(ranks))} on {host}" for host, ranks in hosts.items())
+        seconds = max(self._beat - self._last_heard[peer.rank] for peer in silent) * BEAT_SECONDS
         return f"{names} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
 
     def _print(self, text: str) -> None:
@@ -235,8 +235,8 @@ class Watch:
         writer.join(BEAT_SECONDS)
 
 
-def ranks_blamed(text: str) -> list[int]:
-    """Ranks that a message of ``Watch`` reports as gone or failed; empty for hung ranks."""
+def parse_blamed_ranks(text: str) -> list[int]:
+    """Ranks that a message of ``FailureDetector`` reports as gone or failed; empty for hung ranks."""
     if _SILENT in text:
         return []
     return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]

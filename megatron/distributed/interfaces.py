@@ -1,6 +1,6 @@
 """Bytes that this machine's network interfaces and this process's TCP connections have sent, without headers.
 
-Interfaces count what all programs send; the kernel's counters of connections tell this process's part.
+Interfaces count the bytes of all programs; the kernel's counters of connections give this process's part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SENT_BYTES, _SENT_PACKETS = 8, 9
 """Columns of the counters."""
 TCP_HEADER, ETHERNET_HEADER = 52, 14
 """Bytes of the headers of IPv4 and TCP with time stamps, and of Ethernet, which loopback does not count."""
-_TCP_INFO_BYTES, _SENT_AND_SENT_AGAIN = 216, 200
+_TCP_INFO_BYTES, _BYTES_SENT_OFFSET = 216, 200
 """Size of Linux's ``tcp_info``, and the place of its fields ``bytes_sent`` and ``bytes_retrans``."""
 
 
@@ -31,7 +31,7 @@ class SentCounts:
     Args:
         namespace: name that no other namespace has, on this or any other machine.
         interfaces: bytes sent by each interface since it exists, without headers.
-        connections: bytes sent by each open TCP connection of this process; empty where Linux does not tell.
+        connections: bytes sent by each open TCP connection of this process; empty where Linux does not report them.
     """
 
     namespace: str
@@ -40,8 +40,8 @@ class SentCounts:
 
 
 def read_sent() -> SentCounts:
-    """Read the counters of this process's connections, and of all interfaces that do not lie on others, whose bytes
-    the others count, too (bonds, bridges, VLANs).
+    """Read the counters of this process's connections, and of all interfaces that are not stacked on others (bonds,
+    bridges, VLANs), since the underlying interfaces count the same bytes.
 
     Raises:
         OSError: when the interfaces' counters cannot be read.
@@ -68,6 +68,6 @@ def _read_connections() -> dict[str, int]:
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if len(info) == _TCP_INFO_BYTES:  # older kernels have fewer fields
-                count, count_again = struct.unpack_from("QQ", info, _SENT_AND_SENT_AGAIN)
-                sent[name] = count - count_again
+                count, retransmitted = struct.unpack_from("QQ", info, _BYTES_SENT_OFFSET)
+                sent[name] = count - retransmitted
     return sent

@@ -34,10 +34,10 @@ class DeviceKernels:
             self._profile.export_chrome_trace(str(path))
             content = json.loads(path.read_text(errors="replace"))
         self._profile = None
-        return kernels_of(content)
+        return extract_kernels(content)
 
 
-def kernels_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+def extract_kernels(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Extract the device events of a torch profiler trace, with a track for each stream."""
     base = content.get("baseTimeNanoseconds", 0) / 1e3
     return [

@@ -33,12 +33,14 @@ class Layout:
         pp: pipeline stages.
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
-        v_shaped: every second chunk's virtual stages run back from the last rank to the first; else all run forth.
+        v_shaped: whether the virtual stages of every second chunk run back from the last rank to the first; otherwise
+            those of all chunks run from the first rank to the last.
         decoder: first stage of the decoder in an encoder-decoder model; 0 if it is the first stage or there is none.
         distances: whether every stage holds an embedding of token distances.
         ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
-        folded: experts are distributed over tensor-parallel ranks, too, and no expert is split. ``ep`` includes these
-            ranks: it is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
+        folded: whether experts are distributed over tensor-parallel ranks, too, and no expert is split (parallel
+            folding, Liu et al. 2025). ``ep`` then includes these ranks: it is a multiple of ``tp`` and divides
+            ``tp * dp``.
     """
 
     tp: int = 1

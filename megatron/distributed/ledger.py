@@ -55,10 +55,10 @@ class _Accounts:
     def add_wait(self, point: Point, seconds: float) -> None:
         self.accounts[point].waited_s += seconds
 
-    def code(self, point: Point, seconds: float) -> None:
+    def add_coding(self, point: Point, seconds: float) -> None:
         self.accounts[point].coded_s += seconds
 
-    def compute(self, seconds: float) -> None:
+    def add_computing(self, seconds: float) -> None:
         self.computed_s += seconds
 
 
@@ -162,11 +162,11 @@ class Ledger:
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Time the encoding of a message."""
-        return self._timed(partial(self._accounts.code, point), "encode", point)
+        return self._timed(partial(self._accounts.add_coding, point), "encode", point)
 
     def decoding(self, point: Point) -> AbstractContextManager[None]:
         """Time the decoding of a message."""
-        return self._timed(partial(self._accounts.code, point), "decode", point)
+        return self._timed(partial(self._accounts.add_coding, point), "decode", point)
 
     def audited(self, point: Point, compressor: C) -> C:
         """The compressor for a point's next tensor, which observers may wrap."""
@@ -190,7 +190,7 @@ class Ledger:
 
     def computing(self) -> AbstractContextManager[None]:
         """Time computation, excluding nested encoding, decoding and waiting."""
-        return _Timed(self, self._accounts.compute)
+        return _Timed(self, self._accounts.add_computing)
 
     def take_totals(self) -> dict[str, dict[str, float]]:
         """Return the accounts with traffic by point name, and reset them. A rank that only receives has times only."""
@@ -226,9 +226,9 @@ class Ledger:
 
 def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
     """All-gather every rank's numbers, in rank order."""
-    mine = torch.tensor([values], dtype=torch.float64)
+    row = torch.tensor([values], dtype=torch.float64)
     rows = torch.empty((group.size, len(values)), dtype=torch.float64)
-    pending = group.all_gather(rows, mine)
+    pending = group.all_gather(rows, row)
     ledger.count_message(Point.CONTROL, pending.sent_bytes)
     pending.wait()
-    return [[float(x) for x in row] for row in rows.tolist()]
+    return [[float(x) for x in numbers] for numbers in rows.tolist()]

@@ -24,7 +24,7 @@ CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
 """Maximum length in bytes; a connection that sends a longer line is not from a rank."""
 _ACCEPT_PAUSE_SECONDS = 0.1
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 """Maximum number of unidentified connections; more than a rank has neighbors at any world size."""
 
 
@@ -46,7 +46,7 @@ class Peer:
         rank, host: the neighbor's rank and machine.
         link: the connection.
         lines: unread lines; an empty line is a heartbeat.
-        closed: the connection has ended.
+        closed: whether the connection has ended.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Peer:
             try:
                 self._unsent_bytes = self._unsent_bytes[self.link.send(self._unsent_bytes) :]
             except BlockingIOError:
-                pass  # nobody reads there: a later line will try again
+                pass  # the peer does not read: a later line will try again
             except OSError:
                 self._unsent_bytes = b""  # the connection has ended; reading finds that out, after the last lines
 
@@ -124,11 +124,11 @@ class Mesh:
             A line for each neighbor that cannot be reached.
 
         Raises:
-            RuntimeError: when the store fails, or a neighbor does not come within the store's timeout.
+            RuntimeError: when the store fails, or a neighbor does not publish its address within the store's timeout.
         """
         port = self._listener.getsockname()[1]
-        own_contact = {"address": self._address, "port": port, "token": self._token, "host": self._host}
-        store.set(f"neighbor/{self.rank}", json.dumps(own_contact))
+        local_contact = {"address": self._address, "port": port, "token": self._token, "host": self._host}
+        store.set(f"neighbor/{self.rank}", json.dumps(local_contact))
         problems = []
         for rank in self.neighbors:
             contact: dict[str, Any] = json.loads(store.get(f"neighbor/{rank}"))
@@ -140,11 +140,11 @@ class Mesh:
                     address = f"{contact['address']}:{contact['port']}"
                     problems.append(f"rank {rank} on {contact['host']} cannot be reached at {address}: {error}")
                     continue
-                peer = self._add(rank, link)
+                peer = self._add_peer(rank, link)
                 peer.tell(f"{self.rank} {contact['token']}")
         return problems
 
-    def _add(self, rank: int, link: socket.socket) -> Peer:
+    def _add_peer(self, rank: int, link: socket.socket) -> Peer:
         link.setblocking(False)
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -164,12 +164,12 @@ class Mesh:
             elif isinstance(key.data, Peer):
                 key.data.read_lines()
                 if key.data.closed:
-                    self._forget(key.data.link)
+                    self._close_link(key.data.link)
             elif isinstance(key.fileobj, socket.socket):
-                self._introduce(key.fileobj)
+                self._identify(key.fileobj)
 
     def wake(self) -> None:
-        """End ``wait`` in another thread."""
+        """End ``wait_for_data`` in another thread."""
         with suppress(OSError):
             self._waker.send(b"\0")
 
@@ -180,14 +180,14 @@ class Mesh:
             time.sleep(_ACCEPT_PAUSE_SECONDS)  # too many open files: the caller stays in the queue, and select returns
             return
         link.setblocking(False)
-        if len(self._strangers) == MOST_STRANGERS:
+        if len(self._strangers) == MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            self._forget(oldest)
+            self._close_link(oldest)
         self._strangers[link] = Peer(-1, "", link)
         self._selector.register(link, selectors.EVENT_READ)
 
-    def _introduce(self, link: socket.socket) -> None:
+    def _identify(self, link: socket.socket) -> None:
         """Register an accepted connection as a neighbor's, once it has sent its rank and this listener's token."""
         stranger = self._strangers.get(link)
         if stranger is None:  # evicted for a newer connection by the same wait
@@ -199,21 +199,21 @@ class Mesh:
             if secrets.compare_digest(token.encode(), self._token.encode()) and rank in self._hosts:
                 self._selector.unregister(link)
                 del self._strangers[link]
-                peer = self._add(rank, link)
+                peer = self._add_peer(rank, link)
                 peer.lines, peer._received_bytes, peer.closed = (
                     stranger.lines,
                     stranger._received_bytes,
                     stranger.closed,
                 )
                 if peer.closed:
-                    self._forget(link)
+                    self._close_link(link)
                 return
             stranger.closed = True
         if stranger.closed:
             del self._strangers[link]
-            self._forget(link)
+            self._close_link(link)
 
-    def _forget(self, link: socket.socket) -> None:
+    def _close_link(self, link: socket.socket) -> None:
         self._selector.unregister(link)
         link.close()
 

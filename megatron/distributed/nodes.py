@@ -15,7 +15,7 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     """Cut the groups of a kind by node: into blocks of equal size, at the same positions in all groups.
 
     The ranks of a node form a block, or several if nodes hold different numbers of ranks: the block size is the
-    greatest that divides all of these numbers. Groups that lie on nodes in different ways are not cut, as
+    greatest that divides all of these numbers. Groups that are placed on nodes in different ways are not cut, as
     tensor-parallel ranks must get equal sums of replicated tensors.
 
     Args:
@@ -47,8 +47,8 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     return common_cut, f"its {size} ranks are on nodes of their own" if block == 1 else ""
 
 
-def sums_by_node(split: NodeSplit) -> str:
-    """A description, for people, of how a group's sums use its nodes."""
+def describe_sums(split: NodeSplit) -> str:
+    """Describe for people how a group's sums use its nodes."""
     block, count = len(split.nodes[0]), len(split.nodes)
     if count == 1:
         return f"{split.reason}, so its sums have one level, inside it"
@@ -64,7 +64,7 @@ def split_by_node(
     node_of: Sequence[str],
     make: Callable[[Iterable[tuple[int, ...]], str], Group | None],
 ) -> None:
-    """Give the group its ranks by node. Every rank of the world calls this, even if it is in none of the groups.
+    """Set the group's ranks by node. Every rank of the world must call this, even if it is in none of the groups.
 
     A subgroup that is the whole group, or a single rank, needs no separate process group.
 
@@ -72,7 +72,7 @@ def split_by_node(
         group: this rank's group of the kind; None if it is in none.
         groups: all groups of the kind.
         node_of: the node of each global rank.
-        make: makes groups, and returns this rank's group; every rank calls it alike.
+        make: makes groups, and returns this rank's group; all ranks must make the same calls.
     """
     positions, why = positions_by_node(groups, node_of)
     columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # sorted like torch's groups

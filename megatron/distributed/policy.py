@@ -29,7 +29,7 @@ class Position:
         boundary: boundary between two virtual stages, by the number of the earlier stage.
         micro_batch: index of the micro-batch in the step.
         num_micro_batches: number of micro-batches in the step.
-        epilogue: the message follows the sender's last forward of the step, so no computation hides it.
+        epilogue: whether the message follows the sender's last forward of the step, so that no computation hides it.
     """
 
     iteration: int
@@ -53,9 +53,8 @@ class CompressionPlan:
         specs: specs by point; other points are not compressed.
         stage, stages: this rank's pipeline stage, and the number of stages.
 
-    ``steps`` counts skipped updates; a run assigns its ``Progress``. ``evaluation_overrides`` holds
-    points at which evaluations compress, or do not, whatever their specs say; ``substitutes`` what ``substitute`` has
-    put in the place of specs.
+    ``steps`` counts skipped updates; a run assigns its ``Progress``. ``evaluation_overrides`` holds, by point, whether
+    evaluations compress regardless of the spec; ``substitutes`` the values of ``--compress`` set by ``substitute``.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
@@ -143,7 +142,7 @@ class CompressionPlan:
                 del cache[key]
 
     def is_turned_off(self, point: Point) -> bool:
-        """Whether ``substitute`` has replaced the point's compressor by exact traffic."""
+        """Whether ``substitute`` has replaced the point's compressor with exact traffic."""
         return point in self._turned_off
 
     def make_trial_plan(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:

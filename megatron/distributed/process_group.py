@@ -27,7 +27,7 @@ from megatron.distributed.store import (
 )
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
-_MOST_LOCAL = 1 << 16
+_MAX_LOCAL_RANKS = 1 << 16
 """Upper bound on the processes of a machine."""
 
 
@@ -51,7 +51,7 @@ class LaunchEnvironment:
         return self.local_world_size == self.world_size
 
     @property
-    def ranks_here(self) -> int:
+    def num_local_ranks(self) -> int:
         """Number of ranks on this machine, as far as the launcher says."""
         return min(max(self.local_world_size or 1, 1), self.world_size)
 
@@ -63,7 +63,7 @@ class LaunchEnvironment:
                 f"RANK is {self.rank}, but the ranks of WORLD_SIZE {self.world_size} are 0 to {self.world_size - 1}; "
                 "correct what the launcher sets"
             )
-        if not 0 <= self.local_rank < _MOST_LOCAL:
+        if not 0 <= self.local_rank < _MAX_LOCAL_RANKS:
             raise UserError(
                 f"LOCAL_RANK (or --local-rank) is {self.local_rank}, not the number of a process on its machine"
             )
@@ -78,28 +78,28 @@ class LaunchEnvironment:
         Raises:
             UserError: when a variable is not a number, or not a valid rank.
         """
-        world_size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-        rank = _number("RANK", "SLURM_PROCID") if world_size is not None else None
-        local = _number("LOCAL_RANK")
+        world_size = _read_number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+        rank = _read_number("RANK", "SLURM_PROCID") if world_size is not None else None
+        local = _read_number("LOCAL_RANK")
         if local is None:
-            local = _number("SLURM_LOCALID") if local_rank is None else local_rank
+            local = _read_number("SLURM_LOCALID") if local_rank is None else local_rank
         if world_size is not None:
-            port = _number("MASTER_PORT")
+            port = _read_number("MASTER_PORT")
             if port is not None and not 0 <= port < 1 << 16:
                 raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
-        local_world_size = _number("LOCAL_WORLD_SIZE")
-        if local_world_size is None and "RANK" not in os.environ and _number("SLURM_STEP_NUM_NODES") == 1:
+        local_world_size = _read_number("LOCAL_WORLD_SIZE")
+        if local_world_size is None and "RANK" not in os.environ and _read_number("SLURM_STEP_NUM_NODES") == 1:
             local_world_size = world_size
         # srun's variables count only for ranks that srun itself started.
-        number = _number("GROUP_RANK") if "RANK" in os.environ else _number("SLURM_NODEID")
+        number = _read_number("GROUP_RANK") if "RANK" in os.environ else _read_number("SLURM_NODEID")
         if number is None and local_world_size is not None and local_world_size > 0:
             number = (rank or 0) // local_world_size
         node = socket.gethostname() if number is None else str(number)
         return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size, node)
 
 
-def _number(*names: str) -> int | None:
-    """The first of the environment variables that is set; None if none is."""
+def _read_number(*names: str) -> int | None:
+    """Read the first of the environment variables that is set; None if none is."""
     for name in names:
         text = os.environ.get(name)
         if text is not None:
@@ -136,7 +136,7 @@ def open_queues() -> str | None:
 
 
 def pick_device(backend: str, local_rank: int) -> torch.device:
-    """The CUDA device of the local rank for nccl, else the CPU."""
+    """Pick the CUDA device of the local rank for nccl, else the CPU."""
     if backend != "nccl":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -144,8 +144,8 @@ def pick_device(backend: str, local_rank: int) -> torch.device:
     return device
 
 
-def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
-    """The rendezvous store of the ranks, at MASTER_ADDR and MASTER_PORT. Rank 0 serves it unless the launcher does.
+def open_rendezvous_store(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
+    """Open the store of the ranks at MASTER_ADDR and MASTER_PORT; rank 0 serves it unless the launcher does.
 
     Raises:
         UserError: when ranks of other machines cannot reach it there.
@@ -168,7 +168,7 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     try:
         store = open_store(master, int(port), 60 * timeout_minutes)
     except (OSError, RuntimeError, ValueError) as error:
-        raise _cannot_join(env, error) from error
+        raise _join_error(env, error) from error
     # torchrun's store outlives the workers. After a restart the new workers would find the old workers' keys there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -183,7 +183,7 @@ def init_process_group(
         env: environment of this process.
         backend: backend of the process group.
         timeout_minutes: timeout of the rendezvous, and of every later collective.
-        store: the store that ``meet`` returned, if it was called.
+        store: the store that ``open_rendezvous_store`` returned, if it was called.
 
     Raises:
         CommunicationError: when the rendezvous fails.
@@ -195,7 +195,7 @@ def init_process_group(
         if interface is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-    store = meet(env, timeout_minutes) if store is None else store
+    store = open_rendezvous_store(env, timeout_minutes) if store is None else store
     if not env.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
         # By default, gloo listens at the address of this machine's name, which Debian makes a loopback address.
         try:
@@ -207,10 +207,10 @@ def init_process_group(
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise _cannot_join(env, error) from error
+        raise _join_error(env, error) from error
 
 
-def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:
+def _join_error(env: LaunchEnvironment, error: Exception) -> CommunicationError:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return CommunicationError(
         f"rank {env.rank} of {env.world_size} cannot join the process group at {address} "
@@ -218,12 +218,12 @@ def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError
     )
 
 
-def leave_reason(text: str, printed: bool = True) -> None:
+def write_error_file(text: str, printed: bool = True) -> None:
     """Write the reason of this rank's failure to torchrun's error file, for the launcher to report.
 
     Args:
         text: the reason; only its first line is used.
-        printed: this rank has already printed it, so tools/launch.py need not.
+        printed: whether this rank has already printed it, so that tools/launch.py need not.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:

@@ -34,12 +34,12 @@ from megatron.distributed.work import Caller
 
 LOOPBACK = "127.0.0.1"
 STATIC, BY_ARRIVAL = "static", "c10d"
-"""torchrun's names of backends: machines with fixed numbers, and machines numbered once all have come."""
+"""torchrun's names of backends: machines with fixed numbers, and machines numbered once all have arrived."""
 _PORTS = {STATIC: 29500, BY_ARRIVAL: 29400}
 """torchrun's default ports."""
 _SECONDS = 600.0
-"""Longest time until all machines have come."""
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+"""Maximum time until all machines have arrived."""
+_SERVED_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 """Errors that mean that another launcher serves the store: on another machine, or earlier on this machine."""
 
 
@@ -50,8 +50,8 @@ class RendezvousAddress:
     Args:
         host, port: address of the store; port 0 takes a free port.
         nodes: number of launchers.
-        node: number of this launcher; None if launchers are numbered once all have come.
-        seconds: longest time until all have come.
+        node: number of this launcher; None if launchers are numbered once all have arrived.
+        seconds: maximum time until all have arrived.
     """
 
     host: str
@@ -120,7 +120,7 @@ class Rendezvous(RendezvousHandler):
             self._store, serves = self._open()
             if serves and self._address.nodes > 1:
                 check_reachable(self._address.host, "give the address that others use (--master-addr, --rdzv-endpoint)")
-            self._node = self._number(dist.PrefixStore(self._run_id, self._store), serves)
+            self._node = self._number_machine(dist.PrefixStore(self._run_id, self._store), serves)
         self._begin()
         store_info = RendezvousStoreInfo(self._address.host, self._store.port)
         return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._node, self._address.nodes, store_info)
@@ -132,7 +132,7 @@ class Rendezvous(RendezvousHandler):
             try:
                 return serve_store(address.host, address.port, address.seconds), True
             except OSError as error:
-                if address.node is not None or error.errno not in _NOT_HERE:
+                if address.node is not None or error.errno not in _SERVED_ELSEWHERE:
                     hint = ""
                     if error.errno == errno.EADDRNOTAVAIL:
                         hint = "; --master-addr is an address of the machine of --node-rank 0"
@@ -146,16 +146,16 @@ class Rendezvous(RendezvousHandler):
                 f"the first machine does not answer at {address.host}:{address.port}: {first_line(error)}"
             ) from error
 
-    def _number(self, store: dist.Store, serves: bool) -> int:
-        """The number of this machine, once all have come."""
+    def _number_machine(self, store: dist.Store, serves: bool) -> int:
+        """Wait until all machines have arrived, and return the number of this machine."""
         address = self._address
         if address.nodes == 1:
             return 0
         number = store.add("arrivals", 1) - 1 if address.node is None else address.node
-        own_entry = json.dumps([not serves, socket.gethostname(), number, uuid.uuid4().hex])
+        entry = json.dumps([not serves, socket.gethostname(), number, uuid.uuid4().hex])
         if number >= address.nodes:
             raise CommunicationError(f"more than {address.nodes} machines have come (--nnodes)")
-        if store.compare_set(f"machine/{number}", "", own_entry).decode() != own_entry:
+        if store.compare_set(f"machine/{number}", "", entry).decode() != entry:
             raise CommunicationError(f"another launcher was started with --node-rank {number}")
         keys = [f"machine/{each}" for each in range(address.nodes)]
         try:
@@ -168,7 +168,7 @@ class Rendezvous(RendezvousHandler):
             ) from error
         if address.node is not None:
             return number
-        return sorted(json.loads(store.get(key)) for key in keys).index(json.loads(own_entry))
+        return sorted(json.loads(store.get(key)) for key in keys).index(json.loads(entry))
 
     def is_closed(self) -> bool:
         return False

@@ -34,7 +34,7 @@ class TensorReduction:
 
 
 @dataclass(frozen=True)
-class _Started:
+class _RunningCollective:
     """A collective in flight, with its (tensor index, result) pairs."""
 
     communication: Pending
@@ -69,7 +69,7 @@ class PackedReduction:
         if raw_bytes is None:  # an exact ring all-reduce, or reduce-scatter
             steps = 1 if sharded else 2
             raw_bytes = sum(steps * (group.size - 1) * num_bytes(reduction.x) // group.size for reduction in reductions)
-        self._raw_left = raw_bytes
+        self._uncounted_raw_bytes = raw_bytes
         for reduction in reductions if ledger.observers else ():
             reduction.compressor = ledger.audited(point, reduction.compressor)
         self.reductions = reductions
@@ -79,7 +79,7 @@ class PackedReduction:
             for reduction in reductions
         ]
         self._aggregates: list[Aggregate | None] = [None] * len(reductions)
-        self._pending: list[_Started] = []
+        self._pending: list[_RunningCollective] = []
         self._resume(dict.fromkeys(range(len(reductions))))
 
     def _peers_of(self, compressor: RoundCompressor) -> Peers:
@@ -110,10 +110,10 @@ class PackedReduction:
                 kinds.setdefault(kind, []).append((index, request.tensor))
             else:
                 pending, result = start_request(request, self.group, self.sharded)
-                self._started(pending, [(index, result)], request.level)
+                self._record_started(pending, [(index, result)], request.level)
         for (op, level, _), members in kinds.items():
             tensors = [tensor for _, tensor in members]
-            size = group_at(self.group, level).size
+            size = select_group(self.group, level).size
             if len(tensors) == 1:
                 packed = tensors[0]
             elif op is Op.EXCHANGE:
@@ -122,14 +122,16 @@ class PackedReduction:
                 packed = torch.cat([tensor.view(-1) for tensor in tensors])
             pending, result = start_request(Request(packed, op, level=level), self.group)
             results = [result] if len(tensors) == 1 else _unpack(op, result, tensors)
-            self._started(pending, [(index, view) for (index, _), view in zip(members, results, strict=True)], level)
+            self._record_started(
+                pending, [(index, view) for (index, _), view in zip(members, results, strict=True)], level
+            )
 
-    def _started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
-        if group_at(self.group, level).size > 1:
+    def _record_started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
+        if select_group(self.group, level).size > 1:
             inside = pending.sent_bytes if level is Level.NODE else 0
-            self.ledger.count_message(self.point, pending.sent_bytes, self._raw_left, inside)
-            self._raw_left = 0
-        self._pending.append(_Started(pending, results, level))
+            self.ledger.count_message(self.point, pending.sent_bytes, self._uncounted_raw_bytes, inside)
+            self._uncounted_raw_bytes = 0
+        self._pending.append(_RunningCollective(pending, results, level))
 
     def advance(self) -> bool:
         """Wait for the current round and start the next; return False if there is none."""
@@ -225,7 +227,7 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
     Raises:
         CompressorFault: when the request is for a node level, and the group has no node groups.
     """
-    x, group = request.tensor, group_at(group, request.level)
+    x, group = request.tensor, select_group(group, request.level)
     if request.op is Op.REDUCE:
         if request.shard_only and sharded and request.level is Level.ALL and x.numel() % group.size == 0:
             flat = x.view(-1)
@@ -244,8 +246,8 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
     return (group.distribute(x) if request.op is Op.DISTRIBUTE else group.broadcast(x)), x
 
 
-def group_at(group: Group, level: Level) -> Group:
-    """The subgroup that takes part in a request at a level.
+def select_group(group: Group, level: Level) -> Group:
+    """Select the subgroup that takes part in a request at a level.
 
     Raises:
         CompressorFault: when the group has no node groups.

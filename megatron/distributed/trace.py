@@ -46,7 +46,7 @@ class _TraceSpan:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _Communication:
     """A communication, from its start on the host to the mark of its completion."""
 
     name: str
@@ -69,7 +69,7 @@ class Trace(Observer):
         layout: the mesh of the run, whose ranks all write traces.
         schedule: pipeline schedule of the run.
         run: unique name of the run, the same on all of its ranks.
-        meet: a barrier that is used to align the ranks' clocks.
+        barrier: a barrier that is used to align the ranks' clocks.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Trace(Observer):
         layout: Layout = Layout(),  # noqa: B008  # immutable
         schedule: str = "",
         run: str = "",
-        meet: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
         self.rank = rank
@@ -92,19 +92,19 @@ class Trace(Observer):
         self.first, self.last = first, last
         self.layout, self.schedule, self.run = layout, schedule, run
         self._clock: Clock = clock or HostClock()
-        self._meet = meet
+        self._barrier = barrier
         self._kernels = kernels
         self._iteration: int | None = None
         self._spans: list[_TraceSpan] = []
-        self._landed: list[_Flight] = []
+        self._communications: list[_Communication] = []
         self._events: list[dict[str, Any]] = []
-        self._flights = 0
+        self._num_communications = 0
         self._aligned: float | None = None
         # Wall-clock time, so that ranks of a machine agree, but monotonic.
         self._offset = time.time() - time.perf_counter()
 
     @property
-    def on(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether this iteration is recorded."""
         return self._iteration is not None
 
@@ -113,41 +113,44 @@ class Trace(Observer):
         if not self.first <= iteration < self.last:
             return
         if self._aligned is None:
-            self._meet()
+            self._barrier()
             self._aligned = time.perf_counter() + self._offset
         if self._kernels is not None:
             self._kernels.start()
         self._clock.anchor()
         self._iteration = iteration
-        self._begun = self._clock.mark()
+        self._iteration_start = self._clock.mark()
 
     def end_step(self) -> None:
         """End the step; write the file after the last recorded step."""
         if self._iteration is None:
             return
         iteration, self._iteration = self._iteration, None
-        self._spans.append(_TraceSpan("iteration", self._begun, self._clock.mark(), {}))
+        self._spans.append(_TraceSpan("iteration", self._iteration_start, self._clock.mark(), {}))
         self._clock.synchronize()
         try:
             for span in self._spans:
                 begin, end = (
-                    self._micros(self._clock.host_time(span.start)),
-                    self._micros(self._clock.host_time(span.stop)),
+                    self._to_microseconds(self._clock.host_time(span.start)),
+                    self._to_microseconds(self._clock.host_time(span.stop)),
                 )
                 duration = max(round(end - begin, 1), 0.0)
                 event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
                 self._events.append({**event, "args": {"iteration": iteration, **span.args}})
-            for flight in self._landed:
-                self._flights += 1
-                begin, end = self._micros(flight.started), self._micros(self._clock.host_time(flight.stop))
-                common = {"name": flight.name, "cat": flight.point, "pid": self.rank, "tid": 0}
-                common["id"] = f"{self.rank}.{self._flights}"
-                args = {"point": flight.point, "sent bytes": flight.sent_bytes, "iteration": iteration}
+            for communication in self._communications:
+                self._num_communications += 1
+                begin, end = (
+                    self._to_microseconds(communication.started),
+                    self._to_microseconds(self._clock.host_time(communication.stop)),
+                )
+                common = {"name": communication.name, "cat": communication.point, "pid": self.rank, "tid": 0}
+                common["id"] = f"{self.rank}.{self._num_communications}"
+                args = {"point": communication.point, "sent bytes": communication.sent_bytes, "iteration": iteration}
                 self._events.append({**common, "ph": "b", "ts": begin, "args": args})
                 self._events.append({**common, "ph": "e", "ts": max(begin, end)})
             for kernel in self._kernels.stop() if self._kernels is not None else ():
                 self._events.append({**kernel, "ph": "X", "pid": self.rank, "args": {"iteration": iteration}})
-            self._spans, self._landed = [], []
+            self._spans, self._communications = [], []
             if iteration + 1 == self.last:
                 self.write()
         except OSError as error:  # no reason to stop a training run
@@ -155,7 +158,7 @@ class Trace(Observer):
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record a span."""
-        return self._span(name, args) if self.on else nullcontext()
+        return self._span(name, args) if self.is_recording else nullcontext()
 
     @contextmanager
     def _span(self, name: str, args: dict[str, Any]) -> Iterator[None]:
@@ -167,9 +170,9 @@ class Trace(Observer):
 
     def on_complete(self, name: str, point: Point, pending: Pending) -> None:
         """Record the completion of a communication."""
-        if self.on:
-            flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
-            self._landed.append(flight)
+        if self.is_recording:
+            communication = _Communication(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
+            self._communications.append(communication)
 
     def write(self) -> None:
         """Write the trace atomically.
@@ -199,6 +202,6 @@ class Trace(Observer):
         os.replace(partial, self.path)
         self._events = []
 
-    def _micros(self, seconds: float) -> float:
+    def _to_microseconds(self, seconds: float) -> float:
         """Convert a ``time.perf_counter`` reading to microseconds since 1970."""
         return round((seconds + self._offset) * 1e6, 1)

@@ -23,8 +23,8 @@ class Work(Protocol):
         """Whether ``wait`` would not block."""
 
 
-class Together:
-    """The handle of several operations.
+class JointWork:
+    """Joint handle of several operations.
 
     A gloo message reports completion only to a waiter. So a query starts a thread that waits; without queries there is
     no thread.
@@ -51,22 +51,22 @@ class Together:
 
 
 class Caller:
-    """A thread that runs calls that may hang, in order; it ends some time after this object.
+    """Thread that runs calls that may hang, in order; it ends some time after this object is deleted.
 
     Args:
         name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         # A daemon: a process that must exit does not wait for a call that hangs, or for peers.
-        threading.Thread(target=_carry_all_out, args=(self._asked,), name=name, daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call behind the earlier calls."""
         done: Future[T] = Future()
-        self._asked.put((call, done))
+        self._calls.put((call, done))
         return done
 
     def call(self, call: Callable[[], T], seconds: float) -> T:
@@ -78,7 +78,7 @@ class Caller:
         return self.start(call).result(seconds)
 
 
-def _carry_all_out(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+def _run_calls(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (request := requests.get()) is not None:
         call, done = request
         try:

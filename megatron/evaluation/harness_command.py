@@ -17,7 +17,7 @@ from megatron.base.errors import UserError, first_line
 from megatron.base.option import derived, option, required
 from megatron.convert.command import convert, parse
 from megatron.data.interrupt import stopped_in_order
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         group = model.topology.control.pg
         if not model.is_sampling_rank:
             follow(model)
-            together(group, lambda: None)
+            run_together(group, lambda: None)
             return
         from megatron.evaluation.lm_eval_adapter import CheckpointLM
 
@@ -191,6 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 outcome = run(CheckpointLM(leader, flags.micro_batch_size), flags)
             except UserError as error:
                 outcome = error  # raised on all ranks, after the other ranks have stopped following
-        together(group, partial(report, outcome, flags))
+        run_together(group, partial(report, outcome, flags))
 
     return run_program(body)

@@ -24,7 +24,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.translate.rules import old_name
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.evaluation.validation import data_of, mean_loss, open_samples
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = open_topology(model_flags, layout, ranks.env)
         group = topology.control.pg
         # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
-        listing = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+        listing = run_together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
         iterations: list[int] = json.loads(gather_texts(group, listing)[0])
         if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
             damaged_list = ", ".join(map(str, damaged))
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
         config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
         data = data_of(config, parsed.sections["data"], parsed.explicit)
-        dataset = together(group, lambda: open_samples(config, data, samples, model))
+        dataset = run_together(group, lambda: open_samples(config, data, samples, model))
         for note in notes_on_samples(config, data, samples) if topology.rank == 0 else ():
             print(note, flush=True)
         settings = {
@@ -257,17 +257,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tokenizer": vars(tokenizer),
         }
         losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
-        together(group, lambda: losses.read() if topology.rank == 0 else None)
+        run_together(group, lambda: losses.read() if topology.rank == 0 else None)
         loaded, lines = iterations[0], []
         for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
-            known_loss = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+            known_loss = run_together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
             loss = model.broadcast_json(known_loss, 0)
             if loss is None:
                 if iteration != loaded:
                     load_weights(model.stage, root, iteration, topology)
                     loaded = iteration
                 loss = new_loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
-                together(group, partial(losses.add_loss, iteration, new_loss) if topology.rank == 0 else lambda: None)
+                run_together(
+                    group, partial(losses.add_loss, iteration, new_loss) if topology.rank == 0 else lambda: None
+                )
             ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
             lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
         if topology.rank == 0:

@@ -17,7 +17,7 @@ from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.text_file import read_lines
 from megatron.base.user_text import flag_of
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
@@ -128,7 +128,7 @@ class Session:
                 print("".join(texts), end="", flush=True)
                 raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
 
-        together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
+        run_together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
 
     def unconditional(self, task: GenerationTaskFlags) -> None:
         detokenize = self.model.tokenizer.detokenize

@@ -21,7 +21,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, minimal_run_config
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan, Position
@@ -184,10 +184,10 @@ def load_model(
     if topology is None:
         topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     group = topology.control.pg
-    config, chosen = together(group, lambda: saved_config(root, iteration))
+    config, chosen = run_together(group, lambda: saved_config(root, iteration))
     check_generates(config, root)
-    entries = together(group, lambda: saved_entries(root, chosen))
-    vocabulary, flags = together(group, lambda: _vocabulary(config, tokenizer, entries))
+    entries = run_together(group, lambda: saved_entries(root, chosen))
+    vocabulary, flags = run_together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     rank = RankContext(config.model, TensorComm(topology.tp, ledger, plan), topology.device, dtype)
     (stage,) = build_stages(rank, topology.layout, topology.coordinates.pp, entries, None)

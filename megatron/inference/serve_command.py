@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.base.errors import UserError
 from megatron.base.option import option
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
-        listening = together(model.topology.control.pg, lambda: listen(flags) if model.is_sampling_rank else None)
+        listening = run_together(model.topology.control.pg, lambda: listen(flags) if model.is_sampling_rank else None)
         if listening is None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # the sampling rank stops this rank

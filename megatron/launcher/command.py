@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.base.errors import UserError, first_line
 from megatron.distributed.errors import CommunicationError
-from megatron.distributed.health import EXIT_PEER_LOST, ranks_blamed
+from megatron.distributed.health import EXIT_PEER_LOST, parse_blamed_ranks
 from megatron.distributed.rendezvous import STATIC, rendezvous_address, use_rendezvous
 from megatron.launcher.islands import (
     launch_islands,
@@ -143,7 +143,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     rank, first = by_time[0]
     if first.exitcode == EXIT_PEER_LOST:
         messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
-        blamed_ranks = (each for message in messages for each in ranks_blamed(message))
+        blamed_ranks = (each for message in messages for each in parse_blamed_ranks(message))
         rank = next((each for each in blamed_ranks if each in failures), rank)
     return rank, failures[rank]
 

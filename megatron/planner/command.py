@@ -136,7 +136,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         resolved = without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
         topology = build_topology(choice_of(resolved, env.world_size).mesh, pick_device(backend, env.local_rank))
-        values = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
+        values = measure_all(resolved, vocab_size, specs, topology, env.num_local_ranks)
         shutdown()
         if env.rank:
             return None
@@ -304,7 +304,7 @@ def run(options: argparse.Namespace) -> None:
     else:  # before measuring, only the number of ranks and their memory are known
         env = LaunchEnvironment.read()
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 4.0
-        cluster = Cluster(gpus=env.world_size, gpus_per_node=env.ranks_here, device=Device(memory_gib=memory))
+        cluster = Cluster(gpus=env.world_size, gpus_per_node=env.num_local_ranks, device=Device(memory_gib=memory))
     gpus = options.gpus or cluster.gpus
     if gpus % config.islands.islands:
         raise UserError(f"--islands {config.islands.islands} does not divide the {gpus} devices; take a multiple")

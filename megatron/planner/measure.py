@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.distributed.clock import clock_of
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger, gather_rows
@@ -232,7 +232,7 @@ class Corrections:
             return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
-        if point.is_expert_leg:
+        if point.is_expert_point:
             # One row for each expert of a token; the number of rows per rank hardly affects the speed.
             shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
@@ -289,14 +289,14 @@ def measure_all(
         values = measure_links(topology, ranks_per_node)
     # What fails on a rank fails on all, before the others wait for it.
     pg = topology.control.pg if topology is not None else None
-    device = together(pg, lambda: measure_device(config.precision.params_dtype, backend))
+    device = run_together(pg, lambda: measure_device(config.precision.params_dtype, backend))
     # All ranks use the same rates, so that their corrections can be averaged.
     values |= _combined({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
     cluster = described(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
     corrections = Corrections(config, vocab_size, choice, cluster, backend)
-    values |= together(pg, corrections.of_parts)
-    values |= together(pg, lambda: {CODING + text: corrections.of_coding(text) for text in specs})
+    values |= run_together(pg, corrections.of_parts)
+    values |= run_together(pg, lambda: {CODING + text: corrections.of_coding(text) for text in specs})
     return _combined(values, topology)
 
 

@@ -21,7 +21,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import named_points, point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import any_rank, gather_texts, together
+from megatron.distributed.agreement import any_rank, gather_texts, run_together
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.policy import CompressionPlan
@@ -97,7 +97,7 @@ def keep_choice(
         return config
     if saved is None or config.checkpoint.finetune:
         return None
-    return together(topology.control.pg, lambda: _kept_config(config, topology, saved, log))
+    return run_together(topology.control.pg, lambda: _kept_config(config, topology, saved, log))
 
 
 def choose_compressors(
@@ -133,7 +133,7 @@ def choose_compressors(
         log("--compress auto: chooses nothing, since no step is left to train")
         return with_specs(config, [], topology), None
     cluster = _cluster(topology, env)
-    ladders = together(group, lambda: read_ladders(config, choice_of(config, cluster.gpus), cluster))
+    ladders = run_together(group, lambda: read_ladders(config, choice_of(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
         return with_specs(config, [], topology), None
@@ -144,7 +144,7 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = described(values, cluster)
-    search = together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
+    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
     contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_specs(config, contender.specs, topology) for contender in contenders]
@@ -155,7 +155,7 @@ def choose_compressors(
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
-    result = together(group, lambda: search.choose(trials))
+    result = run_together(group, lambda: search.choose(trials))
     suggested = suggestions(search.predictor, result.chosen.prediction)
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
@@ -308,14 +308,14 @@ def _agree_on_sets(
     """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
     differently."""
     texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
-    return together(group, lambda: [search.set_with(specs) for specs in json.loads(texts[0])])
+    return run_together(group, lambda: [search.set_with(specs) for specs in json.loads(texts[0])])
 
 
-def _memory_gib(device: torch.device, ranks_here: int) -> float:
+def _memory_gib(device: torch.device, num_local_ranks: int) -> float:
     """Memory of a device; on CPUs, this process's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return memory_of_this_machine() / ranks_here / 2**30
+    return memory_of_this_machine() / num_local_ranks / 2**30
 
 
 def with_specs(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:

@@ -14,7 +14,7 @@ from megatron.config.curriculum import lengths_of
 from megatron.config.memory import in_words
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
-from megatron.distributed.nodes import sums_by_node
+from megatron.distributed.nodes import describe_sums
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
@@ -124,7 +124,7 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
         groups = {Point.DP_GRAD: [topology.dp, topology.expert_dp], Point.EMBED_GRAD: list(embeddings.values())}
         for group in groups.get(point, []):
             if group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
-                notes.append(f"--compress {point.value}={spec.name}: {sums_by_node(group.split)}")
+                notes.append(f"--compress {point.value}={spec.name}: {describe_sums(group.split)}")
     return list(dict.fromkeys(notes))
 
 

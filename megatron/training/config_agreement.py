@@ -17,8 +17,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.base.errors import UserError, first_line
-from megatron.distributed.errors import CommunicationError, ranks_text
-from megatron.distributed.process_group import LaunchEnvironment, meet
+from megatron.distributed.errors import CommunicationError, format_ranks
+from megatron.distributed.process_group import LaunchEnvironment, open_rendezvous_store
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 3.0
@@ -62,7 +62,7 @@ class RankAgreement:
     def __init__(self, env: LaunchEnvironment, timeout_minutes: float) -> None:
         self.env = env
         self.timeout = timedelta(minutes=timeout_minutes)
-        self.store = meet(env, timeout_minutes)
+        self.store = open_rendezvous_store(env, timeout_minutes)
         self._box = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:
@@ -128,7 +128,7 @@ class RankAgreement:
         missing = [rank for rank in range(self.env.world_size) if rank not in identities]
         if missing and not different:
             limit = f"{self.timeout.total_seconds():g} s (--distributed-timeout-minutes)"
-            return Verdict(f"{ranks_text(missing)} did not come within {limit}", bad_input=False)
+            return Verdict(f"{format_ranks(missing)} did not come within {limit}", bad_input=False)
         return Verdict(first_difference(identities) or "")
 
     def _publish(self, verdict: Verdict) -> None:
@@ -163,7 +163,7 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
         if len(ranks_of) > 1:
             columns = enumerate(zip(*ranks_of, strict=False))
             alike = next((at for at, column in columns if len(set(column)) > 1), min(map(len, ranks_of)))
-            value_texts = [f"{_short(value, alike)} on {ranks_text(ranks)}" for value, ranks in ranks_of.items()]
+            value_texts = [f"{_short(value, alike)} on {format_ranks(ranks)}" for value, ranks in ranks_of.items()]
             more_text = f" (and {len(value_texts) - 3} more)" if len(value_texts) > 3 else ""
             return (
                 f"the ranks do not agree: {name} is {' and '.join(value_texts[:3])}{more_text}; make it the same on "

@@ -92,7 +92,7 @@ def _shares(engines: Engines, point: Point) -> Shares:
             compressed += length * (covered and engines.plan.ever_compresses(point, shape))
             highest = max(highest, highest_rank(engines.plan.specs[point], shape))
         return compressed, total, highest
-    if point.is_expert_leg:
+    if point.is_expert_point:
         model, plan = engines.config.model, engines.plan
         # Routing is not known in advance; assume that a layer's tokens choose all its experts uniformly.
         row = (1, model.hidden_size)

@@ -26,10 +26,10 @@ from megatron.config.islands import file_of, folder_of, host_and_port, longest_w
 from megatron.config.run import RunConfig, run_sections
 from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
-from megatron.diloco.rounds import Rounds, RunEnd
-from megatron.diloco.startup import refusal_of
+from megatron.diloco.rounds import Rounds
+from megatron.diloco.startup import refusal_key
 from megatron.diloco.store import IslandStore
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
@@ -113,7 +113,7 @@ def folders_of_others(
             f"warmup={steps_in_step} (a third of the run, unless it is written) they would go in step again; write "
             f"warmup={iteration} or less at --compress outer=..., or begin with new moments (--no-load-optim)"
         )
-    checkpoint_config, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
+    checkpoint_config, _ = run_together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
     saved_count, island_count = checkpoint_config.islands.islands, config.islands.islands
     # A late island may have copied another island's last checkpoint to its own folder.
     takes_over = number is not None and Path(root).name == Path(folder_of("", number)).name
@@ -171,9 +171,18 @@ def begin_rounds(
     if joining is not None and met.begins:
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
-    end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
+    folder = str(Path(save).resolve()) if save else ""
     schedule = RoundSchedule(outer.options, start, train_iters)
-    return Rounds(outer, schedule, islands, reporter.report_round, joining, end, left_behind=not met.begins)
+    return Rounds(
+        outer,
+        schedule,
+        islands,
+        reporter.report_round,
+        joining,
+        checkpoint_folder=folder,
+        linger_seconds=section.islands_linger_seconds,
+        left_behind=not met.begins,
+    )
 
 
 def reach_islands(
@@ -211,7 +220,7 @@ def reach_islands(
         log,
     )
     checkpoint, group = config.checkpoint, topology.control.pg
-    local_iterations = together(group, lambda: _held_iterations(checkpoint) if topology.rank == 0 else [])
+    local_iterations = run_together(group, lambda: _held_iterations(checkpoint) if topology.rank == 0 else [])
     iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A new run from a checkpoint's weights starts with steps in common, or from outer parameters that all islands have.
@@ -298,6 +307,6 @@ def reporting_refusal(config: RunConfig, topology: Topology) -> Iterator[None]:
         if config.islands.several and not config.validation.skip_train and topology.rank == 0:
             with suppress(CommunicationError):
                 meeting_place = IslandStore(*_address(config), _SECONDS_TO_REFUSE)
-                meeting_place.take_generation(meeting_place.newest_generation())
-                meeting_place.put(refusal_of(config.islands.island or 0), str(error))
+                meeting_place.switch_generation(meeting_place.newest_generation())
+                meeting_place.put(refusal_key(config.islands.island or 0), str(error))
         raise

@@ -62,11 +62,11 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
     if config.parallel.distributed_backend == "nccl":
         count = torch.cuda.device_count()
         gpu = torch.cuda.get_device_properties(env.local_rank % count)
-        sharing = -(-env.ranks_here // count)
+        sharing = -(-env.num_local_ranks // count)
         there_is, location = gpu.total_memory // sharing, f"on its GPU ({gpu.name})"
         location += f" for each of the {sharing} ranks that share it" if sharing > 1 else ""
     else:
-        ranks = env.ranks_here
+        ranks = env.num_local_ranks
         there_is = memory_of_this_machine() // ranks
         location = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
     check_memory(config, env.world_size, there_is, location, vocab_size)

@@ -58,6 +58,6 @@ def build_traces(logs: LoggingConfig, schedule: str, topology: Topology, clock: 
         layout=topology.layout,
         schedule=schedule,
         run=f"{int(start_time):x}",
-        meet=topology.control.barrier,
+        barrier=topology.control.barrier,
     )
     return [trace]

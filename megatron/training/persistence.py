@@ -37,7 +37,7 @@ from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.state_slice import PREFIX
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.merge import differing_flags
-from megatron.distributed.agreement import raise_together, together
+from megatron.distributed.agreement import raise_together, run_together
 from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
@@ -212,7 +212,7 @@ class RunCheckpoints:
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
         """
-        saved = together(self.group, lambda: saved_shapes(root, iteration, ""))
+        saved = run_together(self.group, lambda: saved_shapes(root, iteration, ""))
         precise = any(name.startswith(MAIN) for name in saved)
         tensors = {}
         for name, shard in self._weights(precise).items():
@@ -237,7 +237,7 @@ class RunCheckpoints:
             check_optimizer(root, iteration, self.run_config, self.group)
         saved_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
-            saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
+            saved_main = bool(run_together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(saved_main)
         if self.config.moe_use_upcycling:
             check_dense(root, iteration, self.group)
@@ -259,7 +259,7 @@ class RunCheckpoints:
         def unused(name: str) -> bool:
             return name.startswith(ignored_prefixes) and not name.startswith(weights)
 
-        saved_model = together(self.group, lambda: saved_section(root, iteration, "model"))
+        saved_model = run_together(self.group, lambda: saved_section(root, iteration, "model"))
         differing = differing_flags(self.run_config.model, saved_model, self.config.moe_use_upcycling)
         load = partial(load_tensors, root, iteration, tensors, self.group, log=self.log)
         load(allow_unexpected=unused, differing=differing.keys(), reads_data=reads_data)
@@ -296,7 +296,9 @@ class RunCheckpoints:
                 "taken all the same; --use-checkpoint-args takes its flags, too"
             )
         if not self.config.finetune:
-            sections = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
+            sections = run_together(
+                self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS}
+            )
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
 
@@ -315,7 +317,7 @@ class RunCheckpoints:
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""
         outer = self.engines.outer
-        saved_names = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
+        saved_names = run_together(self.group, lambda: saved_shapes(root, iteration, OUTER))
         if outer is None or not saved_names:
             if saved_names:
                 self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")

@@ -31,7 +31,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import batch_schedule
 from megatron.data.build import Datasets, build_datasets
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.process_group import LaunchEnvironment, pick_device
 from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.tokenizer.api import Tokenizer
@@ -196,7 +196,7 @@ def run(
             check_saved_model_type(config.checkpoint, saved, config.model.type_and_task, topology)
         position = saved.progress if saved is not None else Progress()
         train_iters = _count_iterations(config, sizes, position)
-        datasets, vocab_size = together(
+        datasets, vocab_size = run_together(
             topology.control.pg, lambda: _open_data(config, env, train_iters, position, job)
         )
         plan = RunPlan(
@@ -208,7 +208,7 @@ def run(
             started=ranks.started,
             judge=job.judge,
         )
-        together(topology.control.pg, lambda: check_room(config, env, vocab_size))
+        run_together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         parts = RunParts(
             env, topology, plan, datasets, vocab_size, length, islands, lock, job.sections, job.pretrained, log
@@ -230,7 +230,7 @@ def _build_length_schedule(config: RunConfig, topology: Topology) -> LengthSched
         UserError: on every rank, when a function of the user's returns different lengths on different ranks.
     """
     group = topology.control.pg
-    lengths = together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
+    lengths = run_together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
     if len(set(gather_texts(group, str(hash(lengths))))) > 1:
         raise UserError(
             f"--curriculum-function {config.curriculum.curriculum_function}: ranks got different lengths; return the "

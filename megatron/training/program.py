@@ -17,13 +17,13 @@ from megatron.base.errors import UserError, first_line
 from megatron.base.start import launcher_pid
 from megatron.compression.options import CompressorFault
 from megatron.distributed.errors import CommunicationError
-from megatron.distributed.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch
+from megatron.distributed.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, FailureDetector
 from megatron.distributed.process_group import (
     LaunchEnvironment,
     init_process_group,
-    leave_reason,
     open_queues,
     shutdown,
+    write_error_file,
 )
 from megatron.training.config_agreement import LEAVE_SECONDS, RankAgreement
 from megatron.training.identity import identity_of
@@ -74,7 +74,7 @@ class Ranks:
     Attributes:
         env: rank and world size of this process, from the launcher.
         started: ``time.monotonic()`` at the start of the command.
-        watch: heartbeat monitor of the other ranks; None before ``join``.
+        detector: heartbeat monitor of the other ranks; None before ``join``.
         agreement: the exchange in which all ranks agreed on their settings; None before ``join``.
     """
 
@@ -82,7 +82,7 @@ class Ranks:
         self.started = time.monotonic()
         self.env = LaunchEnvironment.read()
         self._note = open_queues()
-        self.watch: Watch | None = None
+        self.detector: FailureDetector | None = None
         self.agreement: RankAgreement | None = None
 
     def join(
@@ -112,7 +112,7 @@ class Ranks:
             self.agreement.agree(identity)
         store = self.agreement.store if self.agreement is not None else None
         if store is not None or launcher is not None:
-            watch = Watch(
+            detector = FailureDetector(
                 env.rank,
                 env.world_size,
                 silent_seconds=peer_timeout_seconds,
@@ -121,10 +121,10 @@ class Ranks:
                 launcher=launcher,
             )
             try:
-                watch.start(store, os.environ.get("MASTER_ADDR", "localhost"), local=env.one_machine)
+                detector.start(store, os.environ.get("MASTER_ADDR", "localhost"), local=env.one_machine)
             except (RuntimeError, OSError) as error:
                 raise CommunicationError(f"rank {env.rank} cannot meet its neighbors: {first_line(error)}") from error
-            self.watch = watch
+            self.detector = detector
         if store is not None:
             init_process_group(env, backend, timeout_minutes, store)
         if self.env.rank == 0:
@@ -133,8 +133,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Stop the watch and leave the process group, at the end of a command that has succeeded."""
-        if self.watch is not None:
-            self.watch.stop()
+        if self.detector is not None:
+            self.detector.stop()
         shutdown()
 
     def fail(self, text: str, status: int, reason: str | None = None) -> int:
@@ -157,10 +157,10 @@ class Ranks:
                 printed = True
         if not prints:
             time.sleep(_RANK_0_PRINTS_SECONDS)
-        leave_reason(f"rank {self.env.rank} failed: {reason}" if status == EXIT_BUG and reason else text, printed)
-        if self.watch is not None:
+        write_error_file(f"rank {self.env.rank} failed: {reason}" if status == EXIT_BUG and reason else text, printed)
+        if self.detector is not None:
             if status != EXIT_PEER_LOST:
-                self.watch.report(reason or text)
+                self.detector.report(reason or text)
             sys.stdout.flush()
             os._exit(status)  # threads of a broken process group can block an orderly exit
         return status
@@ -179,7 +179,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks = Ranks()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        leave_reason(f"error: {error}")
+        write_error_file(f"error: {error}")
         return EXIT_BAD_INPUT
     try:
         body(ranks)
@@ -190,7 +190,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
     except CommunicationError as error:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             return ranks.fail(f"rank {ranks.env.rank}: {explain_out_of_memory(error.__cause__)}", EXIT_BUG)
-        lost = ranks.watch.explain() if ranks.watch is not None else None
+        lost = ranks.detector.explain() if ranks.detector is not None else None
         why = f"{lost} ({error})" if lost else str(error)
         return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
     except CompressorFault as error:
@@ -199,7 +199,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks.leave()
         if ranks.env.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        leave_reason(f"error: {error}", printed=ranks.env.rank == 0)
+        write_error_file(f"error: {error}", printed=ranks.env.rank == 0)
         return error.status
     except KeyboardInterrupt:
         return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)

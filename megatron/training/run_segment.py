@@ -18,7 +18,7 @@ from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.data.build import Datasets
 from megatron.diloco.membership import Islands
-from megatron.distributed.agreement import together
+from megatron.distributed.agreement import run_together
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
@@ -73,7 +73,7 @@ class RunParts:
 
     def build_engines(self, config: RunConfig) -> Engines:
         """Build this rank's engines. A collective call."""
-        return together(
+        return run_together(
             self.topology.control.pg, lambda: build_engines(config, self.topology, self.vocab_size, self.length)
         )
 
@@ -181,8 +181,8 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             reporter.step_time_check = StepTimeCheck(chosen, engines.plan, adapts, checks.s_per_token, run.choice_s)
         guard = None
         if parts.trains(config, saved) and LossGuard.is_needed(engines):
-            batches = together(topology.control.pg, lambda: held_out_batches(engines, plan))
-            guard = together(topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss))
+            batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))
+            guard = run_together(topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss))
         certificate = None
         if config.checkpoint.certificate:
             certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check)
@@ -200,7 +200,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     start = 0 if saved is None else saved.progress.iteration
     met = meet_islands(engines, parts.env, start, parts.islands)
     # Raises UserError on every rank when a log cannot be opened.
-    together(topology.control.pg, reporter.open)
+    run_together(topology.control.pg, reporter.open)
     reporter.share_tracked_runs()
     try:
         rounds = begin_rounds(engines, checkpoints, reporter, met, plan.train_iters)

@@ -21,7 +21,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.islands import IslandsConfig, folder_of
 from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.topology import Topology
 from megatron.training.progress_state import Progress, SavedCounters
 
@@ -84,17 +84,17 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     iteration: Iteration | None = config.ckpt_step
     if iteration is None:
         # Use rank 0's result, since file systems may show the ranks different things.
-        tracker_value = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
+        tracker_value = run_together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
         iteration = iteration_of(gather_texts(group, "" if tracker_value is None else str(tracker_value))[0])
     if iteration is None:
         if config.exit_on_missing_checkpoint or config.finetune:
             raise UserError(f"{config.source} holds no checkpoint; name the folder that --save wrote to")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
-    common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
+    common = run_together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
     common_file = checkpoint_folder(Path(root), iteration) / COMMON
     needed_state = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
-    counters = together(group, lambda: SavedCounters.read(common, common_file, **needed_state))
+    counters = run_together(group, lambda: SavedCounters.read(common, common_file, **needed_state))
     progress = Progress()
     if not config.finetune:
         progress.load_state_dict(common["progress"])
@@ -109,7 +109,7 @@ def check_saved_model_type(config: CheckpointConfig, saved: SavedRun, kind: str,
     """
     root = config.load
     assert root is not None
-    saved_model_kind = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
+    saved_model_kind = run_together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
     check_model_type(config.source, saved_model_kind, kind)
 
 
@@ -122,7 +122,7 @@ def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: d
         UserError: on every rank, when it is of another optimizer, or is damaged.
     """
     configured = config.optimizer.optimizer
-    saved = together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", configured)
+    saved = run_together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", configured)
     if saved != configured:
         raise UserError(
             f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {configured}, or "
@@ -136,7 +136,7 @@ def check_dense(root: str, iteration: Iteration, group: dist.ProcessGroup | None
     Raises:
         UserError: on every rank, when it has experts, or is damaged.
     """
-    if has_experts(together(group, lambda: saved_shapes(root, iteration, MODEL))):
+    if has_experts(run_together(group, lambda: saved_shapes(root, iteration, MODEL))):
         raise UserError(
             f"--moe-use-upcycling: --load {root} holds a model that has experts already; leave the flag out"
         )

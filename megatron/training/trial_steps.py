@@ -16,7 +16,7 @@ from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.planner.trials import TrialRounds
@@ -126,10 +126,12 @@ class _Trial:
 
     def _build(self) -> Engines:
         group = self._topology.control.pg
-        engines = together(group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length))
+        engines = run_together(
+            group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length)
+        )
         assert self._plan.train_set is not None
         with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
-            self._batches = together(group, partial(take_full_batch, engines, loader))
+            self._batches = run_together(group, partial(take_full_batch, engines, loader))
         self._steps = 0
         return engines
 

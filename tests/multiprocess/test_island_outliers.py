@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.diloco import joining
-from megatron.diloco.rounds import RunEnd
 from megatron.diloco.startup import QuorumError
 from megatron.diloco.store import serve
 from megatron.distributed.errors import CommunicationError
@@ -229,7 +228,7 @@ def test_an_island_that_comes_after_the_end_receives_the_last_state() -> None:
         assert islands.begin_generation(0, False, {})
         island = train_island(build_island(changes, islands, 0, 2), ITERATIONS)
         assert island.rounds is not None
-        island.rounds.end = RunEnd("/saved/island_0", 60.0)
+        island.rounds.checkpoint_folder, island.rounds.linger_seconds = "/saved/island_0", 60.0
         at_end.set()
         began = time.monotonic()
         island.rounds.finish(ITERATIONS)
@@ -269,7 +268,7 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
     islands[1].leave()
     island = train_island(build_island(changes, islands[0], 0, 2), 4)
     assert island.rounds is not None
-    island.rounds.end = RunEnd("/saved/island_0", 60.0)
+    island.rounds.checkpoint_folder, island.rounds.linger_seconds = "/saved/island_0", 60.0
     served = [store]
     del store
     threading.Timer(1.0, served.clear).start()
@@ -282,7 +281,7 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
 
 
 def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MOST_JOINS", 1)
+    monkeypatch.setattr(joining, "MAX_JOIN_ATTEMPTS", 1)
     store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
     started = threading.Event()
 
@@ -294,7 +293,10 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
         started.set()
         assert island.rounds is not None
         island.rounds.sync.outer.momentum[0].view(-1)[0] = float("nan")
-        island.rounds.end = RunEnd("", 5.0)  # the other island builds its model meanwhile
+        island.rounds.checkpoint_folder, island.rounds.linger_seconds = (
+            "",
+            5.0,
+        )  # the other island builds its model meanwhile
         island.rounds.finish(4)
         islands.leave()
 

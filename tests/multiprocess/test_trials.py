@@ -38,7 +38,7 @@ class _Tries(Controller):
         self.found: list[list[float]] = []
         self.ahead: list[float] = []
 
-    def meets(self, iteration: int) -> bool:
+    def needs_wait_times(self, iteration: int) -> bool:
         return iteration == 2
 
     def after_reduction(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:

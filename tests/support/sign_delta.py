@@ -50,7 +50,7 @@ class SignDelta(Codec):
     def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         samples = [sample for key in keys for sample in _samples(key)]
         return combine_keys(
-            state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples, _row(shape).numel()))
+            state.layout(self.traits.steady), tuple(self._cache(state).predict_visits(samples, _row(shape).numel()))
         )
 
     def empty_payload(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.compression.tiles import map_bytes, mixture
+from megatron.compression.tiles import make_mixture, map_bytes
 from megatron.kernels import native, ops, reference
 from megatron.kernels import tiles as twins
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
@@ -74,7 +74,7 @@ def check_decoding(message: TiledMessage, tiles: Tiles, dtype: torch.dtype) -> N
 def _mixed(grid: Grid, count: int, outliers: Outliers | None = None, wide: GridKind | None = None) -> Iterator[Tiles]:
     """Half a bit more than the grid has, where there are enough tiles."""
     high = replace(grid, bits=grid.bits + 1, kind=grid.kind if wide is None else wide)
-    mixed = mixture(grid, high, max(grid.group, grid.rotation), grid.bits + 0.5, grid.coded(count))
+    mixed = make_mixture(grid, high, max(grid.group, grid.rotation), grid.bits + 0.5, grid.coded(count))
     if mixed:
         yield Tiles(grid, count, outliers, mixed)
 

@@ -14,7 +14,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import start_request
-from megatron.parallel.data.trial import TrialReduction, meet, run_trial
+from megatron.parallel.data.trial import TrialReduction, run_trial, synchronize_ranks
 
 Log = Callable[[str], None]
 
@@ -74,8 +74,8 @@ class Controllers:
         Args:
             iteration: 0-based.
         """
-        meets = any(controller.meets(iteration) for controller in self.by_point.values())
-        self._ahead_s = meet(self.world, self.ledger) if meets else 0.0
+        synchronizes = any(controller.needs_wait_times(iteration) for controller in self.by_point.values())
+        self._ahead_s = synchronize_ranks(self.world, self.ledger) if synchronizes else 0.0
 
     def after_reduction(
         self, iteration: int, scale: float, all_finite: bool, collect: Callable[[Point], ReducedPoint]
@@ -147,7 +147,7 @@ class Controllers:
             if entry is not None:
                 controller.load_state_dict(entry["state"])
                 if entry.get("layout") != list(self.layout):  # earlier versions did not save the layout
-                    controller.moved()
+                    controller.on_layout_change()
             else:
                 log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")
         for point_name, name in remaining_entries:

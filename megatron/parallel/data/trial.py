@@ -87,7 +87,7 @@ def run_trial(trial: Trial, reductions: Iterable[TrialReduction], world: Group, 
     Returns:
         The figures documented at ``Trial``.
     """
-    meet(world, ledger)
+    synchronize_ranks(world, ledger)
     figures_3 = torch.zeros(3, dtype=torch.float64)
     for reduction in reductions:
         figures_3 += _measure(trial, reduction, ledger)
@@ -110,7 +110,7 @@ def _measure(trial: Trial, reduction: TrialReduction, ledger: Ledger) -> Tensor:
     return torch.stack([torch.tensor(sum(later) / len(later), dtype=torch.float64), error, norm])
 
 
-def meet(world: Group, ledger: Ledger) -> float:
+def synchronize_ranks(world: Group, ledger: Ledger) -> float:
     """Synchronize all ranks and their devices; return the seconds that this rank has waited."""
     return _seconds(ledger, lambda: ledger.complete(Point.CONTROL, world.all_reduce(torch.zeros(1))))
 

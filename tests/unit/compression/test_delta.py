@@ -146,7 +146,7 @@ def test_the_least_recently_visited_sample_is_evicted() -> None:
     for sample in (1, 2):
         cache.store(sample, torch.tensor([float(sample)]))
     cache.commit()
-    exported = cache.exported()
+    exported = cache.export()
     assert exported is not None
     assert exported[0].tolist() == [2, 1]
     other = SampleCache(1)
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     assert [float(store.get(name)[0]) for name in (0, 3, 1, 2)] == [1.0, 4.0, 2.0, 3.0]
     assert store._file is not None
     store._file.seek(0)
-    store._file.write(bytes(store._slots * 12))
+    store._file.write(bytes(store._slot_count * 12))
     with pytest.raises(DamagedRowError, match=r"sample 0 on disk is damaged; go on from the last checkpoint"):
         store.get(0)
 
@@ -200,10 +200,10 @@ def test_prefetched_rows_are_read_ahead(tmp_path: Path) -> None:
         store.put(name, torch.full((3,), 1.0 + name))
     for name in (1, 3, 7):
         store.prefetch(name)
-    assert list(store._ahead) == [1]  # 3 is in memory, 7 nowhere
-    assert torch.equal(store._ahead[1].result(), torch.full((3,), 2.0))
+    assert list(store._pending_reads) == [1]  # 3 is in memory, 7 nowhere
+    assert torch.equal(store._pending_reads[1].result(), torch.full((3,), 2.0))
     assert store.get(1) is not store.peek(2)
-    assert not store._ahead
+    assert not store._pending_reads
     store.prefetch(0)
     store.put(0, torch.zeros(3))
     assert float(store.get(0)[0]) == 0.0
@@ -215,11 +215,11 @@ def test_a_codec_prefetches_the_rows_of_coming_messages(tmp_path: Path) -> None:
     _, (sender, receiver) = _visited(codec, 6)
     shape, key = torch.Size((S, 1, H)), (next(iter(sender.cache("samples", 9)._order)),)
     codec.expect(torch.Size((S + 1, 1, H)), sender, key)
-    assert not sender.cache("samples", 9)._rows._ahead, "a row of another length is prefetched"
+    assert not sender.cache("samples", 9)._rows._pending_reads, "a row of another length is prefetched"
     codec.expect(shape, sender, key)
-    assert len(sender.cache("samples", 9)._rows._ahead) == 1
+    assert len(sender.cache("samples", 9)._rows._pending_reads) == 1
     codec.empty_payload(shape, torch.float32, torch.device("cpu"), receiver, key)
-    assert len(receiver.cache("samples", 9)._rows._ahead) == 1
+    assert len(receiver.cache("samples", 9)._rows._pending_reads) == 1
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_remembered_bytes_is_the_memory_of_a_sample(options: dict[str, Any]) -> 
     codec = DeltaCodec(DeltaConfig(**options))
     _, (sender, receiver) = _visited(codec, 2)
     for state in (sender, receiver):
-        exported = state.cache("samples", 9).exported()
+        exported = state.cache("samples", 9).export()
         assert exported is not None
         samples, rows = exported
         row_bytes = rows.numel() * rows.element_size() / len(samples)

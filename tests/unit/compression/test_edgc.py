@@ -137,7 +137,7 @@ def test_the_state_of_a_version_without_a_probe_loads() -> None:
     controller = RankController(EDGCConfig(rank=8, min_rank=2))
     controller.load_state_dict(OLD)
     assert [controller.options(stage) for stage in range(2)] == [{"rank": 4}, {"rank": 4}]
-    assert [iteration for iteration in range(25) if controller.meets(iteration)] == [7, 8, 9, 17, 18, 19]
+    assert [iteration for iteration in range(25) if controller.needs_wait_times(iteration)] == [7, 8, 9, 17, 18, 19]
     waits = RankController(EDGCConfig(rank=8, min_rank=2, warmup_ends="error"))
     waits.load_state_dict(OLD)
     assert waits.options(0) is None
@@ -150,7 +150,7 @@ def test_the_state_of_a_controller_goes_through_json() -> None:
     controller.load_state_dict(json.loads(json.dumps(state)))
     assert controller.state_dict() == state
     assert [controller.options(stage) for stage in range(2)] == [{"rank": 4}, {"rank": 7}]
-    assert not controller.meets(9)
+    assert not controller.needs_wait_times(9)
     assert controller.figures([0, 1]) == {
         "entropy": -3.5,
         "first_error": 0.5,
@@ -164,15 +164,15 @@ def test_the_state_of_a_controller_goes_through_json() -> None:
         "exact_seconds_of_stage_1": 9.0,
         "head_start_of_stage_1": 3.0,
     }
-    controller.moved()
-    assert controller.meets(9)
+    controller.on_layout_change()
+    assert controller.needs_wait_times(9)
     assert controller.options(1) == {"rank": 4}
 
 
 def test_stage_slack_replaces_measured_times() -> None:
     controller = RankController(EDGCConfig(rank=8, min_rank=2, stage_slack=0.5))
     controller.load_state_dict({**OLD, "times": TIMES, "warm": True, "measured": {}})
-    assert not any(controller.meets(iteration) for iteration in range(30))
+    assert not any(controller.needs_wait_times(iteration) for iteration in range(30))
     assert [controller.options(stage) for stage in range(4)] == [{"rank": rank} for rank in (4, 6, 8, 8)]
 
 
@@ -219,7 +219,7 @@ def test_a_rank_above_all_tried_ranks_is_measured_again() -> None:
         controller = RankController(EDGCConfig(rank=rank, min_rank=2))
         controller.load_state_dict(state)
         assert (controller.times is not None) is keeps_times
-        assert controller.meets(9) is not keeps_times
+        assert controller.needs_wait_times(9) is not keeps_times
 
 
 def test_a_warm_up_that_ends_by_error_needs_the_first_stage() -> None:

@@ -103,22 +103,22 @@ def test_the_residual_of_any_sum_may_decay() -> None:
 
 def test_fragments_take_turns_and_the_last_iteration_sends_all() -> None:
     schedule = RoundSchedule(OuterOptions(every=6, fragments=3, delay=1), start=4, end=15)
-    sent = {done: schedule.sent(done) for done in range(16) if schedule.sent(done)}
+    sent = {done: schedule.due_fragments(done) for done in range(16) if schedule.due_fragments(done)}
     assert sent == {6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 15: [0, 1, 2]}
     assert [schedule.applied_at(done) for done in (6, 14, 15)] == [7, 15, 15]
-    assert not schedule.local(3)
-    assert schedule.local(4)
+    assert not schedule.is_local(3)
+    assert schedule.is_local(4)
 
 
 @pytest.mark.parametrize("away", [{"fragments": 2}, {"delay": 1}, {"mixing": 0.5}], ids=str)
 def test_islands_meet_after_a_round_unless_an_option_keeps_them_apart(away: dict[str, Any]) -> None:
-    assert OuterOptions(every=4).meets
-    assert not OuterOptions(every=4, **away).meets
+    assert OuterOptions(every=4).ends_in_sync
+    assert not OuterOptions(every=4, **away).ends_in_sync
 
 
 def test_whole_rounds() -> None:
     schedule = RoundSchedule(OuterOptions(every=5), start=0, end=12)
-    assert [done for done in range(13) if schedule.sent(done)] == [5, 10, 12]
+    assert [done for done in range(13) if schedule.due_fragments(done)] == [5, 10, 12]
     assert schedule.rounds == 3
 
 

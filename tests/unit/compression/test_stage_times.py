@@ -54,9 +54,9 @@ def test_a_slow_stage_has_a_lower_rank_or_is_exact() -> None:
 
 def test_a_stage_is_as_slow_as_its_slowest_rank_and_as_early_as_its_last() -> None:
     rows = [[1, 5.0, 9.0, 3.0], [0, 0.5, 8.0, 2.0], [0, 1.0, 7.0, 4.0], [1, 4.0, 6.0, 5.0]]
-    assert StageTimes.of([4], rows) == StageTimes([4], [8.0, 9.0], [[4.0], [5.0]], [0.0, 3.5])
+    assert StageTimes.from_rows([4], rows) == StageTimes([4], [8.0, 9.0], [[4.0], [5.0]], [0.0, 3.5])
     late = [[0, 1.0, 8.0, 2.0], [1, 0.0, 9.0, 3.0]]
-    assert StageTimes.of([4], late).ahead_s == [0.0, 0.0]
+    assert StageTimes.from_rows([4], late).ahead_s == [0.0, 0.0]
 
 
 def test_state_goes_through_json() -> None:

@@ -274,8 +274,8 @@ def test_a_sharded_sum_exchanges_shares_only() -> None:
 
 
 def test_levels_set_the_bits_and_invalid_levels_are_refused() -> None:
-    assert FixpointSumConfig(levels="8/4").of_levels == (8, 4)
-    assert FixpointSumConfig(bits=5).of_levels == (None, 5)
+    assert FixpointSumConfig(levels="8/4").level_bits == (8, 4)
+    assert FixpointSumConfig(bits=5).level_bits == (None, 5)
     for levels in ("8", "9/4", "8/0", "8/4/2", "8-4", "8/4\n"):
         with pytest.raises(UserError, match="such as levels=8/4"):
             FixpointSumConfig(levels=levels)

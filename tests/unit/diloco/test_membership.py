@@ -65,7 +65,7 @@ def test_a_second_process_of_an_island_replaces_a_waiting_process(make_islands: 
     waits.start()
     while not first.store.get("joining/1"):
         time.sleep(0.02)
-    third.store.take_generation(1)
+    third.store.switch_generation(1)
     third._take_ticket()
     waits.join(20)
     assert isinstance(results[0], UserError)
@@ -114,7 +114,7 @@ def test_islands_do_not_wait_for_silent_or_joining_islands(
     assert time.monotonic() - began < 20
     assert each((first, second), lambda i: i.decide_outcome("6/0", (0, 1), GOOD)) == [RoundOutcome.COUNTS] * 2
     (again,) = make_islands(3, 1, numbers=[2], seconds=25.0)
-    again.store.take_generation(1)
+    again.store.switch_generation(1)
     again._identity = {"--lr": "2"}
     results: list[Any] = []
     waits = threading.Thread(target=lambda: results.extend(together(again.request_to_join)))

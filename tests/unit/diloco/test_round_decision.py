@@ -82,4 +82,4 @@ def test_invalid_decisions_are_refused() -> None:
         with pytest.raises((ValueError, TypeError, LookupError)):
             Decision.decode({**good, **change})
     with pytest.raises(ValueError, match="island 3 is none of islands"):
-        JoinReply.read({"source": 3, "round": "1/0/0", "members": [0, 1], "problem": ""})
+        JoinReply.decode({"source": 3, "round": "1/0/0", "members": [0, 1], "problem": ""})

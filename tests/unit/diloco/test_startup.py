@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.diloco import startup as starting
 from megatron.diloco.membership import Islands
 from megatron.diloco.round_decision import RoundOutcome, RoundReport
-from megatron.diloco.startup import StartLimits, choose_iteration, choose_start, refusal_of
+from megatron.diloco.startup import StartLimits, choose_iteration, choose_start, refusal_key
 from megatron.diloco.store import IslandStore
 from megatron.distributed.errors import CommunicationError
 from tests.unit.diloco.support import GOOD, MakeIslands, each
@@ -30,7 +30,7 @@ from tests.unit.diloco.support import GOOD, MakeIslands, each
 )
 def test_invalid_entries_at_the_start_are_an_error_of_one_line(make_islands: MakeIslands, key: str, text: str) -> None:
     (island,) = make_islands(2, 2, numbers=[0])
-    island.store.take_generation(1)
+    island.store.switch_generation(1)
     island.store.box.set(key, text)
     name, limits = key.split("/")[0], StartLimits(2, 2, 5.0)
     answers: dict[str, Any] = {"start": [0, False, {}, ""], "iteration": [1]}
@@ -59,8 +59,8 @@ def test_different_weights_or_a_refusal_end_the_start(port: int, make_islands: M
         island.leave()
     pair[0].store.end_generation(1)
     other = IslandStore("127.0.0.1", port, 10.0)
-    other.take_generation(other.newest_generation())
-    other.put(refusal_of(1), "--load x: damaged")
+    other.switch_generation(other.newest_generation())
+    other.put(refusal_key(1), "--load x: damaged")
     began = time.monotonic()
     (again,) = make_islands(2, 1, numbers=[0])
     with pytest.raises(UserError, match=r"^island 1: --load x: damaged$"):
@@ -158,7 +158,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
     assert time.monotonic() - began < 5
     alone.store.end_generation(1)
     pair = [_start(port, number) for number in range(2)]
-    silent.store.take_generation(2)
+    silent.store.switch_generation(2)
 
     def come(island: starting.IslandStart) -> int | None:
         time.sleep(0.0 if island.island else 0.5)
@@ -166,7 +166,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
 
     assert each(pair, come) == [7, 7]
     for island in (alone, *pair):
-        island.store.stop_beating()
+        island.store.stop_heartbeats()
 
 
 @pytest.mark.slow
@@ -176,15 +176,15 @@ def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: py
     alone = _start(port, 0, 0.3)
     with pytest.raises(UserError, match="island 1 did not come"):
         alone.choose_iteration([100], 0)
-    alone.store.stop_beating()
+    alone.store.stop_heartbeats()
     pair = [_start(port, number) for number in range(2)]
     assert each(pair, lambda island: island.choose_iteration([100], 0)) == [100, 100]
     for island in pair:  # which die before the run begins
-        island.store.stop_beating()
+        island.store.stop_heartbeats()
     pair = [_start(port, number) for number in range(2)]
     assert each(pair, lambda island: island.choose_iteration([90], 0)) == [90, 90]
     for island in pair:
-        island.store.stop_beating()
+        island.store.stop_heartbeats()
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_a_late_island_learns_where_the_final_checkpoint_is(
     assert pair[0].report_to_round("1200/0/0", RoundReport(1.0, 1.0)).members == (0,)
     assert pair[0].decide_outcome("1200/0/0", (0,), GOOD) is RoundOutcome.COUNTS
     assert pair[0].announce_end(1200, "/runs/saved/island_0") == [1]
-    assert pair[0].still_late()
+    assert pair[0].has_late_islands()
     pair[0].leave()
     late = [750, 500]
     lines: list[str] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.diloco.groups import CPU, group_apart
+from megatron.diloco.groups import CPU, make_island_group
 from megatron.diloco.membership import Islands
 from megatron.diloco.store import _PREFIX, IslandStore, serve
 from megatron.distributed.errors import CommunicationError
@@ -104,7 +104,7 @@ def test_a_silent_meeting_place_is_an_error_after_the_time_limit() -> None:
         with pytest.raises(CommunicationError, match="has not answered for 1 s: the launcher that serves it hangs"):
             store.get("key")
         with pytest.raises(CommunicationError, match=r"islands \(0, 1\) do not meet: "):
-            group_apart(dist.PrefixStore("x", store.box), (0, 1), 0, "islands", 1.0, None, CPU)
+            make_island_group(dist.PrefixStore("x", store.box), (0, 1), 0, "islands", 1.0, None, CPU)
         assert time.monotonic() - began < 25
 
 
@@ -167,4 +167,4 @@ def test_a_meeting_place_may_have_an_ipv6_address() -> None:
     client = IslandStore("::1", store.port, 10.0)
     client.put("key", 1)
     assert client.get("key") == 1
-    assert client.where == f"[::1]:{store.port}"
+    assert client.address == f"[::1]:{store.port}"

@@ -54,7 +54,7 @@ def test_only_clients_that_do_not_read_are_disconnected(pause: float | None) -> 
     with _connection() as (server, client):
         if pause is not None:
             threading.Thread(target=_read, args=(client, stop, pause), daemon=True).start()
-        readers._cut_off(server.getsockname()[1])
+        readers._disconnect_idle_clients(server.getsockname()[1])
         assert readers._unsent_bytes(server) > 0 or pause is None
         assert _is_open(server) == (pause is not None)
         stop.set()
@@ -69,7 +69,7 @@ def test_distant_clients_have_the_time_of_several_round_trips(
         timer = threading.Timer(0.8, client.recv, (_ROOM,))
         timer.start()
         began = time.monotonic()
-        readers._cut_off(server.getsockname()[1])
+        readers._disconnect_idle_clients(server.getsockname()[1])
         assert time.monotonic() - began < 1.2
         assert _is_open(server) == (round_trip > 0.1)
         timer.join()

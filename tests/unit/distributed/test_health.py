@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.base.start import launcher_pid
 from megatron.distributed import health
 from megatron.distributed import neighbor_mesh as mesh
-from megatron.distributed.health import Watch
-from megatron.distributed.neighbor_mesh import LONGEST_LINE, MOST_STRANGERS, Mesh, neighbors
+from megatron.distributed.health import FailureDetector
+from megatron.distributed.neighbor_mesh import LONGEST_LINE, MAX_STRANGERS, Mesh, neighbors
 
 HOST = socket.gethostname()
 
@@ -45,7 +45,7 @@ class Rank:
     ) -> None:
         self.status: int | None = None
         self.left = Event()
-        self.watch = Watch(
+        self.watch = FailureDetector(
             rank,
             world_size,
             silent_seconds=silent_seconds,
@@ -82,7 +82,7 @@ def _world(size: int, silent_seconds: float = 0.5, grace_seconds: float = 0.2) -
             for done in [pool.submit(rank.watch.start, store, "127.0.0.1", True) for rank in ranks]:
                 done.result(20)
         deadline = time.monotonic() + 20
-        while any(len(rank.watch._heard) < len(neighbors(r, size)) for r, rank in enumerate(ranks)):
+        while any(len(rank.watch._last_heard) < len(neighbors(r, size)) for r, rank in enumerate(ranks)):
             assert time.monotonic() < deadline, "the ranks do not meet"
             time.sleep(0.01)
         yield ranks
@@ -187,11 +187,11 @@ def test_strangers_do_not_disturb_a_listener() -> None:
         mesh = ranks[0].watch._mesh
         assert mesh is not None
         with ExitStack() as stack:
-            for index in range(2 * MOST_STRANGERS):
+            for index in range(2 * MAX_STRANGERS):
                 link = stack.enter_context(socket.create_connection(mesh._listener.getsockname(), 5))
                 link.sendall([b"", b"1 wrong\nnews all is lost\n", b"\xff" * 3 * LONGEST_LINE, b"\n"][index % 4])
             time.sleep(0.5)
-            assert len(mesh._strangers) <= MOST_STRANGERS
+            assert len(mesh._strangers) <= MAX_STRANGERS
         assert not any(rank.left.is_set() for rank in ranks)
         assert ranks[0].watch._verdict is None
 
@@ -201,8 +201,8 @@ def test_a_stranger_may_speak_while_it_is_replaced() -> None:
     with ExitStack() as stack:
         stack.callback(mesh.close)
         address = mesh._listener.getsockname()
-        links = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(MOST_STRANGERS)]
-        while len(mesh._strangers) < MOST_STRANGERS:
+        links = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(MAX_STRANGERS)]
+        while len(mesh._strangers) < MAX_STRANGERS:
             mesh.wait_for_data(1.0)
         stack.enter_context(socket.create_connection(address, 5))
         for link in links:
@@ -269,7 +269,7 @@ def test_a_full_pipe_does_not_keep_a_rank_alive() -> None:
         "import os, sys\n"
         "from megatron.distributed import health\n"
         "sys.stderr.write('x' * 65536)\n"
-        "health.Watch(0, 1, exit_status=3, launcher=0).start()\n"
+        "health.FailureDetector(0, 1, exit_status=3, launcher=0).start()\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.distributed.group import Group, NodeSplit
 from megatron.distributed.layout import Layout
-from megatron.distributed.nodes import Positions, positions_by_node, split_by_node, sums_by_node
+from megatron.distributed.nodes import Positions, describe_sums, positions_by_node, split_by_node
 
 
 def blocks(*sizes: int) -> list[str]:
@@ -48,7 +48,7 @@ def test_positions_of_ranks_on_nodes(name: str) -> None:
     positions, why = positions_by_node(groups, node_of)
     assert positions == expected
     alone = Group(None, (0,), 0, "", "none")
-    assert note in sums_by_node(NodeSplit(positions, alone, alone, why))
+    assert note in describe_sums(NodeSplit(positions, alone, alone, why))
     for ranks in groups:
         assert all(len({node_of[ranks[at]] for at in block}) == 1 for block in positions)
 

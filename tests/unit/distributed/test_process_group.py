@@ -21,10 +21,10 @@ from megatron.distributed.errors import CommunicationError
 from megatron.distributed.process_group import (
     LaunchEnvironment,
     init_process_group,
-    leave_reason,
-    meet,
     open_queues,
+    open_rendezvous_store,
     pick_device,
+    write_error_file,
 )
 from megatron.training.program import run_program
 from tests.support.machines import debian
@@ -84,7 +84,7 @@ def test_a_rank_is_read_from_the_environment(
     ],
 )
 def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
-    """Without MASTER_ADDR, ranks of srun meet at the first node of the step."""
+    """Without MASTER_ADDR, ranks of srun open_rendezvous_store at the first node of the step."""
     monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
     monkeypatch.setenv("MASTER_PORT", "no-port")
     env = LaunchEnvironment(rank=1, world_size=2, local_rank=0)
@@ -137,7 +137,7 @@ def test_ranks_of_a_single_machine_meet_at_its_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MASTER_ADDR", "debian")
     with socket.create_server(("127.0.1.1", 0)) as free:
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    meet(LaunchEnvironment(0, 2, 0, local_world_size=2), 0.1)
+    open_rendezvous_store(LaunchEnvironment(0, 2, 0, local_world_size=2), 0.1)
     reached: list[str] = []
 
     def connect(host: str, port: int, seconds: float) -> dist.Store:
@@ -146,7 +146,7 @@ def test_ranks_of_a_single_machine_meet_at_its_name(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("megatron.distributed.process_group.connect_store", connect)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    meet(LaunchEnvironment(0, 2, 0, local_world_size=1), 0.1)
+    open_rendezvous_store(LaunchEnvironment(0, 2, 0, local_world_size=1), 0.1)
     assert reached == ["debian"]
 
 
@@ -161,15 +161,15 @@ def test_ranks_of_srun_know_whether_all_are_on_a_single_machine(
 
 
 def test_the_reason_is_written_to_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    leave_reason("nobody asked")
+    write_error_file("nobody asked")
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    leave_reason("rank 1 failed: ValueError: bad\nmore")
+    write_error_file("rank 1 failed: ValueError: bad\nmore")
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
     printed = ChildFailedError("x", {1: failure}).format_msg()
     assert printed.splitlines()[-2] == "  traceback : rank 1 failed: ValueError: bad"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
-    leave_reason("a disk that is full changes nothing")
+    write_error_file("a disk that is full changes nothing")
 
 
 def test_gloo_runs_on_the_cpu() -> None:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.compression.points import Point
 from megatron.distributed.group import Pending
-from megatron.distributed.kernel_trace import kernels_of
+from megatron.distributed.kernel_trace import extract_kernels
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.trace import FIRST_STREAM, Trace
@@ -32,7 +32,7 @@ def _steps(trace: Trace, count: int) -> int:
         nonlocal meetings
         meetings += 1
 
-    trace._meet = meet
+    trace._barrier = meet
     ledger = Ledger(observers=[trace])
     for iteration in range(count):
         trace.begin_step(iteration)
@@ -153,7 +153,7 @@ def test_kernels_are_read_from_the_profilers_trace() -> None:
     named = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 20, "ts": 0, "args": {}}
     copy = {**kernel, "cat": "gpu_memcpy", "name": "Memcpy DtoH", "tid": 7}
     content = {"baseTimeNanoseconds": 1_000_000, "traceEvents": [named, host, kernel, copy]}
-    assert kernels_of(content) == [
+    assert extract_kernels(content) == [
         {"name": "k" * 200, "cat": "kernel", "tid": FIRST_STREAM + 20, "ts": 1002.5, "dur": 1.2},
         {"name": "Memcpy DtoH", "cat": "gpu_memcpy", "tid": FIRST_STREAM + 7, "ts": 1002.5, "dur": 1.2},
     ]
@@ -170,6 +170,6 @@ def test_times_of_the_profiler_are_wall_clock_times(tmp_path: Path) -> None:
     for event in content["traceEvents"]:
         event["cat"] = "kernel"
         event["tid"] = 0
-    kernel_events = kernels_of(content)
+    kernel_events = extract_kernels(content)
     assert any(event["name"] == "aten::add_" for event in kernel_events)
     assert all(before - 1 <= event["ts"] / 1e6 <= time.time() + 1 for event in kernel_events)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.distributed.work import Together
+from megatron.distributed.work import JointWork
 
 
 class _Message:
@@ -27,7 +27,7 @@ class _Message:
         return False
 
 
-def _completes(work: Together) -> bool:
+def _completes(work: JointWork) -> bool:
     deadline = time.monotonic() + 10
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -36,7 +36,7 @@ def _completes(work: Together) -> bool:
 
 def test_is_completed_is_true_after_all_messages() -> None:
     first, second = _Message(), _Message()
-    work = Together((first, second))
+    work = JointWork((first, second))
     assert not work.is_completed()
     second.come.set()
     assert not work.is_completed()
@@ -48,7 +48,7 @@ def test_is_completed_is_true_after_all_messages() -> None:
 
 def test_a_failure_is_raised_by_wait() -> None:
     message = _Message(fails=True)
-    work = Together((message,))
+    work = JointWork((message,))
     message.come.set()
     assert _completes(work)
     with pytest.raises(RuntimeError, match="the peer is gone"):
@@ -59,6 +59,6 @@ def test_wait_alone_starts_no_thread() -> None:
     message = _Message()
     message.come.set()
     threads = threading.active_count()
-    Together((message,)).wait()
+    JointWork((message,)).wait()
     assert threading.active_count() == threads
     assert message.waits == 1

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.distributed.process_group import leave_reason
+from megatron.distributed.process_group import write_error_file
 from megatron.launcher import command as launch
 from megatron.launcher.signals import stopped_and_asked_to_end
 from tests.support.cli import REPO
@@ -29,7 +29,7 @@ def _failure(folder: Path, exitcode: int, reason: str | None, printed: bool) -> 
     if reason is not None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-            leave_reason(reason, printed)
+            write_error_file(reason, printed)
     return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
 
 

@@ -20,7 +20,7 @@ def test_a_failure_is_one_line_with_its_rank(
     failed_rank: int, bad_input: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(meeting, "meet", lambda env, minutes: store)
+    monkeypatch.setattr(meeting, "open_rendezvous_store", lambda env, minutes: store)
 
     def rank(number: int) -> str:
         agreement = RankAgreement(LaunchEnvironment(number, 2, number), 0.2)

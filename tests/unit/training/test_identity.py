@@ -13,7 +13,7 @@ import megatron
 from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import contents, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
-from megatron.distributed.errors import ranks_text
+from megatron.distributed.errors import format_ranks
 from megatron.training.config_agreement import first_difference
 from megatron.training.identity import identity_of
 from tests.support.corpus import write_documents
@@ -137,8 +137,8 @@ def test_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_long_lists_of_ranks_are_shortened() -> None:
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text(range(1, 9)) == "ranks 1, 2, 3, 4 and 4 more"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks(range(1, 9)) == "ranks 1, 2, 3, 4 and 4 more"
     values = first_difference({rank: {"x": str(rank % 5)} for rank in range(10)})
     assert values is not None
     assert values.endswith("(and 2 more); make it the same on all of them")
