@@ -34,7 +34,7 @@ from megatron.convert.command import convert, parse
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
-from megatron.planner.measure import rate_of
+from megatron.planner.measure import measure_rate
 
 MAX_LENGTH = 1024
 TURNS = 5
@@ -86,8 +86,8 @@ def limit_rate(model: LoadedModel, rows: int) -> float:
     elements = sum(p.numel() for p in weights)
     a, matrix = (torch.randn((n, n), dtype=weights[0].dtype, device=model.device) for n in (2048, 8192))
     # A product with a vector only reads, as products with few rows do; a copy would write as well.
-    read_rate = rate_of(lambda: torch.mv(matrix, matrix[0]), wait) * matrix.numel()
-    product_rate = rate_of(lambda: a @ a, wait) * 2 * 2048**3
+    read_rate = measure_rate(lambda: torch.mv(matrix, matrix[0]), wait) * matrix.numel()
+    product_rate = measure_rate(lambda: a @ a, wait) * 2 * 2048**3
     return rows / max(elements / read_rate, 2.0 * elements * rows / product_rate)
 
 

@@ -37,9 +37,9 @@ from benchmarks.network.setups import Setup
 from benchmarks.network.worker import config_of
 from benchmarks.report import Column, Table, device_name, header, write_record
 from megatron.parallel.pipeline.list_schedule import AUTO
-from megatron.planner.choice import choice_of
+from megatron.planner.choice import make_choice
 from megatron.planner.cluster import Cluster, write_cluster
-from megatron.planner.measure import described
+from megatron.planner.measure import fill_in_measured
 from megatron.planner.predict import Predictor
 from megatron.training.schedule_choice import STEPS
 
@@ -205,14 +205,14 @@ def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float
     if case.peer or cluster is None:
         return None
     config = config_of(plan_of(bench), case, cluster.gpus)
-    return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
+    return Predictor(config, cluster, bench.vocab).predict(make_choice(config, cluster.gpus)).seconds
 
 
 def measure_cluster(name: str, bench: Bench, workers: Workers, out: Path) -> Cluster:
     """Measures the hosts as a cluster of the planner, and writes it to the folder ``out``."""
     specs = sorted({spec for case in bench.cases for spec in case.specs})
     (rates,) = workers.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
-    cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
+    cluster = fill_in_measured(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
     (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
     return cluster
 

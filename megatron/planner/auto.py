@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron.compression.points import Point
-from megatron.planner.candidates import CandidateSpec, Ladders, affordable
+from megatron.planner.candidates import CandidateSpec, Ladders, filter_by_budget
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS
 from megatron.planner.predict import Prediction, Predictor
@@ -77,7 +77,7 @@ class CompressorSet:
     @property
     def increase(self) -> float:
         """Largest expected increase of the validation loss, in percent: the sum over the points."""
-        return _increase(self.candidates)
+        return _total_increase(self.candidates)
 
     @property
     def seconds(self) -> float:
@@ -110,7 +110,7 @@ class AutoChoice:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartialSet:
     """Compressors of some points, with a lower bound on the seconds that depend on them."""
 
     candidates: Mapping[Point, CandidateSpec]
@@ -146,61 +146,63 @@ class CompressorSearch:
         self, predictor: Predictor, choice: Choice, ladders: Ladders, budget: float, memory_gib: float
     ) -> None:
         self.predictor, self._choice, self._budget = predictor, choice, budget
-        self._ladders = affordable(ladders, budget)
+        self._ladders = filter_by_budget(ladders, budget)
         uncompressed = self.predict_set({})
         self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
-        self._passes = self._parts(predictor.lower_bound, lambda point: point in _PASS_POINTS)
-        self._updates = self._parts(predictor.least_update_s, lambda point: point not in _PASS_POINTS)
+        self._passes = self._combine_candidates(predictor.lower_bound, lambda point: point in _PASS_POINTS)
+        self._updates = self._combine_candidates(predictor.least_update_s, lambda point: point not in _PASS_POINTS)
         by_increase = sorted(
             (increase, first, second)
             for first, passes in enumerate(self._passes)
             for second, update in enumerate(self._updates)
-            if (increase := _increase(self._merge(passes, update))) <= budget
+            if (increase := _total_increase(self._merge(passes, update))) <= budget
         )
-        self._passes_s = cache(lambda part: predictor.passes_s(self._with(self._passes[part].candidates)))
+        self._passes_s = cache(lambda part: predictor.passes_s(self._apply(self._passes[part].candidates)))
         self.considered = len(by_increase)
         fastest = self._find_fastest()
         selected = [candidates for _, candidates in fastest]
         if fastest:
-            mildest = self._find_mildest(by_increase, fastest[0][0])
-            selected = [mildest, *(candidates for candidates in selected if candidates != mildest)]
+            lowest_set = self._find_lowest_increase(by_increase, fastest[0][0])
+            selected = [lowest_set, *(candidates for candidates in selected if candidates != lowest_set)]
         self.sets = [uncompressed, *map(self.predict_set, selected)]
 
     def predict_set(self, candidates: Mapping[Point, CandidateSpec]) -> CompressorSet:
         """Predict an iteration with some candidates."""
-        return CompressorSet(candidates, self.predictor.predict(self._with(candidates)))
+        return CompressorSet(candidates, self.predictor.predict(self._apply(candidates)))
 
-    def set_with(self, specs: Sequence[str]) -> CompressorSet:
-        """The set with some candidates' specs."""
+    def find_set(self, specs: Sequence[str]) -> CompressorSet:
+        """Find the set with some candidates' specs."""
         if known_sets := [each for each in self.sets if each.specs == specs]:
             return known_sets[0]
         ladders = self._ladders.items()
         return self.predict_set({point: each for point, ladder in ladders for each in ladder if each.spec in specs})
 
-    def _with(self, candidates: Mapping[Point, CandidateSpec]) -> Choice:
+    def _apply(self, candidates: Mapping[Point, CandidateSpec]) -> Choice:
         specs = (candidate.spec for candidate in candidates.values())
         return replace(self._choice, specs=(*self._choice.specs, *specs))
 
-    def _parts(self, bound_s: Callable[[Choice], float], belongs: Callable[[Point], bool]) -> list[_Part]:
-        """All combinations of candidates at some points within the budget, in the order of their bounds."""
+    def _combine_candidates(
+        self, bound_s: Callable[[Choice], float], belongs: Callable[[Point], bool]
+    ) -> list[_PartialSet]:
+        """Combine candidates at some points in all ways within the budget; in the order of their bounds."""
         combinations: list[dict[Point, CandidateSpec]] = [{}]
         for point in filter(belongs, self._ladders):
             extended = ({**each, point: candidate} for each in combinations for candidate in self._ladders[point])
-            combinations += [each for each in extended if _increase(each) <= self._budget]
-        parts = [_Part(each, bound_s(self._with(each)) * (1 - _ROUNDING)) for each in combinations]
+            combinations += [each for each in extended if _total_increase(each) <= self._budget]
+        parts = [_PartialSet(each, bound_s(self._apply(each)) * (1 - _ROUNDING)) for each in combinations]
         return sorted(parts, key=lambda part: part.bound_s)
 
-    def _merge(self, passes: _Part, update: _Part) -> dict[Point, CandidateSpec]:
-        """The candidates of two parts, in the order of the points."""
+    def _merge(self, passes: _PartialSet, update: _PartialSet) -> dict[Point, CandidateSpec]:
+        """Merge the candidates of two parts, in the order of the points."""
         candidates = {**passes.candidates, **update.candidates}
         return {point: candidates[point] for point in self._ladders if point in candidates}
 
     def _fits(self, candidates: Mapping[Point, CandidateSpec]) -> bool:
         """Whether a set fits into memory."""
-        return self.predictor.memory_bytes(self._with(candidates)) <= self._memory_limit
+        return self.predictor.memory_bytes(self._apply(candidates)) <= self._memory_limit
 
     def _find_fastest(self) -> list[tuple[float, dict[Point, CandidateSpec]]]:
-        """Up to ``MAX_TRIALS`` of the fastest sets with their seconds, the fastest first."""
+        """Find up to ``MAX_TRIALS`` of the fastest sets with their seconds, the fastest first."""
         fastest: list[tuple[float, dict[Point, CandidateSpec]]] = []
         limit_s = math.inf
         for number, passes in enumerate(self._passes):
@@ -211,7 +213,7 @@ class CompressorSearch:
                 if passes_s + update.bound_s >= limit_s:
                     break
                 candidates = self._merge(passes, update)
-                if not candidates or _increase(candidates) > self._budget:
+                if not candidates or _total_increase(candidates) > self._budget:
                     continue
                 seconds = self._seconds(candidates)
                 if seconds < limit_s and self._fits(candidates):
@@ -221,12 +223,12 @@ class CompressorSearch:
                     limit_s = fastest[-1][0] if len(fastest) == MAX_TRIALS else math.inf
         return fastest
 
-    def _find_mildest(
+    def _find_lowest_increase(
         self, by_increase: Sequence[tuple[float, int, int]], fastest_s: float
     ) -> dict[Point, CandidateSpec]:
-        """The set with the lowest increase among those as fast as the fastest; of several, the fastest."""
-        mildest: dict[Point, CandidateSpec] = {}
-        mildest_s, limit_s, lowest = math.inf, fastest_s / (1 - WORTHWHILE), math.inf
+        """Find the set with the lowest increase among those as fast as the fastest; of several, the fastest."""
+        lowest_set: dict[Point, CandidateSpec] = {}
+        lowest_set_s, limit_s, lowest = math.inf, fastest_s / (1 - WORTHWHILE), math.inf
         for increase, first, second in by_increase:
             if increase > lowest:
                 break
@@ -237,9 +239,9 @@ class CompressorSearch:
                 continue
             candidates = self._merge(passes, update)
             seconds = self._seconds(candidates) if candidates else math.inf
-            if seconds * (1 - WORTHWHILE) <= fastest_s and seconds < mildest_s and self._fits(candidates):
-                mildest, mildest_s, lowest = candidates, seconds, increase
-        return mildest
+            if seconds * (1 - WORTHWHILE) <= fastest_s and seconds < lowest_set_s and self._fits(candidates):
+                lowest_set, lowest_set_s, lowest = candidates, seconds, increase
+        return lowest_set
 
     def contenders(self) -> list[CompressorSet]:
         """Sets worth timing: no compressors and, if any are nearly as fast as the fastest prediction, up to
@@ -248,11 +250,11 @@ class CompressorSearch:
         fast_sets = [candidate_set for candidate_set in self.sets[1:] if candidate_set.seconds <= limit_s]
         if not fast_sets:
             return []
-        mildest_set = _mildest_of_fastest(fast_sets)
-        fast_sets.remove(mildest_set)
+        lowest_set = _lowest_increase_of_fastest(fast_sets)
+        fast_sets.remove(lowest_set)
         fast_sets.sort(key=lambda candidate_set: candidate_set.seconds)
         may_gain = limit_s <= self.sets[0].seconds * (1 - WORTHWHILE) * (1 + TRIAL_MARGIN)
-        return [self.sets[0], mildest_set, *fast_sets[: MAX_TRIALS - 1 if may_gain else 0]]
+        return [self.sets[0], lowest_set, *fast_sets[: MAX_TRIALS - 1 if may_gain else 0]]
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
         """Choose a set: none if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise the set with the
@@ -263,15 +265,15 @@ class CompressorSearch:
                 be chosen; empty to choose by prediction.
         """
         sets = trials or self.sets
-        chosen = _mildest_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
+        chosen = _lowest_increase_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
         points = [self._explain(point, chosen, trials) for point in self._ladders]
         return AutoChoice(sets[0], chosen, points, self.considered, trials)
 
     def _seconds(self, candidates: Mapping[Point, CandidateSpec]) -> float:
-        return self.predictor.seconds(self._with(candidates))
+        return self.predictor.seconds(self._apply(candidates))
 
     def _explain(self, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]) -> PointChoice:
-        """The choice at a point with what it saves, or the reason why nothing is chosen there."""
+        """Explain the choice at a point: what it saves, or why nothing is chosen there."""
         seconds = chosen.prediction.seconds
         if point in chosen.candidates:
             without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
@@ -299,12 +301,12 @@ class CompressorSearch:
         return PointChoice(point, None, saved_s, reason)
 
 
-def _increase(candidates: Mapping[Point, CandidateSpec]) -> float:
+def _total_increase(candidates: Mapping[Point, CandidateSpec]) -> float:
     """Sum of the increases of the loss, in percent."""
     return sum(candidate.increase for candidate in candidates.values())
 
 
-def _mildest_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
+def _lowest_increase_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
     """The set with the lowest increase of the loss among those as fast as the fastest, within ``WORTHWHILE``."""
     fastest_s = min(candidate_set.seconds for candidate_set in sets)
     fast_sets = [candidate_set for candidate_set in sets if candidate_set.seconds * (1 - WORTHWHILE) <= fastest_s]

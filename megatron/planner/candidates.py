@@ -40,7 +40,7 @@ Ladders = Mapping[Point, Sequence[CandidateSpec]]
 
 
 def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders:
-    """Candidates of each point that has traffic in a choice and no spec of the user, as the compressors declare them.
+    """Read the candidates that compressors declare for each point with traffic in a choice and no spec of the user.
 
     Sums in two levels are candidates where several nodes have several replicas each.
 
@@ -63,7 +63,7 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         if why_no_traffic(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
-            for candidate in candidates_of(registry, name, point, config.model.hidden_size):
+            for candidate in list_candidates(registry, name, point, config.model.hidden_size):
                 spec = read_specs([candidate.spec], registry, length)[point]
                 refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
                 if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
@@ -71,16 +71,16 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
     return ladders
 
 
-def candidates_of(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
-    """The settings of a compressor that may be chosen at a point."""
+def list_candidates(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
+    """List the settings of a compressor that may be chosen at a point."""
     return [
         CandidateSpec(rung.spec(point, name, hidden_size), rung.highest_increase, rung.mean_increase, rung.residual)
         for rung in registry[name].ladder.get(point, ())
     ]
 
 
-def affordable(ladders: Ladders, budget: float) -> Ladders:
-    """The candidates whose own increase of the loss is within a budget; points without one keep none."""
+def filter_by_budget(ladders: Ladders, budget: float) -> Ladders:
+    """Filter the candidates by a budget for the increase of the loss; a point without such candidates keeps none."""
     return {
         point: [candidate for candidate in candidates if candidate.increase <= budget]
         for point, candidates in ladders.items()

@@ -26,18 +26,18 @@ class Choice:
     Args:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
         ep: expert-parallel size; it divides the number of replicas.
-        folded: experts are not split over tensor-parallel ranks, which join the expert-parallel group; ``ep`` divides
-            ``tp * dp``.
+        folded: whether tensor-parallel ranks join the expert-parallel group instead of splitting experts; ``ep`` then
+            divides ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b, zb-h1, zb-v (with two chunks), gpipe or auto.
         micro_batch: sequences per micro-batch.
         micro_batches: micro-batches per replica and step.
-        sequence_parallel: activations between tensor-parallel regions are split along the sequence.
+        sequence_parallel: whether activations between tensor-parallel regions are split along the sequence.
         recompute: activation recomputation.
-        sharded: the optimizer's state is split over the replicas.
-        overlap: gradient reduction overlaps with backward.
+        sharded: whether the optimizer's state is split over the replicas.
+        overlap: whether gradient reduction overlaps with backward.
         delay: steps by which gradients are applied late, so that their reduction overlaps with the next step.
-        flush: a pipeline drains at the end of each step; otherwise passes of two steps take turns.
+        flush: whether a pipeline drains at the end of each step; otherwise passes of two steps take turns.
         specs: specs of ``--compress``.
         islands: number of islands, each with this layout.
     """
@@ -165,11 +165,11 @@ class Choice:
             UserError: when training would reject it.
         """
         # The target is the cluster, regardless of this machine's devices.
-        return of_first_island(self.configure(config)).resolve(self.world_size, cuda_available=True)
+        return configure_first_island(self.configure(config)).resolve(self.world_size, cuda_available=True)
 
 
-def of_first_island(config: RunConfig) -> RunConfig:
-    """The configuration that the launcher passes to the first of several islands."""
+def configure_first_island(config: RunConfig) -> RunConfig:
+    """Configure a run like the launcher does for the first of several islands."""
     islands_config = config.islands
     if not islands_config.several:
         return config
@@ -177,14 +177,14 @@ def of_first_island(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, islands=dataclasses.replace(islands_config, island=0, islands_address=address))
 
 
-def plannable(config: RunConfig, gpus: int) -> RunConfig:
+def resolve_for_planning(config: RunConfig, gpus: int) -> RunConfig:
     """Resolve the configuration for ``gpus`` devices.
 
     Raises:
         UserError: when training or the planner would reject it on these devices.
     """
     # The target is the cluster, regardless of this machine's devices.
-    resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
+    resolved = configure_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
@@ -196,8 +196,8 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
-def choice_of(config: RunConfig, devices: int) -> Choice:
-    """The choice of a resolved configuration on ``devices`` devices, which islands share."""
+def make_choice(config: RunConfig, devices: int) -> Choice:
+    """Make the choice of a resolved configuration on ``devices`` devices, which islands share."""
     parallel, training, islands = config.parallel, config.training, config.islands.islands
     world_size = devices // islands
     dp = config.data_parallel_size(world_size)

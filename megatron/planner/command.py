@@ -41,26 +41,32 @@ from megatron.distributed.process_group import LaunchEnvironment, init_process_g
 from megatron.distributed.topology import build_topology
 from megatron.planner.auto import CompressorSearch, report
 from megatron.planner.candidates import candidate_specs, read_ladders
-from megatron.planner.choice import NOT_PLANNED, Choice, choice_of, plannable
+from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
-from megatron.planner.expert_imbalance import imbalance_of
-from megatron.planner.growth import growth
-from megatron.planner.measure import described, measure_all, without_pipeline
+from megatron.planner.expert_imbalance import parse_imbalance
+from megatron.planner.growth import predict_growth
+from megatron.planner.measure import fill_in_measured, measure_all, without_pipeline
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import breakdown, compare_with_one_node, draw_prediction, reason, table
+from megatron.planner.report import (
+    compare_with_one_node,
+    draw_prediction,
+    explain_difference,
+    format_breakdown,
+    format_table,
+)
 from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 
 GPT2_VOCAB = 50257
-_OF_NO_GPT = (
+_NON_GPT_SETTINGS = (
     *("model.bert_binary_head", "model.num_tokentypes", "data.mask_prob", "data.short_seq_prob"),
     *("model.decoder_num_layers", "model.decoder_seq_length", "parallel.pipeline_model_parallel_split_rank"),
     *("model.position_buckets", "model.max_relative_positions", "model.conv_kernel_size"),
 )
 """Settings that do not apply to a GPT."""
-ODD = 10.0
+MAX_USUAL_RATIO = 10.0
 """Ratio of measured to predicted time above which a note is printed."""
 
 
@@ -109,8 +115,8 @@ def parser() -> argparse.ArgumentParser:
     return cli
 
 
-def entries_of(config: RunConfig) -> int:
-    """Number of entries in the run's vocabulary.
+def count_vocab_entries(config: RunConfig) -> int:
+    """Count the entries of the run's vocabulary.
 
     Raises:
         UserError: when the tokenizer cannot be built here.
@@ -135,21 +141,25 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         resolved = without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
-        topology = build_topology(choice_of(resolved, env.world_size).mesh, pick_device(backend, env.local_rank))
+        topology = build_topology(make_choice(resolved, env.world_size).mesh, pick_device(backend, env.local_rank))
         values = measure_all(resolved, vocab_size, specs, topology, env.num_local_ranks)
         shutdown()
         if env.rank:
             return None
-    machine = described(values, cluster)
+    machine = fill_in_measured(values, cluster)
     write_whole(path, write_cluster(machine).encode(), "--cluster")
-    outliers = [f"{name} {value:.3g}" for name, value in values.items() if name in machine.corrections and value > ODD]
+    outliers = [
+        f"{name} {value:.3g}"
+        for name, value in values.items()
+        if name in machine.corrections and value > MAX_USUAL_RATIO
+    ]
     if outliers:
         print(f"note: {', '.join(outliers)} times what the rates give: is the machine busy, or the model very small?")
     return machine
 
 
 def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str, ...]]:
-    """The sets of compressors to search.
+    """List the sets of compressors to search.
 
     Args:
         options: parsed command line.
@@ -195,7 +205,7 @@ def check_planned_model(parsed: ParsedRun, location: str) -> None:
     kind = parsed.config.model.model_type
     if kind in NOT_PLANNED:
         raise UserError(f"{location}: model_type {kind} is not planned: its stages differ; try its layouts")
-    hints = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
+    hints = [path.partition(".")[2] for path in _NON_GPT_SETTINGS if path in parsed.explicit]
     tokenizer = parsed.config.tokenizer.tokenizer_type or ""
     hints += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
     if hints and "model.model_type" not in parsed.explicit:
@@ -212,7 +222,7 @@ def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
         UserError: when the configuration is invalid, or training would reject the compressors on every layout.
     """
     islands = config.islands.islands
-    return plannable(Choice(1, 1, 1, specs=tuple(specs), islands=islands).configure(config), islands)
+    return resolve_for_planning(Choice(1, 1, 1, specs=tuple(specs), islands=islands).configure(config), islands)
 
 
 def show(
@@ -237,13 +247,13 @@ def show(
     memory = predictor.cluster.device.memory_gib
     predictions: list[Prediction] = []
     if as_it_is:
-        baseline = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
+        baseline = predictor.predict(make_choice(predictor.config, predictor.cluster.gpus))
         predictions.append(baseline)
-        print(f"the run as it is, on {predictor.cluster.name}:\n{table([baseline], memory)}")
-        print(breakdown(baseline, predictor.cluster))
+        print(f"the run as it is, on {predictor.cluster.name}:\n{format_table([baseline], memory)}")
+        print(format_breakdown(baseline, predictor.cluster))
         if baseline.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {baseline.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
-        grown = growth(predictor, baseline.choice)
+        grown = predict_growth(predictor, baseline.choice)
         if grown is not None:
             print(f"  {grown.line}")
     if config.compression.is_auto:
@@ -251,8 +261,8 @@ def show(
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
         auto_choice = CompressorSearch(predictor, baseline.choice, ladders, budget, memory).choose()
         chosen = auto_choice.chosen.prediction
-        print(f"\n{report(auto_choice, budget, suggestions(predictor, chosen))}\n\n{table([chosen], memory)}")
-        print(breakdown(chosen, predictor.cluster, warns_of_loss=False))
+        print(f"\n{report(auto_choice, budget, suggestions(predictor, chosen))}\n\n{format_table([chosen], memory)}")
+        print(format_breakdown(chosen, predictor.cluster, warns_of_loss=False))
         _write_configuration(options, chosen, config)
         return [*predictions, chosen], chosen
     if options.no_search:
@@ -264,9 +274,10 @@ def show(
         f"\nthe fastest of each of the fastest layouts, of {result.considered} choices ({result.predicted} predicted "
         f"in {spent:.1f} s, {result.too_large} too large, the others ruled out by their lower bounds):"
     )
-    print(f"{table(result.best, memory)}\n\nthe fastest:\n{breakdown(result.best[0], predictor.cluster, config)}")
+    print(f"{format_table(result.best, memory)}\n")
+    print(f"the fastest:\n{format_breakdown(result.best[0], predictor.cluster, config)}")
     if len(result.best) > 1:
-        print(f"the runner-up is {reason(result.best[0], result.best[1])}")
+        print(f"the runner-up is {explain_difference(result.best[0], result.best[1])}")
     print(compare_with_one_node(predictor, result.best[0]), end="")
     _write_configuration(options, result.best[0], config)
     return [*predictions, *result.best], result.best[0]
@@ -311,18 +322,18 @@ def run(options: argparse.Namespace) -> None:
     planned = dataclasses.replace(cluster, gpus=gpus)
     check_sites(planned)
     try:
-        base, refusal = plannable(config, gpus), None
+        base, refusal = resolve_for_planning(config, gpus), None
     except UserError as error:
         if options.no_search or config.compression.is_auto or config.training.global_batch_size is None:
             raise
         base, refusal = searchable(config), error
-    sets, imbalance = spec_sets(options, config), imbalance_of(options.expert_imbalance, base.model)
-    vocab_size = options.vocab_size or entries_of(config)
+    sets, imbalance = spec_sets(options, config), parse_imbalance(options.expert_imbalance, base.model)
+    vocab_size = options.vocab_size or count_vocab_entries(config)
     if options.measure:
         check_writable(options.cluster, "--cluster")
         specs = list(config.compression.spec_texts)
         specs += (
-            candidate_specs(read_ladders(base, choice_of(base, gpus), planned)) if config.compression.is_auto else []
+            candidate_specs(read_ladders(base, make_choice(base, gpus), planned)) if config.compression.is_auto else []
         )
         measured = measure(config, cluster, vocab_size, specs, path)
         if measured is None:

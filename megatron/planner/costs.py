@@ -38,9 +38,10 @@ INNER_POINTS = (*TP_POINTS, *EXPERT_POINTS)
 
 @dataclass(frozen=True)
 class Wires:
-    """Wires of each kind of group; ``hops`` is indexed by the pipeline rank of the sender.
+    """Wires of each kind of group.
 
-    ``ep`` connects ranks that share experts, ``expert_dp`` ranks that hold equal experts.
+    ``ep`` connects ranks that share experts, ``expert_dp`` ranks that hold equal experts, ``ends`` the first and the
+    last stage, ``holders`` all replicas of these stages. ``hops`` is indexed by the pipeline rank of the sender.
     """
 
     tp: Wire
@@ -96,7 +97,7 @@ class CostBook:
         self.config = config
         self.cluster = cluster
         self.vocab_size = vocab_size
-        # The planned step is past all warm-ups, regardless of their length.
+        # The run_dry step is past all warm-ups, regardless of their length.
         self._length = RunLength(config.training.planned_iters or 1_000_000, lambda epochs: 1)
         self.imbalance = imbalance
         self._backend = DryBackend(cluster.device)
@@ -116,29 +117,29 @@ class CostBook:
         return self._sets[choice.specs]
 
     def _cached(self, key: tuple[object, ...], texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
-        """The cost of a dry run with the specs ``texts``, run on first use; see ``planned``."""
+        """The cost of a dry run with the specs ``texts``, run on first use; see ``run_dry``."""
         if key not in self._costs:
-            self._costs[key] = planned(texts, run)
+            self._costs[key] = run_dry(texts, run)
         cost: _T = self._costs[key]
         return cost
 
-    def texts(self, choice: Choice, *points: Point) -> tuple[str, ...]:
-        """Spec strings of a choice that serve any of the points."""
+    def spec_texts(self, choice: Choice, *points: Point) -> tuple[str, ...]:
+        """Specs of a choice, as text, that serve any of the points."""
         self.specs(choice)
         return tuple(text for text in choice.specs if any(spec.point in points for spec in self._specs[text]))
 
     @staticmethod
-    def _cut(choice: Choice, name: str) -> tuple[object, ...]:
+    def _partition_key(choice: Choice, name: str) -> tuple[object, ...]:
         """Cache key of a piece's parameters and activations on a rank."""
         of_experts = (choice.ep, choice.folded) if kind_of(name) == EXPERTS else ()
         return choice.tp, choice.sequence_parallel, *of_experts
 
     def coding(self, choice: Choice, *points: Point) -> float:
         """Largest correction of the compressors at the points."""
-        corrections = [self.cluster.correction(CODING + text) for text in self.texts(choice, *points)]
+        corrections = [self.cluster.correction(CODING + text) for text in self.spec_texts(choice, *points)]
         return max(corrections, default=1.0)
 
-    def _dry(
+    def _make_pieces(
         self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, expert_load: ExpertLoad | None = None
     ) -> Pieces:
         config = choice.configure(self.config)
@@ -151,18 +152,18 @@ class CostBook:
         rank."""
         of_experts = kind_of(name) == EXPERTS
         points = INNER_POINTS if of_experts else TP_POINTS
-        texts = self.texts(choice, *points)
+        texts = self.spec_texts(choice, *points)
         recompute = choice.recompute if name not in (EMBEDDING, HEAD) else None
         expert_load = None
         if of_experts:
             levels = self.expert_levels(choice)
             nodes = levels[Level.ACROSS][1] if levels else 0
             expert_load = ExpertLoad(1.0 if balanced else self.imbalance, nodes)
-        key = ("piece", name, *self._cut(choice, name), choice.micro_batch, recompute, texts, expert_load)
+        key = ("piece", name, *self._partition_key(choice, name), choice.micro_batch, recompute, texts, expert_load)
         if len(texts) > 1:  # one dry run for each compressor, not for each set of them
             return self._cached(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
-        return self._cached(key, texts, lambda: self._dry(choice, specs, expert_load=expert_load).piece(name))
+        return self._cached(key, texts, lambda: self._make_pieces(choice, specs, expert_load=expert_load).piece(name))
 
     def _combined_piece(self, choice: Choice, name: str, balanced: bool, texts: Sequence[str]) -> PieceCost:
         """Cost of a piece with several compressors inside layers."""
@@ -180,17 +181,19 @@ class CostBook:
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
-        texts = self.texts(choice, Point.DP_GRAD) if covered else ()
+        texts = self.spec_texts(choice, Point.DP_GRAD) if covered else ()
         # Reduced by the fused embedding all-reduce, or with the embedding on the same rank.
         fused = self.fused(choice) or (self.tied and not choice.splits_tie and name == HEAD)
         size = choice.expert_dp if experts_only else choice.dp
         if size == 1:
             return ReductionCost()
-        replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, experts_only))
+        replicas, nodes = _simulated_ranks(
+            spec if covered else None, size, self.levels(choice, Point.DP_GRAD, experts_only)
+        )
         key = (
             Point.DP_GRAD,
             name,
-            *self._cut(choice, name),
+            *self._partition_key(choice, name),
             choice.sharded,
             fused,
             texts,
@@ -202,24 +205,26 @@ class CostBook:
         return self._cached(
             key,
             texts,
-            lambda: self._dry(choice, used, stage).reduction(
+            lambda: self._make_pieces(choice, used, stage).reduction(
                 name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, experts_only=experts_only
             ),
         )
 
     def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
         """Cost of all-reducing the tied embedding's gradient over its holders."""
-        texts = self.texts(choice, Point.EMBED_GRAD)
+        texts = self.spec_texts(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
         levels = self.levels(choice, Point.EMBED_GRAD)
-        replicas, nodes = _ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
+        replicas, nodes = _simulated_ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
         key = ("tied", shape, elements, texts, replicas, nodes)
         specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
         return self._cached(
-            key, texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
+            key, texts, lambda: self._make_pieces(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
         )
 
-    def difference(self, choice: Choice, name: str, stage: int, experts_only: bool = False) -> ReductionCost:
+    def pseudo_gradient_reduction(
+        self, choice: Choice, name: str, stage: int, experts_only: bool = False
+    ) -> ReductionCost:
         """Cost of reducing a piece's pseudo-gradients over islands; ``experts_only`` as in ``reduction``."""
         spec = self.specs(choice)[Point.OUTER]
         covered = spec.activation.covers_stage(stage, choice.pp)
@@ -227,13 +232,13 @@ class CostBook:
         fused = self.tied and name == HEAD
         # The traffic of a round does not depend on its length.
         sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
-        key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, experts_only)
+        key = (Point.OUTER, name, *self._partition_key(choice, name), choice.islands, fused, sent, experts_only)
         used = {Point.OUTER: spec} if covered else {}
-        replicas, _ = _ranks(spec if covered else None, choice.islands, {})
+        replicas, _ = _simulated_ranks(spec if covered else None, choice.islands, {})
         return self._cached(
             key,
-            self.texts(choice, Point.OUTER),
-            lambda: self._dry(choice, used, stage).reduction(
+            self.spec_texts(choice, Point.OUTER),
+            lambda: self._make_pieces(choice, used, stage).reduction(
                 name, fused=fused, replicas=replicas, experts_only=experts_only, point=Point.OUTER
             ),
         )
@@ -270,7 +275,7 @@ class CostBook:
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """Cost of a pipeline message."""
-        texts = self.texts(choice, point) if compressed else ()
+        texts = self.spec_texts(choice, point) if compressed else ()
         message_parts = choice.message_parts(self.config)
         model = self.config.model
         shape = torch.Size((model.seq_length // message_parts, choice.micro_batch, model.hidden_size))
@@ -297,11 +302,11 @@ class CostBook:
         spec = self.specs(choice).get(tp_point)
         return self.message(choice, tp_point, spec is not None and spec.activation.is_active(STEADY))
 
-    def gathered(self, choice: Choice, elements: int, stage: int) -> MessageCost:
+    def param_gather(self, choice: Choice, elements: int, stage: int) -> MessageCost:
         """Cost of a replica's updated parameters on a stage, as a message to the other replicas."""
         spec = self.specs(choice).get(Point.PARAM_GATHER)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
-        texts = self.texts(choice, Point.PARAM_GATHER) if covered else ()
+        texts = self.spec_texts(choice, Point.PARAM_GATHER) if covered else ()
         dtype = self.config.precision.params_dtype
         return self._message(Point.PARAM_GATHER, spec if covered else None, 1, texts, torch.Size((elements,)), dtype)
 
@@ -316,7 +321,7 @@ class CostBook:
         return self.config.model.ties_embeddings
 
 
-def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
+def _simulated_ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
     """Number of ranks and nodes to simulate in a dry run; 0 nodes for a group that is not split.
 
     Two ranks (or two nodes) are representative of any number, unless the compressor gathers every rank's data.
@@ -342,7 +347,7 @@ def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size:
     }
 
 
-def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
+def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
     """Run a dry run.
 
     Raises:
@@ -354,6 +359,6 @@ def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
         if not texts:
             raise
         raise UserError(
-            f"--compress {' '.join(texts)}: cannot be planned, since what it sends depends on the numbers "
+            f"--compress {' '.join(texts)}: cannot be run_dry, since what it sends depends on the numbers "
             f"({first_line(error)}); leave it out, or time it in a short run"
         ) from error

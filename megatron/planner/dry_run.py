@@ -37,7 +37,7 @@ class Collective:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
         nbytes: bytes of the whole tensor.
         level: the ranks of the group that take part.
-        of_experts: the group is the expert-parallel group.
+        of_experts: whether the group is the expert-parallel group.
     """
 
     kind: str
@@ -127,7 +127,7 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.tally = CostTally()
-        self.ledger: Ledger = _ToldLedger(self)
+        self.ledger: Ledger = _RecordingLedger(self)
         self.coding = 0
 
     @classmethod
@@ -152,7 +152,7 @@ class OpRecorder(TorchDispatchMode):
         return tally
 
 
-class _ToldLedger(Ledger):
+class _RecordingLedger(Ledger):
     """A ledger that reports coding and traffic to a recorder."""
 
     def __init__(self, recorder: OpRecorder) -> None:
@@ -183,7 +183,7 @@ class DryGroup(Group):
         recorder: recorder of the collectives.
         nodes: number of nodes that the group is split into; 0 for no split.
         level: level of this group in a split group.
-        of_experts: the ranks share experts.
+        of_experts: whether the ranks share experts.
         stride: distance between consecutive ranks; the first is rank 0.
     """
 
@@ -292,8 +292,8 @@ class DryExpertComm(ExpertComm):
     ) -> None:
         super().__init__(group, ledger, plan, "on", folded)
         if self.nodes is not None:
-            self.nodes = _DryRows(self.nodes.group, ledger, self.nodes.coding)
-        self.ranks = _DryRows(self.ranks.group, ledger, self.ranks.coding, self.ranks.inside)
+            self.nodes = _DryRowExchange(self.nodes.group, ledger, self.nodes.coding)
+        self.ranks = _DryRowExchange(self.ranks.group, ledger, self.ranks.coding, self.ranks.inside)
         self.imbalance = imbalance
 
     def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
@@ -336,8 +336,8 @@ class DryExpertComm(ExpertComm):
         return rows_n.minimum(choices_n), choices_n
 
 
-class _DryRows(RowExchange):
-    """Row exchanges with ranks that each send this rank the rows it keeps for itself."""
+class _DryRowExchange(RowExchange):
+    """Row exchange with stand-in ranks, each of which sends this rank as many rows as it keeps for itself."""
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
         rows = list(counts_rn.to(torch.int32))

@@ -10,7 +10,7 @@ from megatron.base.value_type import ValueType
 from megatron.config.model import ModelConfig
 
 
-def imbalance_of(text: str, model: ModelConfig) -> float:
+def parse_imbalance(text: str, model: ModelConfig) -> float:
     """Parse ``--expert-imbalance``: a number, or a log that contains it.
 
     Raises:
@@ -22,7 +22,7 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
             raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
         return 1.0
     if Path(text).is_file():
-        imbalance = _logged_imbalance(Path(text), flag)
+        imbalance = _read_imbalance(Path(text), flag)
     else:
         imbalance = ValueType(element=float).from_text(text, f"{flag}, which is no file, either")
     most = min(model.expert_layers.values()) / model.moe_router_topk
@@ -33,7 +33,7 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
     return imbalance
 
 
-def _logged_imbalance(path: Path, flag: str) -> float:
+def _read_imbalance(path: Path, flag: str) -> float:
     """Read the most recent imbalance in a log."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for line in reversed(lines):

@@ -50,7 +50,7 @@ def _operations(
 def held_by_rank(
     kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None = None, flush: bool = True
 ) -> frozenset[Held]:
-    """What a rank holds at the same time, at the points of a step."""
+    """All combinations of activations and records that a rank holds at the same time during a step."""
     if flush:
         operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
     else:
@@ -67,7 +67,9 @@ def held_by_rank(
 
 
 @cache
-def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None) -> Counter[int]:
+def _count_late_messages(
+    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None
+) -> Counter[int]:
     """Number of backward messages sent in a rank's epilogue, by chunk."""
     operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
     return Counter(op.chunk for op in find_epilogue(operations))
@@ -157,7 +159,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     by_point: dict[str, float] = {}
     book = stages.book
     for point in INNER_POINTS:
-        total = _inner(stages, choice, lambda tally: tally.sent, point)
+        total = _inner_traffic(stages, choice, lambda tally: tally.sent, point)
         if point is Point.TP_BWD:
             partial = [stages.partial_reduction(choice, rank) for rank in range(choice.pp)]
             total += sent_bytes(partial, choice.tp)
@@ -167,7 +169,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             total += messages * gather_cost.nbytes * (choice.tp - 1)
         by_point[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
-        by_point[point.value] = _messages(stages, choice, point) / choice.pp
+        by_point[point.value] = _message_traffic(stages, choice, point) / choice.pp
     by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
     tied = book.piece(choice, EMBEDDING).tied_shape
     if tied and choice.splits_tie:
@@ -178,7 +180,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         by_point[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
         by_point[Point.PARAM_GATHER.value] = sum(
-            book.gathered(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
+            book.param_gather(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
             for rank in range(choice.pp)
             for elements, size in stages.count_replicas(choice, rank)
         )
@@ -188,8 +190,10 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     return {point: nbytes for point, nbytes in by_point.items() if nbytes}
 
 
-def _inner(stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Point, int]], point: Point) -> float:
-    """Bytes of a point summed over all ranks' layers, micro-batches, forward and backward; ``of`` selects the tally."""
+def _inner_traffic(
+    stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Point, int]], point: Point
+) -> float:
+    """Bytes of a point summed over all layers, micro-batches and both passes; ``of`` selects the counts."""
     total = 0.0
     for rank in range(choice.pp):
         for name, count in stages.contents(choice, rank).items():
@@ -200,24 +204,26 @@ def _inner(stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Poi
     return total
 
 
-def _messages(stages: Stages, choice: Choice, point: Point) -> float:
+def _message_traffic(stages: Stages, choice: Choice, point: Point) -> float:
     """Bytes of pipeline messages in one direction, summed over ranks."""
     total = 0.0
     for boundary in choice.message_boundaries:
         rank, chunk = choice.placement.place_of(boundary if point is Point.PP_FWD else boundary + 1)
         late = 0
         if point is Point.PP_BWD:
-            # Whether messages are late matters to codecs that are refused with auto, alone.
+            # Late messages matter only to codecs that are refused with auto.
             schedule = FIRST if choice.schedule == AUTO else choice.schedule
             max_in_flight = stages.config.parallel.pipeline_max_in_flight
-            late = _late(schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight)[chunk]
+            late = _count_late_messages(schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight)[
+                chunk
+            ]
         for count, is_late in ((late, True), (choice.micro_batches - late, False)):
             on = stages.compresses(choice, point, rank, is_late)
             total += count * stages.book.message(choice, point, on).nbytes
     return total
 
 
-def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
+def internode_traffic(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
     """Bytes that leave the node, by point: for a ring, those sent by its last member in a node; for an all-to-all,
     those sent to members in other nodes."""
     groups = {
@@ -234,7 +240,7 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
     }
     if stages.book.expert_levels(choice):
         for point in EXPERT_POINTS:
-            inside = _inner(stages, choice, lambda tally: tally.inside, point)
+            inside = _inner_traffic(stages, choice, lambda tally: tally.inside, point)
             by_point[point.value] = sent[point.value] - inside / choice.pp
     elif wires.ep.per_node < choice.ep:
         share = (choice.ep - wires.ep.per_node) / (choice.ep - 1)

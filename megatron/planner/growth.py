@@ -40,7 +40,7 @@ class GrowingLengths:
         )
 
 
-def growth(predictor: Predictor, choice: Choice) -> GrowingLengths | None:
+def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | None:
     """Predict the steps of a choice with growing sequences; None where they do not grow.
 
     The step time is assumed to be quadratic in the sequence length, like the number of operations.

@@ -34,12 +34,12 @@ class Share:
     """Part of a stage in a collective over islands.
 
     Args:
-        speakers: the replicas that take part.
+        participants: kind of the replicas that take part.
         stage: the pipeline stage.
         collective: the collective of each of their tensor-parallel ranks.
     """
 
-    speakers: str
+    participants: str
     stage: int
     collective: Collective
 
@@ -52,13 +52,13 @@ class Transfer:
         rounds_s: seconds of each of its consecutive rounds of collectives.
         coding_s: seconds of encoding and decoding.
         nbytes: bytes that leave an island.
-        kept: bytes of the compressors' state on the fullest rank.
+        state_bytes: bytes of the compressors' state on the fullest rank.
     """
 
     rounds_s: tuple[float, ...]
     coding_s: float
     nbytes: float
-    kept: float
+    state_bytes: float
 
     def waited_s(self, delay: int, step_s: float) -> float:
         """Seconds not hidden by ``delay`` steps; a completed round is noticed, and the next started, after a step."""
@@ -119,7 +119,7 @@ class OuterCosts:
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
         self._transfers: dict[Choice, list[Transfer]] = {}
-        self._crowds: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
+        self._shared_links: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
 
     @property
     def width(self) -> int:
@@ -134,7 +134,7 @@ class OuterCosts:
         schedule = RoundSchedule(spec.outer_options, min(spec.activation.warmup_iters, iterations), iterations)
         if spec.outer_options.in_step == "compressed":
             wires = wires_of(self.stages.cluster, choice)
-            in_step_s = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
+            in_step_s = max(self._replica_exchange_s(choice, stage, 1, wires) for stage in range(choice.pp))
             in_step_s += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
             in_step_s += self._totals_s(choice)
             in_step_bytes = sum(transfer.nbytes for transfer in transfers)
@@ -144,7 +144,7 @@ class OuterCosts:
         # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
         turns = max(local_steps - 1, 0) // spec.outer_options.turn
         sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
-        inside_s = self._inside_s(choice, count)
+        inside_s = self._fixed_s(choice, count)
         fixed_s = [inside_s + transfer.coding_s for transfer in transfers]
         waited_s = [
             fixed + transfer.waited_s(spec.outer_options.delay, step_s)
@@ -174,7 +174,7 @@ class OuterCosts:
         """Seconds that exact sums of each replica's share add to a synchronous step, and bytes leaving an island."""
         shares = []
         for stage in range(choice.pp):
-            duplicates = self._tied(choice) if stage == choice.pp - 1 else 0
+            duplicates = self._duplicate_elements(choice) if stage == choice.pp - 1 else 0
             for elements, replicas in self.stages.count_replicas(choice, stage):
                 nbytes = (elements - duplicates) * self.stages.grad_bytes / replicas
                 shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
@@ -184,7 +184,8 @@ class OuterCosts:
     def _totals_s(self, choice: Choice) -> float:
         return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _TOTALS_BYTES))])
 
-    def _tied(self, choice: Choice) -> float:
+    def _duplicate_elements(self, choice: Choice) -> float:
+        """Number of elements of the last stage's copy of a tied embedding, which the first stage exchanges."""
         duplicated = self.stages.book.tied and choice.splits_tie
         return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
@@ -195,7 +196,7 @@ class OuterCosts:
         outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in range(choice.pp))
         elements = max(self.stages.elements(choice, rank) for rank in range(choice.pp))
         pseudo_gradient = self.width * elements / options.fragments
-        return outer_state + pseudo_gradient + sum(transfer.kept for transfer in transfers)
+        return outer_state + pseudo_gradient + sum(transfer.state_bytes for transfer in transfers)
 
     def transfers(self, choice: Choice) -> list[Transfer]:
         """The exchange of each fragment, cached for all choices of the same layout."""
@@ -211,22 +212,22 @@ class OuterCosts:
         return self._transfers[key]
 
     def _transfer(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
-        """The exchange of a fragment with the other islands."""
+        """Predict the exchange of a fragment with the other islands."""
         book = self.stages.book
         rounds: list[list[Share]] = []
         coding_s = state_bytes = 0.0
         for stage in range(choice.pp):
-            contents = self._contents(choice, stage, fragment, fragments)
+            contents = self._count_pieces(choice, stage, fragment, fragments)
             costs = [
-                (n, speakers, book.difference(choice, name, stage, speakers == OF_EXPERTS))
+                (n, participants, book.pseudo_gradient_reduction(choice, name, stage, participants == OF_EXPERTS))
                 for name, n in contents.items()
-                for speakers in (FIRST, OF_EXPERTS)
+                for participants in (FIRST, OF_EXPERTS)
             ]
-            for n, speakers, cost in costs:
+            for n, participants, cost in costs:
                 for number, collectives in enumerate(cost.rounds):
                     rounds.extend([] for _ in range(number + 1 - len(rounds)))
                     rounds[number] += [
-                        Share(speakers, stage, replace(collective, nbytes=n * collective.nbytes))
+                        Share(participants, stage, replace(collective, nbytes=n * collective.nbytes))
                         for collective in collectives
                     ]
             coding_s = max(coding_s, sum(n * cost.coding_s for n, _, cost in costs))
@@ -238,7 +239,7 @@ class OuterCosts:
             state_bytes,
         )
 
-    def _contents(self, choice: Choice, stage: int, fragment: int, fragments: int) -> Counter[str]:
+    def _count_pieces(self, choice: Choice, stage: int, fragment: int, fragments: int) -> Counter[str]:
         """Number of each piece of a fragment on a pipeline rank."""
         model = self.stages.config.model
         layers, virtual = model.num_layers, choice.pp * choice.chunks
@@ -253,16 +254,17 @@ class OuterCosts:
             counts.update(piece for name, piece in names if fragment_index(name, layers, fragments) == fragment)
         return counts
 
-    def _inside_s(self, choice: Choice, fragments: int) -> float:
+    def _fixed_s(self, choice: Choice, fragments: int) -> float:
         """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
         wires = wires_of(self.stages.cluster, choice)
-        local_s = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
+        local_s = max(self._replica_exchange_s(choice, stage, fragments, wires) for stage in range(choice.pp))
         requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands
-        meeting = 2 * requests * max(wire.latency_s for wire, _ in self._crowd(choice))
-        tied_s = wires.ends.collective("broadcast", self._tied(choice) * self.width / fragments, 2)
+        meeting = 2 * requests * max(wire.latency_s for wire, _ in self._links_with_participants(choice))
+        tied_s = wires.ends.collective("broadcast", self._duplicate_elements(choice) * self.width / fragments, 2)
         return local_s + tied_s + meeting + wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
 
-    def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
+    def _replica_exchange_s(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
+        """Seconds in which a stage's replicas collect and broadcast a fragment, and update their parameters."""
         stages, seconds = self.stages, 0.0
         for (elements, size), wire in zip(
             stages.count_replicas(choice, stage), (wires.dp, wires.expert_dp), strict=False
@@ -278,7 +280,7 @@ class OuterCosts:
     def _sent(self, choice: Choice, shares: Sequence[Share]) -> float:
         """Bytes that leave an island."""
         ranks = {FIRST: choice.tp, OF_EXPERTS: choice.expert_ranks, ALL: choice.tp * choice.dp}
-        return sum(ranks[share.speakers] * sent_bytes([share.collective], choice.islands) for share in shares)
+        return sum(ranks[share.participants] * sent_bytes([share.collective], choice.islands) for share in shares)
 
     def _seconds(self, choice: Choice, shares: Sequence[Share]) -> float:
         """Seconds of collectives over islands; those of a kind run concurrently, and the busiest link decides."""
@@ -286,42 +288,43 @@ class OuterCosts:
         for kind in dict.fromkeys(share.collective.kind for share in shares):
             kind_shares = [share for share in shares if share.collective.kind == kind]
             slowest = 0.0
-            for wire, blocks in self._crowd(choice):
+            for wire, blocks in self._links_with_participants(choice):
                 load = max(
-                    sum(block[share.speakers, share.stage] * share.collective.nbytes for share in kind_shares)
+                    sum(block[share.participants, share.stage] * share.collective.nbytes for share in kind_shares)
                     for block in blocks
                 )
                 slowest = max(slowest, wire.collective(kind, load, choice.islands))
             total += slowest
         return total
 
-    def _crowd(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
-        """The links between islands, and the number of speakers behind each link by kind and stage."""
+    def _links_with_participants(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
+        """The links between islands, and the number of participants behind each of them, by kind and stage."""
         key = choice.mesh, choice.islands
-        if key not in self._crowds:
+        if key not in self._shared_links:
             # Rank, kind and stage of each replica that takes part.
-            speakers = [
+            participants = [
                 ((stage * choice.dp + replica) * choice.tp + tensor_rank, kind, stage)
                 for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
                 for stage in range(choice.pp)
                 for replica in range(replicas)
                 for tensor_rank in range(choice.tp)
             ]
-            self._crowds[key] = [
-                (wire, _blocks(speakers, size)) for size, wire in _links(self.stages.cluster, choice.world_size)
+            self._shared_links[key] = [
+                (wire, _count_by_block(participants, size))
+                for size, wire in _list_shared_links(self.stages.cluster, choice.world_size)
             ]
-        return self._crowds[key]
+        return self._shared_links[key]
 
 
-def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
-    """Number of speakers by kind and stage in each block of ``size`` consecutive ranks."""
+def _count_by_block(participants: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
+    """Number of participants by kind and stage in each block of ``size`` consecutive ranks."""
     blocks: dict[int, Counter[tuple[str, int]]] = {}
-    for rank, kind, stage in speakers:
+    for rank, kind, stage in participants:
         blocks.setdefault(rank // size, Counter())[kind, stage] += 1
     return list(blocks.values())
 
 
-def _links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
+def _list_shared_links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
     """The links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
     islands = cluster.gpus // world
     if cluster.gpus <= cluster.gpus_per_node:

@@ -35,13 +35,13 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
     for name, stride, count in (("inside", 1, ranks_per_node), ("across", ranks_per_node, nodes)):
         # Neighbors are paired in two ways, so that every link between neighbors is measured.
         for shift in range(min(count - 1, 2)):
-            peer = peer_of(topology.rank, stride, count, shift)
+            peer = find_peer(topology.rank, stride, count, shift)
             latency, nbytes = _ping_pong(topology, peer, 8, 20), _FIRST_BYTES
             while True:
                 pair_s = _ping_pong(topology, peer, nbytes, 1)
                 # All ranks must agree on when a message is long enough: the slowest pair decides.
                 rows = gather_rows(topology.control, Ledger(), [pair_s])
-                next_bytes = larger_message(nbytes, max(row[0] for row in rows if row[0] == row[0]))
+                next_bytes = next_message_bytes(nbytes, max(row[0] for row in rows if row[0] == row[0]))
                 if next_bytes == nbytes:
                     break
                 nbytes = next_bytes
@@ -61,8 +61,8 @@ def _worst_rate(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def peer_of(rank: int, stride: int, count: int, shift: int) -> int | None:
-    """The rank with which a rank measures a link; None without one.
+def find_peer(rank: int, stride: int, count: int, shift: int) -> int | None:
+    """Find the rank with which a rank measures a link; None if there is none.
 
     Args:
         rank: the rank.
@@ -75,7 +75,7 @@ def peer_of(rank: int, stride: int, count: int, shift: int) -> int | None:
     return rank + (peer_index - index) * stride if 0 <= peer_index < count else None
 
 
-def larger_message(nbytes: int, seconds: float) -> int:
+def next_message_bytes(nbytes: int, seconds: float) -> int:
     """Bytes of the message after one that took some seconds: the same if that was long enough; otherwise at least
     twice as many, so that it will hardly take longer than twice ``_MESSAGE_SECONDS``."""
     if seconds >= _MESSAGE_SECONDS:

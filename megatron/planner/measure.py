@@ -30,9 +30,9 @@ from megatron.kernels.ops import finite_norm
 from megatron.kernels.products import product
 from megatron.parallel.data.buffer import replaces_grads
 from megatron.parallel.expert.dispatcher import ExpertComm
-from megatron.planner.choice import Choice, choice_of
+from megatron.planner.choice import Choice, make_choice
 from megatron.planner.cluster import CODING, STEP_PARTS, Cluster, Device, LinkSpec
-from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
+from megatron.planner.costs import STEADY, TP_POINTS, run_dry, wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
 from megatron.planner.links import SIDES, measure_links
 from megatron.planner.piece_costs import EMBEDDING, kind_of, piece_of
@@ -120,7 +120,7 @@ class LiveBackend(DryBackend):
         return x.normal_(0.0, 0.02)
 
 
-def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
+def measure_rate(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
     """Measure runs per second."""
     run()
     synchronize()
@@ -143,12 +143,12 @@ def measure_device(dtype: torch.dtype, backend: LiveBackend) -> Device:
     cuda = device.type == "cuda"
     side = 8192 if cuda else 1024
     a, b = (backend.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
-    products = rate_of(lambda: product(a, b), synchronize)
+    products = measure_rate(lambda: product(a, b), synchronize)
     large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
     other = torch.empty_like(large)
-    copies = rate_of(lambda: other.copy_(large), synchronize)
+    copies = measure_rate(lambda: other.copy_(large), synchronize)
     few = torch.zeros(16, device=device)
-    small = rate_of(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
+    small = measure_rate(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
     if cuda:
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         name = torch.cuda.get_device_name(device)
@@ -192,7 +192,7 @@ class Corrections:
         plan.begin_step(STEADY)
         return Pieces(self.choice.configure(self.config), self.vocab_size, backend, plan, STEADY)
 
-    def of_parts(self) -> dict[str, float]:
+    def measure_parts(self) -> dict[str, float]:
         """Measure the factor of each part of ``STEP_PARTS``, by name."""
         factors: dict[str, float] = {}
         names = self.stages.names
@@ -212,11 +212,11 @@ class Corrections:
         factors["optimizer"] = _update_seconds(elements, self.backend) / computed
         return factors
 
-    def of_coding(self, text: str) -> float:
+    def measure_coding(self, text: str) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
         specs = self.book.specs(dataclasses.replace(self.choice, specs=(text,)))  # several of experts=default
         dry_backend = DryBackend(self.device)
-        dry_s = planned((text,), lambda: sum(self._coding_s(*entry, dry_backend) for entry in specs.items()))
+        dry_s = run_dry((text,), lambda: sum(self._coding_s(*entry, dry_backend) for entry in specs.items()))
         real_s = sum(self._coding_s(*entry, self.backend) for entry in specs.items())
         return real_s / dry_s if dry_s and real_s else 1.0
 
@@ -253,11 +253,11 @@ def _update_seconds(elements: int, backend: LiveBackend) -> float:
         if not replaces_grads(backend.torch_device):
             gradient.zero_()
 
-    return 1.0 / rate_of(step, backend.recorder().synchronize)
+    return 1.0 / measure_rate(step, backend.recorder().synchronize)
 
 
 def without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
+    """Configure the same model for measuring: tensor-parallel as run_dry if there are several ranks, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
     choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
@@ -285,30 +285,30 @@ def measure_all(
         choice = Choice(1, 1, 1, micro_batch=config.training.micro_batch_size)
         backend, values = LiveBackend(torch_device), {}
     else:
-        choice, backend = choice_of(config, topology.layout.world_size), LiveBackend(topology.device, topology.tp)
+        choice, backend = make_choice(config, topology.layout.world_size), LiveBackend(topology.device, topology.tp)
         values = measure_links(topology, ranks_per_node)
     # What fails on a rank fails on all, before the others wait for it.
     pg = topology.control.pg if topology is not None else None
     device = run_together(pg, lambda: measure_device(config.precision.params_dtype, backend))
     # All ranks use the same rates, so that their corrections can be averaged.
-    values |= _combined({name: float(getattr(device, name)) for name in RATES}, topology)
+    values |= _combine_over_ranks({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
-    cluster = described(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
+    cluster = fill_in_measured(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
     corrections = Corrections(config, vocab_size, choice, cluster, backend)
-    values |= run_together(pg, corrections.of_parts)
-    values |= run_together(pg, lambda: {CODING + text: corrections.of_coding(text) for text in specs})
-    return _combined(values, topology)
+    values |= run_together(pg, corrections.measure_parts)
+    values |= run_together(pg, lambda: {CODING + text: corrections.measure_coding(text) for text in specs})
+    return _combine_over_ranks(values, topology)
 
 
-def _combined(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Mean of each value over the ranks that measured it; of links the slowest, which all others wait for."""
+def _combine_over_ranks(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
+    """Average each value over the ranks that measured it; of links take the slowest, for which all others wait."""
     if topology is None:
         return values
     return combine_rows(list(values), gather_rows(topology.control, Ledger(), list(values.values())))
 
 
 def combine_rows(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    """See ``_combined``; a row of values for each rank, NaN where a rank has not measured one."""
+    """See ``_combine_over_ranks``; a row of values for each rank, NaN where a rank has not measured one."""
     columns = [[x for x in column if not math.isnan(x)] for column in zip(*rows, strict=True)]
     slowest: dict[str, Callable[[list[float]], float]] = {
         **{f"{side}_gbit": min for side in SIDES},
@@ -317,8 +317,8 @@ def combine_rows(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[
     return {name: slowest.get(name, statistics.fmean)(column) for name, column in zip(names, columns, strict=True)}
 
 
-def described(measured: Mapping[str, float], base: Cluster) -> Cluster:
-    """Return ``base`` with the measured values filled in; the rate of matrix products is taken as the peak.
+def fill_in_measured(measured: Mapping[str, float], base: Cluster) -> Cluster:
+    """Fill the measured values into ``base``; the measured rate of matrix products is taken as the peak.
 
     Args:
         measured: the measured values.

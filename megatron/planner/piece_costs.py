@@ -60,7 +60,7 @@ class PieceCost:
         working_bytes: temporary bytes during computation, independent of the number of micro-batches and without
             recomputation.
         parameters: number of parameters.
-        own_parameters: number of expert parameters that not all replicas hold.
+        unshared_expert_parameters: number of expert parameters that not all replicas hold.
         partial: number of parameters whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
         tied_shape: shape of this rank's part of the tied embedding; empty if the piece holds none.
@@ -74,7 +74,7 @@ class PieceCost:
     saved_bytes: float
     working_bytes: float
     parameters: int
-    own_parameters: int = 0
+    unshared_expert_parameters: int = 0
     partial: int = 0
     tied_shape: tuple[int, ...] = ()
     params: Sequence[NamedParam] = ()

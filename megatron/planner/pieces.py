@@ -34,7 +34,7 @@ from megatron.planner.piece_costs import EMBEDDING, HEAD, MessageCost, PieceCost
 
 
 @dataclass
-class _Built:
+class _BuiltPiece:
     """A built piece with its recorder."""
 
     stage: Stage
@@ -65,8 +65,8 @@ class Pieces:
         expert_load: ExpertLoad | None = None,
     ) -> None:
         # Fused dropout costs little, and the meta device would trace the CPU implementation.
-        quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
-        self.config = dataclasses.replace(config, model=quiet)
+        without_dropout = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
+        self.config = dataclasses.replace(config, model=without_dropout)
         self.vocab_size = vocab_size
         self.backend = backend
         self.plan = plan
@@ -80,7 +80,7 @@ class Pieces:
         shares: int = 1,
         experts_only: bool | None = None,
         exact: bool = False,
-    ) -> _Built | None:
+    ) -> _BuiltPiece | None:
         """Build a piece with a gradient buffer; None without matching parameters.
 
         The buffer holds all parameters, or by ``experts_only`` the expert parameters that not all replicas hold (True)
@@ -124,7 +124,7 @@ class Pieces:
             weight_grads=weight_grads,
         )
         self.backend.fill(buffer.params_flat)
-        return _Built(stage, buffer, weight_grads, recorder)
+        return _BuiltPiece(stage, buffer, weight_grads, recorder)
 
     def piece(self, name: str) -> PieceCost:
         """Run forward and backward of a piece."""

@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
-from megatron.planner.fill import leaving, memory, traffic
+from megatron.planner.fill import internode_traffic, memory, traffic
 from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.piece_costs import EMBEDDING
 from megatron.planner.stages import StageCost, Stages, collective_seconds
@@ -103,7 +103,7 @@ class Predictor(Stages):
         # Optimizer and gradient reduction only add to it, and no order of operations is better.
         schedule: Literal["zb-v", "zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
         schedule = "zb-v" if choice.in_v_form else schedule
-        passes_only = dataclasses.replace(_forth_and_back(choice), schedule=schedule, micro_batches=1)
+        passes_only = dataclasses.replace(_passes_only(choice), schedule=schedule, micro_batches=1)
         key = passes_only, choice.micro_batches
         if key not in self._bounds:
             if passes_only not in self._pipelines:
@@ -113,7 +113,7 @@ class Predictor(Stages):
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
         """Simulated pipeline times, cached for all choices that differ only in their reductions."""
-        passes_only = _forth_and_back(choice)
+        passes_only = _passes_only(choice)
         if passes_only not in self._times:
             run = pipeline.run if choice.flush else pipeline.run_without_flush
             self._times[passes_only] = run(choice.micro_batches)
@@ -134,8 +134,8 @@ class Predictor(Stages):
         """
         if choice.outer_spec:
             inner_specs = tuple(spec for spec in choice.specs if spec != choice.outer_spec)
-            return self._with_outer(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
-        iteration = self._iterate(choice)
+            return self._add_islands(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
+        iteration = self._predict_times(choice)
         wires, slowest, gather, seconds = iteration.wires, iteration.slowest, iteration.gather_s, iteration.seconds
         stage, time, synced_s = iteration.stages[slowest], iteration.times[slowest], iteration.synced[slowest]
         embedding_s = iteration.embedding_s
@@ -169,14 +169,14 @@ class Predictor(Stages):
             breakdown,
             memory(self, choice),
             sent,
-            leaving(self, choice, wires, sent),
+            internode_traffic(self, choice, wires, sent),
             tokens / seconds,
             tflops / self.cluster.device.peak_tflops,
         )
 
     def seconds(self, choice: Choice) -> float:
         """Seconds of an iteration without islands, as ``predict`` returns them."""
-        return self._iterate(choice).seconds
+        return self._predict_times(choice).seconds
 
     def passes_s(self, choice: Choice) -> float:
         """Seconds until the last pass of an iteration has ended."""
@@ -203,19 +203,19 @@ class Predictor(Stages):
             return stage.first_coding_s + max(partial_s, sum(stage.rounds[:1])) + max(later_s, sum(stage.rounds[1:]))
         return stage.first_coding_s + partial_s + later_s
 
-    def _iterate(self, choice: Choice) -> _Iteration:
+    def _predict_times(self, choice: Choice) -> _Iteration:
         wires = wires_of(self.cluster, choice)
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
-        synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
+        synced, embedding_s = self._reduction_ends(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         gather_s = self._slowest_gather_s(choice, wires)
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather_s
         seconds += self._orthogonal_s(choice, slowest, wires)
         return _Iteration(wires, pipeline, stages, times, synced, embedding_s, gather_s, slowest, seconds)
 
-    def _with_outer(self, inner: Prediction, choice: Choice) -> Prediction:
+    def _add_islands(self, inner: Prediction, choice: Choice) -> Prediction:
         """Predict the mean iteration of a run with islands.
 
         Args:
@@ -239,7 +239,7 @@ class Predictor(Stages):
             outer=plan,
         )
 
-    def _synchronized(
+    def _reduction_ends(
         self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[RankTimes], stages: Sequence[StageCost]
     ) -> tuple[list[float], float]:
         """Times at which each rank's gradients are reduced, and seconds of coding the tied embedding's gradient."""
@@ -252,14 +252,14 @@ class Predictor(Stages):
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
             if choice.delay:
-                ready.append(self._delayed_reduction(choice, rank, time, stage, wires))
+                ready.append(self._delayed_reduction_end(choice, rank, time, stage, wires))
                 continue
             elements = sum(count for count, _ in stage.parts)
             buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
             end = time.end + stage.first_coding_s
             end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
-                end = max(end, self._first_round(pipeline, rank, time, stage, buckets))
+                end = max(end, self._first_round_end(pipeline, rank, time, stage, buckets))
             if needs_barrier:
                 end = max(end, barrier_s)
             # Coding of a bucket overlaps with the messages of the other buckets.
@@ -279,8 +279,10 @@ class Predictor(Stages):
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + embedding_s
         return ready, coding
 
-    def _delayed_reduction(self, choice: Choice, rank: int, time: RankTimes, stage: StageCost, wires: Wires) -> float:
-        """Time at which gradients of the step before are reduced, whose rounds run beside this step's passes.
+    def _delayed_reduction_end(
+        self, choice: Choice, rank: int, time: RankTimes, stage: StageCost, wires: Wires
+    ) -> float:
+        """Time at which the last step's gradients are reduced, in rounds that run beside this step's passes.
 
         Coding takes place between passes. Beside other kinds of parallelism, later rounds begin after the last pass.
         """
@@ -291,7 +293,7 @@ class Predictor(Stages):
             return max(end + later_coding_s, stage.first_coding_s + sum(stage.rounds))
         return max(end, stage.first_coding_s + sum(stage.rounds[:1])) + later_coding_s + sum(stage.rounds[1:])
 
-    def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
+    def _first_round_end(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
         # The last weight passes fill the buckets, where a rank has weight passes.
         separate = pipeline.kind in WITH_WEIGHT_PASSES and (rank > 0 or pipeline.kind == ZERO_BUBBLE_V)
@@ -335,13 +337,13 @@ class Predictor(Stages):
             return 0.0
         seconds = 0.0
         for (elements, size), wire in zip(self.count_replicas(choice, rank), (wires.dp, wires.expert_dp), strict=False):
-            share = self.book.gathered(choice, -(-elements // size), rank)
+            share = self.book.param_gather(choice, -(-elements // size), rank)
             coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
             seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
         return seconds
 
 
-def _forth_and_back(choice: Choice) -> Choice:
-    """The fields of a choice that determine its forward and backward passes; the others are reset."""
+def _passes_only(choice: Choice) -> Choice:
+    """Reset the fields of a choice that do not affect its forward and backward passes."""
     specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-", "ep-")))
     return dataclasses.replace(choice, sharded=False, overlap=False, delay=0, specs=specs)

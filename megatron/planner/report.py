@@ -24,7 +24,7 @@ _LOSS = (
 )
 
 
-def described(choice: Choice) -> str:
+def describe_choice(choice: Choice) -> str:
     """Describe a choice in a few words."""
     words = [f"{choice.islands} islands"] if choice.islands > 1 else []
     words += [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
@@ -44,8 +44,8 @@ def described(choice: Choice) -> str:
     return ", ".join(words)
 
 
-def flags(choice: Choice) -> str:
-    """The flags of ``pretrain_gpt.py`` that select a choice."""
+def format_flags(choice: Choice) -> str:
+    """Format the flags of ``pretrain_gpt.py`` that select a choice."""
     words = [
         f"--tensor-model-parallel-size {choice.tp}",
         f"--pipeline-model-parallel-size {choice.pp}",
@@ -75,7 +75,7 @@ def flags(choice: Choice) -> str:
     return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])
 
 
-def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
+def format_table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     """Format a table with a line for each prediction, fastest first."""
     columns = ("s/iter", "tokens/s", "MFU", "GiB", "layout", "compressed")
     rows = [
@@ -84,7 +84,7 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
             f"{prediction.tokens_per_s:,.0f}",
             f"{prediction.mfu:.1%}",
             f"{prediction.memory_bytes / 2**30:.1f}",
-            described(prediction.choice),
+            describe_choice(prediction.choice),
             " ".join(prediction.choice.specs) or "nothing",
         )
         for prediction in predictions
@@ -99,8 +99,8 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
 
 
-def start(choice: Choice, cluster: Cluster) -> str:
-    """The command that starts the first island, without the training flags."""
+def format_launch_command(choice: Choice, cluster: Cluster) -> str:
+    """Format the command that starts the first island, without the training flags."""
     ranks_per_node = min(choice.world_size, cluster.gpus_per_node)
     nodes = choice.world_size // ranks_per_node
     node_flags = f"--nnodes {nodes} --node-rank 0 --master-addr HOST " if nodes > 1 else ""
@@ -110,8 +110,8 @@ def start(choice: Choice, cluster: Cluster) -> str:
     )
 
 
-def unset(choice: Choice, config: RunConfig) -> list[str]:
-    """Settings of a configuration that a choice switches off and that no flag can unset."""
+def list_unset_settings(choice: Choice, config: RunConfig) -> list[str]:
+    """List the settings of a configuration that a choice switches off and that no flag can unset."""
     configured, unset_names = choice.configure(config), []
     for section in ("parallel", "recompute", "compression"):
         old, new = getattr(config, section), getattr(configured, section)
@@ -120,7 +120,7 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
     return unset_names
 
 
-def breakdown(
+def format_breakdown(
     prediction: Prediction, cluster: Cluster, config: RunConfig | None = None, *, warns_of_loss: bool = True
 ) -> str:
     """Format the breakdown of a prediction: time, memory, traffic, and the flags that select it.
@@ -150,12 +150,13 @@ def breakdown(
             f"of {inner_s:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
             f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
             f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
-            f"  start   {start(prediction.choice, cluster)} FLAGS (of the first island; others: --islands-address)",
+            f"  start   {format_launch_command(prediction.choice, cluster)} FLAGS (of the first island; others: "
+            "--islands-address)",
         ]
     if warns_of_loss and any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
-    lines.append(f"  flags   {flags(prediction.choice)}")
-    left_out = [] if config is None else unset(prediction.choice, config)
+    lines.append(f"  flags   {format_flags(prediction.choice)}")
+    left_out = [] if config is None else list_unset_settings(prediction.choice, config)
     if left_out:
         lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
     return "\n".join(lines)
@@ -179,7 +180,7 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     span_s = max(time.end for time in times)
     bubble = 1 - sum(time.busy for time in times) / (choice.pp * span_s)
     title = [
-        f"{described(choice)}, on {predictor.cluster.name}",
+        f"{describe_choice(choice)}, on {predictor.cluster.name}",
         f"predicted: {summarize_times(span_s, bubble, prediction.seconds)}",
     ]
     if count < choice.micro_batches:
@@ -196,7 +197,7 @@ def _shares(values: Mapping[str, float], total: float, render: Callable[[float],
     return ", ".join(f"{name} {render(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
 
 
-def reason(best: Prediction, other: Prediction) -> str:
+def explain_difference(best: Prediction, other: Prediction) -> str:
     """Explain why ``best`` is faster than ``other`` by the parts of a step that differ most."""
     names = dict.fromkeys([*best.parts, *other.parts])
     gained = {name: other.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
@@ -234,4 +235,5 @@ def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
     comparison = f"all {cluster.gpus} devices are {ratio:.2f} x as fast"
     if ratio < 1:
         comparison = f"{1 / ratio:.2f} x as fast as all {cluster.gpus} devices: leave the other nodes out"
-    return f"\none node alone, with the same global batch: {comparison}\n{table([single], cluster.device.memory_gib)}\n"
+    table = format_table([single], cluster.device.memory_gib)
+    return f"\none node alone, with the same global batch: {comparison}\n{table}\n"

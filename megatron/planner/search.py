@@ -13,7 +13,7 @@ from megatron.config.curriculum import lengths_of
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from megatron.planner.choice import Choice, choice_of
+from megatron.planner.choice import Choice, make_choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.predict import Prediction, Predictor
 
@@ -74,7 +74,7 @@ _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", r
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -90,7 +90,7 @@ class Found:
     too_large: int
 
 
-def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """Enumerate all ways to run a model on a cluster that divide evenly.
 
     Args:
@@ -136,7 +136,7 @@ def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, .
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
                 variant = replace(base, ep=ep, folded=folded, recompute=recompute, sharded=sharded)
-                for specs in _useful(spec_sets, variant):
+                for specs in _drop_silent_specs(spec_sets, variant):
                     yield replace(variant, specs=specs)
 
 
@@ -153,8 +153,8 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
                 yield replace(plain, chunks=chunks)
 
 
-def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
-    """Distinct sets of compressors, without those at points that send nothing in this choice."""
+def _drop_silent_specs(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
+    """Drop the compressors of points that send nothing in this choice; return the distinct sets."""
     silent = [
         *((Point.OUTER.value,) if choice.islands == 1 else ()),
         *(("pp-forward", "pp-backward") if choice.pp == 1 else ()),
@@ -184,7 +184,7 @@ def search(
     spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
     top: int = 10,
     memory_gib: float | None = None,
-) -> Found:
+) -> SearchResult:
     """Find the fastest layouts that fit, each with its fastest settings, by exact branch and bound.
 
     Args:
@@ -198,9 +198,9 @@ def search(
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    possible = dict.fromkeys(choices(config, cluster, spec_sets))
-    configured = choice_of(config, cluster.gpus)
-    configured = replace(configured, specs=_useful([configured.specs], configured)[0])
+    possible = dict.fromkeys(enumerate_choices(config, cluster, spec_sets))
+    configured = make_choice(config, cluster.gpus)
+    configured = replace(configured, specs=_drop_silent_specs([configured.specs], configured)[0])
     if configured.world_size * configured.islands == cluster.gpus and refusal_reason(config, configured) is None:
         possible[configured] = None  # whether or not the enumeration includes it
     queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
@@ -234,12 +234,12 @@ def search(
             best[choice.layout] = prediction
         why_refused = refused or why_refused
     if not best:
-        raise UserError(_nothing(config, cluster, considered, why_refused, smallest, limit))
+        raise UserError(_explain_no_result(config, cluster, considered, why_refused, smallest, limit))
     fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
-    return Found(fastest[:top], considered, predicted, too_large)
+    return SearchResult(fastest[:top], considered, predicted, too_large)
 
 
-def _nothing(
+def _explain_no_result(
     config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
 ) -> str:
     """Explain why a search has found nothing."""
@@ -258,7 +258,7 @@ def _nothing(
 
 
 def refusal_reason(config: RunConfig, choice: Choice) -> str | None:
-    """The reason why training would reject a choice; None if it would not."""
+    """Find the reason why training would reject a choice; None if it would not."""
     try:
         choice.resolve(config)
     except UserError as error:

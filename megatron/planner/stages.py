@@ -109,7 +109,7 @@ class Stages:
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         """Times of the forward and backward passes of each piece, by name."""
-        key = dataclasses.replace(choice, specs=self.book.texts(choice, *INNER_POINTS))
+        key = dataclasses.replace(choice, specs=self.book.spec_texts(choice, *INNER_POINTS))
         if key not in self._passes:
             self._passes[key] = self._make_passes(choice, wires)
         return self._passes[key]
@@ -118,26 +118,31 @@ class Stages:
         passes, separate = {}, choice.schedule in WITH_WEIGHT_PASSES
         for name in self.names:
             piece = self.book.piece(choice, name)
-            row = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-            for way, tally in enumerate((piece.forward, piece.backward)):
-                part_name = f"{kind_of(name)} {'backward' if way else 'forward'}"
-                computed = tally.seconds * self.cluster.correction(part_name)
+            pass_s = []
+            tensor_s = coding_s = experts_s = weight_s = 0.0
+            for direction, tally in (("forward", piece.forward), ("backward", piece.backward)):
+                computed = tally.seconds * self.cluster.correction(f"{kind_of(name)} {direction}")
                 coding = tally.coding_s * self.book.coding(choice, *INNER_POINTS)
                 of_tp = [each for each in tally.collectives if not each.of_experts]
                 of_ep = [each for each in tally.collectives if each.of_experts]
                 tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
                 ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
-                if way and not separate and self.config.parallel.async_tensor_model_parallel_allreduce:
+                if (
+                    direction == "backward"
+                    and not separate
+                    and self.config.parallel.async_tensor_model_parallel_allreduce
+                ):
                     # Half of the collectives of a region overlap with the products of its weights' gradients.
                     hidden = min(tp_s / 2, computed / 2)
-                row[way] = computed + coding + tp_s - hidden + ep_s
-                row[2] += tp_s - hidden
-                row[3] += coding
-                row[4] += ep_s
+                pass_s.append(computed + coding + tp_s - hidden + ep_s)
+                tensor_s += tp_s - hidden
+                coding_s += coding
+                experts_s += ep_s
             if separate:
-                row[5] = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
-            passes[name] = Passes(*row)
+                weight_s = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")
+            forward_s, backward_s = pass_s
+            passes[name] = Passes(forward_s, backward_s, tensor_s, coding_s, experts_s, weight_s)
         return passes
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
@@ -151,7 +156,7 @@ class Stages:
         """The pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
-        key = dataclasses.replace(choice, specs=self.book.texts(choice, Point.PP_FWD, Point.PP_BWD, *TP_POINTS))
+        key = dataclasses.replace(choice, specs=self.book.spec_texts(choice, Point.PP_FWD, Point.PP_BWD, *TP_POINTS))
         if key not in self._hops:
             self._hops[key] = self._make_hops(choice, wires)
         return (ListPipeline if choice.schedule == AUTO else Pipeline)(
@@ -206,7 +211,7 @@ class Stages:
         """(Number of parameters, number of replicas that hold them) on a pipeline rank: dense parameters on all
         replicas, expert parameters on those with equal experts."""
         contents = self.contents(choice, rank).items()
-        expert_elements = sum(n * self.book.piece(choice, name).own_parameters for name, n in contents)
+        expert_elements = sum(n * self.book.piece(choice, name).unshared_expert_parameters for name, n in contents)
         shared = (self.elements(choice, rank) - expert_elements, choice.dp)
         return [shared, (expert_elements, choice.expert_dp)] if expert_elements else [shared]
 
@@ -266,7 +271,7 @@ class Stages:
 
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
-        texts = self.book.texts(choice, Point.DP_GRAD, Point.EMBED_GRAD)
+        texts = self.book.spec_texts(choice, Point.DP_GRAD, Point.EMBED_GRAD)
         key = dataclasses.replace(choice, specs=texts), rank
         if key not in self._stages:
             self._stages[key] = self._make_stage(choice, rank, wires)
@@ -276,11 +281,11 @@ class Stages:
         counts = self.contents(choice, rank)
         total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0)
         for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
-            total = self._with_reduction(choice, rank, total, of_experts, wire, size)
+            total = self._add_reduction(choice, rank, total, of_experts, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)
         return total if levels else dataclasses.replace(total, across=None)
 
-    def _with_reduction(
+    def _add_reduction(
         self, choice: Choice, rank: int, before: StageCost, of_experts: bool, wire: Wire, size: int
     ) -> StageCost:
         """Return ``before`` with the costs of another reduction, of dense or expert gradients, appended.

@@ -54,23 +54,23 @@ class TrialRounds:
     def add(self, seconds: Mapping[int, float]) -> None:
         """Add the times of a round, by set."""
         self._rounds.append(dict(seconds))
-        for number in self._uncertain():
+        for number in self._uncertain_sets():
             values = self._log_gains(number)[1:]
             if len(values) > 1 and fmean(values) + _ERRORS_TO_LEAVE * _standard_error(values) < _log_gain(WORTHWHILE):
                 self._given_up.add(number)
 
     def next_round(self) -> list[int]:
         """The sets of the next round, in order; empty when the comparison has ended."""
-        gaining, uncertain = self.gaining(), self._uncertain()
-        if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _seconds_of(self._rounds[1:]) < MAX_SECONDS):
+        gaining, uncertain = self.gaining(), self._uncertain_sets()
+        if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _total_seconds(self._rounds[1:]) < MAX_SECONDS):
             return [*sorted(gaining + uncertain), 0]
         # Steps past the first have no warm-up; among several sets, two decide if they are short.
-        steps = 3 if len(gaining) > 1 and _seconds_of(self._rounds) < _SETTLED_SECONDS else 2
+        steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
 
     def gaining(self) -> list[int]:
         """The sets that certainly save ``WORTHWHILE`` of an iteration."""
-        return [number for number in range(1, len(self._predicted_s)) if self._gains_certainly(number)]
+        return [number for number in range(1, len(self._predicted_s)) if self._is_gain_certain(number)]
 
     def typical_s(self, number: int) -> float:
         """Median seconds of a set's steps; without the first if there are more."""
@@ -80,19 +80,19 @@ class TrialRounds:
     def _times(self, number: int) -> list[float]:
         return [seconds[number] for seconds in self._rounds if number in seconds]
 
-    def _uncertain(self) -> list[int]:
+    def _uncertain_sets(self) -> list[int]:
         return sorted({*range(1, len(self._predicted_s))}.difference(self._given_up, self.gaining()))
 
     def _log_gains(self, number: int) -> list[float]:
         """Logarithm of the ratio of the times without and with the compressors, in each round with both."""
         return [math.log(seconds[0] / seconds[number]) for seconds in self._rounds if {0, number} <= seconds.keys()]
 
-    def _gains_certainly(self, number: int) -> bool:
+    def _is_gain_certain(self, number: int) -> bool:
         log_gains = self._log_gains(number)
         if not log_gains:
             return False
         predicted_share = 1.0 - self._predicted_s[number] / self._predicted_s[0]
-        is_settled = len(log_gains) > 1 and _seconds_of(self._rounds) >= _SETTLED_SECONDS
+        is_settled = len(log_gains) > 1 and _total_seconds(self._rounds) >= _SETTLED_SECONDS
         if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE
         elif predicted_share >= _CLEAR:
@@ -103,7 +103,7 @@ class TrialRounds:
         return any(fmean(values) - _ERRORS_TO_GAIN * _standard_error(values) >= _log_gain(least) for values in samples)
 
 
-def _seconds_of(rounds: Sequence[Mapping[int, float]]) -> float:
+def _total_seconds(rounds: Sequence[Mapping[int, float]]) -> float:
     return sum(sum(seconds.values()) for seconds in rounds)
 
 

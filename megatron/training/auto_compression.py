@@ -35,10 +35,10 @@ from megatron.planner.auto import (
     fit_together,
     report,
 )
-from megatron.planner.candidates import Ladders, affordable, candidate_specs, read_ladders
-from megatron.planner.choice import NOT_PLANNED, choice_of, plannable
+from megatron.planner.candidates import Ladders, candidate_specs, filter_by_budget, read_ladders
+from megatron.planner.choice import NOT_PLANNED, make_choice, resolve_for_planning
 from megatron.planner.cluster import Cluster, Device
-from megatron.planner.measure import described, measure_all
+from megatron.planner.measure import fill_in_measured, measure_all
 from megatron.planner.predict import Predictor
 from megatron.planner.suggestions import suggestions
 from megatron.training.loss_guard import LossGuard
@@ -69,7 +69,7 @@ def check_auto(config: RunConfig, world_size: int) -> None:
     if config.model.model_type in NOT_PLANNED:
         raise UserError(f"--compress auto: the planner does not know {config.model.model_type} models; name the specs")
     try:
-        plannable(config, world_size)
+        resolve_for_planning(config, world_size)
     except UserError as error:
         raise UserError(f"--compress auto: cannot predict this run ({error}); name the specs") from error
     if config.compression.compress_adapt and (config.checkpoint.save is None or config.checkpoint.no_save_optim):
@@ -133,17 +133,17 @@ def choose_compressors(
         log("--compress auto: chooses nothing, since no step is left to train")
         return with_specs(config, [], topology), None
     cluster = _cluster(topology, env)
-    ladders = run_together(group, lambda: read_ladders(config, choice_of(config, cluster.gpus), cluster))
+    ladders = run_together(group, lambda: read_ladders(config, make_choice(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
         return with_specs(config, [], topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
-    specs = [*user_specs, *candidate_specs(affordable(ladders, config.compression.max_loss_increase))]
+    specs = [*user_specs, *candidate_specs(filter_by_budget(ladders, config.compression.max_loss_increase))]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
         values = measure_all(config, vocab_size, specs, topology, cluster.gpus_per_node)
     if not on_cpu:
         torch.cuda.empty_cache()
-    measured_cluster = described(values, cluster)
+    measured_cluster = fill_in_measured(values, cluster)
     search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
     contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
@@ -298,7 +298,7 @@ def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
 
 def _search(config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> CompressorSearch:
     predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
-    choice, memory_gib = choice_of(config, cluster.gpus), cluster.device.memory_gib
+    choice, memory_gib = make_choice(config, cluster.gpus), cluster.device.memory_gib
     return CompressorSearch(predictor, choice, ladders, budget, memory_gib)
 
 
@@ -308,7 +308,7 @@ def _agree_on_sets(
     """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
     differently."""
     texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
-    return run_together(group, lambda: [search.set_with(specs) for specs in json.loads(texts[0])])
+    return run_together(group, lambda: [search.find_set(specs) for specs in json.loads(texts[0])])
 
 
 def _memory_gib(device: torch.device, num_local_ranks: int) -> float:

@@ -18,7 +18,7 @@ from megatron.data.batch import Batch
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
-from megatron.planner.candidates import CandidateSpec, candidates_of
+from megatron.planner.candidates import CandidateSpec, list_candidates
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.run_plan import RunPlan
@@ -109,7 +109,7 @@ class LossGuard:
 
         for text in compression.chosen_specs:
             spec, point = read(text), Point(point_name(text))
-            ladder = candidates_of(registry, spec.name, point, engines.config.model.hidden_size)
+            ladder = list_candidates(registry, spec.name, point, engines.config.model.hidden_size)
             if text not in [candidate.spec for candidate in ladder]:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.planner.choice import choice_of
+from megatron.planner.choice import make_choice
 from megatron.planner.cluster import Cluster
-from megatron.planner.command import entries_of
+from megatron.planner.command import count_vocab_entries
 from megatron.planner.predict import Predictor
 from tests.multiprocess.test_experts import FOLDED, Changes, _parallel
 from tests.support.corpus import tiny_flags, write_documents
@@ -153,8 +153,8 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     train(4, flags, env={"LOCAL_WORLD_SIZE": "2"})
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
     config = RunConfig.load_yaml(next(saved.glob("iter_*/config.yaml"))).resolve(4)
-    predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), entries_of(config))
-    prediction = predictor.predict(choice_of(config, 4))
+    predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), count_vocab_entries(config))
+    prediction = predictor.predict(make_choice(config, 4))
     total = {point: 4 * nbytes for point, nbytes in prediction.sent.items()}
     measured = {point: figures["wire_bytes"] for point, figures in counted.items() if point != "control"}
     # Parts of so small a model do not divide evenly into groups and shares.
@@ -189,8 +189,8 @@ def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: di
     counted = [event["comm"].get("outer", {}) for event in events(tmp_path / "log.island_0.jsonl")]
     assert len(counted) == 9
     config = RunConfig.load_yaml(next((saved / "island_0").glob("iter_*/config.yaml")))
-    predictor = Predictor(config, Cluster(gpus=2 * ranks), entries_of(config))
-    prediction = predictor.predict(choice_of(config, 2 * ranks))
+    predictor = Predictor(config, Cluster(gpus=2 * ranks), count_vocab_entries(config))
+    prediction = predictor.predict(make_choice(config, 2 * ranks))
     sent = sum(account.get("wire_bytes", 0) for account in counted)
     assert 9 * ranks * prediction.sent["outer"] == pytest.approx(sent, rel=1e-2)
     assert prediction.outer is not None
@@ -216,7 +216,7 @@ def test_parameters_are_those_of_the_ranks() -> None:
     ranks = run_ranks(4, _parameters, layouts)
     for name, changes in layouts.items():
         config = tiny_config(changes, 4)
-        choice = choice_of(config, 4)
+        choice = make_choice(config, 4)
         stages = Predictor(config, Cluster(gpus=4), VOCAB)
         elements = [stages.elements(choice, stage) for stage in range(choice.pp) for _ in range(4 // choice.pp)]
         assert elements == [counts[name] for counts in ranks], name

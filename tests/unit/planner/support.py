@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.run import RunConfig
-from megatron.planner.choice import Choice, choice_of
+from megatron.planner.choice import Choice, make_choice
 from megatron.planner.cluster import Cluster, Device, LinkSpec, write_cluster
 from megatron.planner.predict import Prediction, Predictor
 
@@ -32,7 +32,7 @@ def small_run(world: int = 8, specs: tuple[str, ...] = (), **sections: dict[str,
 
 def predictor_of(config: RunConfig, cluster: Cluster = CLUSTER) -> tuple[Predictor, Choice]:
     """The predictor of a configuration, and the configuration's choice."""
-    return Predictor(config, cluster, VOCAB), choice_of(config, cluster.gpus)
+    return Predictor(config, cluster, VOCAB), make_choice(config, cluster.gpus)
 
 
 def fastest_seconds(predictions: Iterable[Prediction], limit: float) -> list[float]:

@@ -28,7 +28,7 @@ from megatron.planner.auto import (
     fit_together,
     report,
 )
-from megatron.planner.candidates import CandidateSpec, affordable, candidate_specs, read_ladders
+from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
 from tests.support.layer_codes import MODULE, TP_POINTS
@@ -187,7 +187,7 @@ def test_candidates_that_alone_exceed_the_budget_are_neither_measured_nor_predic
     """The predictor would fail on them."""
     dear = [CandidateSpec("dp-grad=dear", 1.1), CandidateSpec("dp-grad=bold", 1.0)]
     ladders: dict[Point, Sequence[CandidateSpec]] = {Point.DP_GRAD: dear, Point.PP_FWD: dear[:1]}
-    assert candidate_specs(affordable(ladders, 1.0)) == ["dp-grad=bold"]
+    assert candidate_specs(filter_by_budget(ladders, 1.0)) == ["dp-grad=bold"]
     fake = FakePredictor({"dp-grad=bold": 0.3}, {"dp-grad=bold": 0.0})
     search = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 1.0, 2.0)
     result = search.choose()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline, rank_schedules
 from megatron.parallel.pipeline.schedule import Pass
-from megatron.planner.choice import choice_of, plannable
+from megatron.planner.choice import make_choice, resolve_for_planning
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
@@ -63,4 +63,4 @@ def test_a_list_holds_no_more_than_the_memory_that_is_predicted() -> None:
 
 def test_runs_with_it_can_be_planned() -> None:
     config = small_run(8, parallel=STAGES | {"pipeline_schedule": AUTO})
-    assert choice_of(plannable(config, 8), 8).schedule == AUTO
+    assert make_choice(resolve_for_planning(config, 8), 8).schedule == AUTO

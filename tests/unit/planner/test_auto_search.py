@@ -66,7 +66,7 @@ def test_the_bound_holds_if_a_rank_reduces_fast_and_another_updates_fast(monkeyp
     monkeypatch.setattr(predictor, "_least_reduction_s", lambda choice, rank, wires: (0.0, 10.0)[rank])
     monkeypatch.setattr(predictor, "_update_s", lambda choice, rank: (10.0, 0.0)[rank])
     # The passes of the second rank end 9 seconds before those of the first.
-    monkeypatch.setattr(predictor, "_synchronized", lambda *_: ([passes_s, passes_s + 1.0], 0.0))
+    monkeypatch.setattr(predictor, "_reduction_ends", lambda *_: ([passes_s, passes_s + 1.0], 0.0))
     assert predictor.least_update_s(choice) <= predictor.seconds(choice) - passes_s
 
 

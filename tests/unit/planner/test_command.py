@@ -21,7 +21,7 @@ from megatron.convert.model import tensors_of
 from megatron.models.stages import padded_vocab_size
 from megatron.parallel.pipeline import schedule_plot
 from megatron.planner import report
-from megatron.planner.choice import choice_of
+from megatron.planner.choice import make_choice
 from megatron.planner.cluster import LinkSpec, read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
@@ -322,7 +322,7 @@ def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsy
     output = capsys.readouterr().out
     choice = json.loads((tmp_path / "p.json").read_text())[1]["choice"]
     written = RunConfig.load_yaml(best)
-    assert choice_of(written.resolve(8), 8).tp == choice["tp"]
+    assert make_choice(written.resolve(8), 8).tp == choice["tp"]
     assert written.parallel.sequence_parallel == choice["sequence_parallel"]
     assert written.recompute.recompute_granularity is None
     (note,) = [line for line in output.splitlines() if "without what the file says of" in line]

@@ -20,9 +20,9 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
 from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
-from megatron.planner.expert_imbalance import imbalance_of
+from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.predict import Predictor
-from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
+from megatron.planner.search import EXPERT_SETS, SPEC_SETS, enumerate_choices, with_experts
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
 MOE: dict[str, Any] = {"num_experts": [8, 8, 16, 16], "expert_interval": 2, "moe_ffn_hidden_size": 128}
@@ -59,7 +59,7 @@ def test_changes_by_several_compressors_inside_layers_add_up(recomputed: bool) -
     predictor, choice = predictor_of(config)
     for name in predictor.names:
         composed = predictor.book.piece(choice, name)
-        direct = predictor.book._dry(choice, predictor.book.specs(choice)).piece(name)
+        direct = predictor.book._make_pieces(choice, predictor.book.specs(choice)).piece(name)
         exact = predictor.book.piece(dataclasses.replace(choice, specs=()), name)
         assert composed.forward.coding_s + composed.backward.coding_s > exact.forward.coding_s + exact.backward.coding_s
         for way in ("forward", "backward", "weight"):
@@ -254,7 +254,7 @@ def test_muon_divides_matrices_among_their_replicas() -> None:
 
 def test_expert_parallel_sizes_are_searched() -> None:
     config = small_run(model=MOE)
-    tried = list(choices(config, CLUSTER, with_experts(config.model, SPEC_SETS)))
+    tried = list(enumerate_choices(config, CLUSTER, with_experts(config.model, SPEC_SETS)))
     assert {choice.ep for choice in tried} == {1, 2, 4, 8}
     assert all(choice.tp * choice.dp % choice.expert_ranks == 0 for choice in tried)
     folded = {(choice.tp, choice.ep) for choice in tried if choice.folded}
@@ -285,9 +285,9 @@ def _log(folder: Path, *lines: str) -> str:
 
 def test_the_imbalance_is_a_number_or_from_a_log(tmp_path: Path) -> None:
     model = small_run(model=MOE).model
-    assert imbalance_of("1.5", model) == 1.5
+    assert parse_imbalance("1.5", model) == 1.5
     lines = [json.dumps({"kind": "train", "expert_imbalance": value}) for value in (3.0, 1.75)]
-    assert imbalance_of(_log(tmp_path, *lines, '{"kind": "end"}', '{"kind": "tr'), model) == 1.75
+    assert parse_imbalance(_log(tmp_path, *lines, '{"kind": "end"}', '{"kind": "tr'), model) == 1.75
     for text, message in (
         ("0.5", "at least 1, and at most 4"),
         ("4.5", "at least 1, and at most 4"),
@@ -296,9 +296,9 @@ def test_the_imbalance_is_a_number_or_from_a_log(tmp_path: Path) -> None:
         (_log(tmp_path, "{}"), "no line says expert_imbalance"),
     ):
         with pytest.raises(UserError, match=message):
-            imbalance_of(text, model)
+            parse_imbalance(text, model)
     with pytest.raises(UserError, match="no layer has experts"):
-        imbalance_of("2", small_run().model)
+        parse_imbalance("2", small_run().model)
 
 
 @pytest.mark.slow

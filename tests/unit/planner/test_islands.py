@@ -15,13 +15,13 @@ from megatron.compression.schedule import RunLength
 from megatron.config.flags import parse_args
 from megatron.launcher.islands import launch_parser, wrong_islands
 from megatron.models.stages import padded_vocab_size
-from megatron.planner.choice import Choice, of_first_island
+from megatron.planner.choice import Choice, configure_first_island
 from megatron.planner.cluster import LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
 from megatron.planner.command import main
 from megatron.planner.islands import Transfer
 from megatron.planner.predict import Predictor
-from megatron.planner.report import flags, start
-from megatron.planner.search import choices, search
+from megatron.planner.report import format_flags, format_launch_command
+from megatron.planner.search import enumerate_choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run, write_files
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_search_finds_the_fastest_layouts_of_islands() -> None:
     small: dict[str, Any] = {"model": {"num_layers": 2}, "training": {"global_batch_size": 8}}
     predictor = Predictor(small_run(4, (SPEC,), **small, **ISLANDS), SITES, VOCAB)
     sets = ((SPEC,), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2", SPEC))
-    predictions = [predictor.predict(choice) for choice in choices(predictor.config, SITES, sets)]
+    predictions = [predictor.predict(choice) for choice in enumerate_choices(predictor.config, SITES, sets)]
     assert all(prediction.choice.islands == 2 and prediction.outer is not None for prediction in predictions)
     assert all(predictor.lower_bound(prediction.choice) <= prediction.seconds for prediction in predictions)
     limits = sorted(prediction.memory_bytes for prediction in predictions)
@@ -163,13 +163,15 @@ def test_the_printed_command_starts_islands(tmp_path: Path) -> None:
     choice = search(predictor, ((SPEC,),), top=1).best[0].choice
     run = tmp_path / "run.yaml"
     run.write_text(small_run().to_yaml())
-    words = f"{start(choice, SITES)} {flags(choice)}".replace("--config FILE", f"--config {run}").split()
+    words = f"{format_launch_command(choice, SITES)} {format_flags(choice)}".replace(
+        "--config FILE", f"--config {run}"
+    ).split()
     arguments = launch_parser().parse_args(words[2:])
     assert wrong_islands(arguments) is None
     assert (arguments.island, arguments.islands, arguments.serve_islands) == (0, 2, "HOST:29600")
     assert int(arguments.nnodes) * int(arguments.nproc_per_node) == 4
     parsed = parse_args(arguments.training_script_args).config
-    resolved = of_first_island(parsed).resolve(4)
+    resolved = configure_first_island(parsed).resolve(4)
     assert resolved.islands.islands == 2
     assert resolved.compression.specs(RunLength(100)).keys() == predictor.book.specs(choice).keys()
     assert choice.resolve(small_run()).training.global_batch_size == resolved.training.global_batch_size == 32

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.planner.links import larger_message, peer_of
+from megatron.planner.links import find_peer, next_message_bytes
 from megatron.planner.measure import combine_rows
 
 
@@ -20,9 +20,9 @@ def test_every_link_between_neighbors_is_measured_and_no_other(world: int, per_n
         measured = set()
         for shift in range(min(count - 1, 2)):
             for rank in range(world):
-                peer = peer_of(rank, stride, count, shift)
+                peer = find_peer(rank, stride, count, shift)
                 if peer is not None:
-                    assert peer_of(peer, stride, count, shift) == rank
+                    assert find_peer(peer, stride, count, shift) == rank
                     measured.add((min(rank, peer), max(rank, peer)))
         assert measured == expected
 
@@ -45,4 +45,4 @@ def test_the_slowest_link_and_the_mean_device_count() -> None:
     ],
 )
 def test_messages_grow_until_they_are_long_enough(nbytes: int, seconds: float, expected: int) -> None:
-    assert larger_message(nbytes, seconds) == expected
+    assert next_message_bytes(nbytes, seconds) == expected

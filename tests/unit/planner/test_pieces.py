@@ -16,7 +16,7 @@ from megatron.planner.cluster import Device
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
-from megatron.planner.report import described
+from megatron.planner.report import describe_choice
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
@@ -121,7 +121,9 @@ def test_weight_passes_shorten_a_pipeline_and_hold_records() -> None:
 def test_saved_bytes_match_a_real_run() -> None:
     config = small_run()
     predictor, choice = predictor_of(config)
-    real = Pieces(config, VOCAB, LiveBackend(torch.device("cpu"), repeats=2), predictor.book._dry(choice, {}).plan, 50)
+    real = Pieces(
+        config, VOCAB, LiveBackend(torch.device("cpu"), repeats=2), predictor.book._make_pieces(choice, {}).plan, 50
+    )
     # The CPU's fused attention saves a few more bytes.
     assert real.piece("layer").saved_bytes == pytest.approx(predictor.book.piece(choice, "layer").saved_bytes, rel=0.02)
 
@@ -163,7 +165,7 @@ def test_bytes_of_compressed_gradients(spec: str, of_matrices: float, of_vectors
 def test_bytes_of_compressed_parameters(spec: str, bits: float) -> None:
     parallel = {"use_distributed_optimizer": True}
     predictor, choice = predictor_of(small_run(specs=(f"param-gather={spec}",), parallel=parallel))
-    cost = predictor.book.gathered(choice, 2**20, stage=0)
+    cost = predictor.book.param_gather(choice, 2**20, stage=0)
     assert cost.nbytes == 2**20 * bits / 8
     assert cost.encode_s > 0
     assert cost.decode_s > 0
@@ -223,8 +225,8 @@ def test_the_bound_of_a_pipeline_without_a_flush_leaves_out_filling_and_draining
     assert not choice.flush
     seconds, flushed = predictor.predict(choice).seconds, predictor.predict(dataclasses.replace(choice, flush=True))
     assert predictor.lower_bound(choice) <= seconds < 0.8 * flushed.seconds
-    assert f"{schedule} without a flush" in described(choice)
-    assert "without a flush" not in described(flushed.choice)
+    assert f"{schedule} without a flush" in describe_choice(choice)
+    assert "without a flush" not in describe_choice(flushed.choice)
 
 
 @pytest.mark.parametrize(

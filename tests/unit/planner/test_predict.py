@@ -14,10 +14,10 @@ from benchmarks.network.cases import BENCHES
 from benchmarks.network.run import linked, predicted
 from megatron.config.run import RunConfig
 from megatron.models.flops import benchmark_tflops
-from megatron.planner.choice import choice_of
+from megatron.planner.choice import make_choice
 from megatron.planner.cluster import LinkSpec, read_cluster
 from megatron.planner.costs import wires_of
-from megatron.planner.growth import growth
+from megatron.planner.growth import predict_growth
 from megatron.planner.predict import Predictor
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
@@ -60,7 +60,7 @@ def test_published_figures_of_the_jupiter_benchmark(
 ) -> None:
     """TFLOP/s by the benchmark's formula; the cluster file assumes the efficiency of matrix products."""
     cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=LinkSpec(gbit, 6.0))
-    prediction = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
+    prediction = Predictor(config, cluster, 50257).predict(make_choice(config, gpus))
     batch, seconds = config.training.global_batch_size, prediction.seconds
     tflops = benchmark_tflops(
         config.model, 50257, global_batch_size=batch, seconds=seconds, world_size=gpus, recompute=True
@@ -177,8 +177,8 @@ def test_growing_sequences_shorten_the_mean_iteration() -> None:
     curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 512, "curriculum_seqlen_steps": 50}
     model = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 2048}
     plain, choice = predictor_of(small_run(model={**model, "seq_length": 2048}))
-    assert growth(plain, choice) is None
-    prediction = growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
+    assert predict_growth(plain, choice) is None
+    prediction = predict_growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
     assert prediction is not None
     assert (prediction.first, prediction.full, prediction.iterations) == (536, 2048, 100)
     assert prediction.full_s == plain.predict(choice).seconds

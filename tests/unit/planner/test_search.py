@@ -9,7 +9,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.parallel.pipeline.schedule import SCHEDULES
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.search import choices, search
+from megatron.planner.search import enumerate_choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def everything() -> list[Prediction]:
     """Every choice of the small run."""
     config = small_run()
     predictor = Predictor(config, CLUSTER, VOCAB)
-    return [predictor.predict(choice) for choice in choices(config, CLUSTER, SETS)]
+    return [predictor.predict(choice) for choice in enumerate_choices(config, CLUSTER, SETS)]
 
 
 @pytest.mark.parametrize("gib", [1.0, 0.0028])

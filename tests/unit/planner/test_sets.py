@@ -19,7 +19,7 @@ from megatron.planner.cluster import LinkSpec
 from megatron.planner.dry_run import DryBackend
 from megatron.planner.measure import Corrections, LiveBackend
 from megatron.planner.predict import Predictor
-from megatron.planner.search import SPEC_SETS, choices, search
+from megatron.planner.search import SPEC_SETS, enumerate_choices, search
 from tests.support.documented import REPO
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run
 
@@ -41,7 +41,7 @@ def test_a_set_can_be_planned_and_trained(specs: tuple[str, ...]) -> None:
     predictor = Predictor(config, CLUSTER, VOCAB)
     candidates = [
         choice
-        for choice in choices(config, CLUSTER, (specs,))
+        for choice in enumerate_choices(config, CLUSTER, (specs,))
         if choice.layout == (2, 2, 2) and choice.micro_batch == 1
     ]
     assert {choice.sharded for choice in candidates} == {True, False}
@@ -68,7 +68,7 @@ OUTER = (
 def test_coding_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
-    assert 0 < corrections.of_coding(spec) < math.inf
+    assert 0 < corrections.measure_coding(spec) < math.inf
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
@@ -82,7 +82,7 @@ def test_the_measured_update_clears_gradients_as_training_does(precision: dict[s
     gradients: list[torch.Tensor] = []
     replaces = mock.patch.object(measure, "replaces_grads", return_value=not clears)
     with replaces, mock.patch.object(measure, "finite_norm", gradients.append):
-        corrections.of_parts()
+        corrections.measure_parts()
     assert bool(gradients[-1].any()) is not clears
 
 
@@ -146,7 +146,7 @@ def test_dry_runs_of_two_levels_need_two_nodes_alone(monkeypatch: pytest.MonkeyP
 def test_layouts_are_tried_with_valid_compressors_alone() -> None:
     """The tied embedding has a compressor only where two stages have copies, and without the sharded optimizer."""
     config = small_run()
-    for choice in choices(config, CLUSTER, (("embedding=fused", "dp-grad=fixpoint,bits=4"),)):
+    for choice in enumerate_choices(config, CLUSTER, (("embedding=fused", "dp-grad=fixpoint,bits=4"),)):
         has_copies = choice.pp > 1 and choice.schedule != "zb-v"
         assert ("embedding=fused" in choice.specs) == (has_copies and not choice.sharded)
     with pytest.raises(UserError, match="leave the spec or the distributed optimizer out"):

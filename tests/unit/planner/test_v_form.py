@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.choice import choice_of
+from megatron.planner.choice import make_choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
 from megatron.planner.fill import held_by_rank
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import described, flags
-from megatron.planner.search import SPEC_SETS, choices
+from megatron.planner.report import describe_choice, format_flags
+from megatron.planner.search import SPEC_SETS, enumerate_choices
 from tests.support.svg import read_rows, read_texts
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
@@ -70,16 +70,16 @@ def test_messages_cross_all_boundaries_but_the_turn() -> None:
 
 def test_a_choice_is_described_with_its_flags() -> None:
     choice = _predict("zb-v")[1].choice
-    assert "zb-v" in described(choice)
-    assert "interleaved" not in described(choice)
-    assert "--pipeline-schedule zb-v" in flags(choice)
-    assert "--virtual" not in flags(choice)
-    assert choice_of(choice.resolve(small_run()), 8) == choice
+    assert "zb-v" in describe_choice(choice)
+    assert "interleaved" not in describe_choice(choice)
+    assert "--pipeline-schedule zb-v" in format_flags(choice)
+    assert "--virtual" not in format_flags(choice)
+    assert make_choice(choice.resolve(small_run()), 8) == choice
 
 
 def test_the_search_tries_it_where_layers_fit() -> None:
     for layers, sizes in ((8, {2, 4}), (12, {2}), (16, {2, 4, 8})):
-        found = choices(small_run(model=MODEL | {"num_layers": layers}), FAST, SPEC_SETS)
+        found = enumerate_choices(small_run(model=MODEL | {"num_layers": layers}), FAST, SPEC_SETS)
         in_v_form = [choice for choice in found if choice.schedule == "zb-v"]
         assert {choice.pp for choice in in_v_form} == sizes
         assert {choice.chunks for choice in in_v_form} == {2}
