@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.optimizer.norm_reducer import ParamNormReducer, row_of
+from megatron.optimizer.norm_reducer import ParamNormReducer, stack_scalars
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -24,7 +24,7 @@ def steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard]) -> i
 def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], count: int) -> None:
     """Restore the number of updates."""
     for group in inner.param_groups:
-        if "step" in group:  # apex keeps it with the group
+        if "step" in group:  # apex has one count per group
             group["step"] = count
     for shard in shards:
         state = inner.state[shard.main]
@@ -35,16 +35,16 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
 def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], norms: ParamNormReducer) -> None:
     """Prepare the second moments as divisors from now on.
 
-    Elements without a gradient so far have a second moment of 0, and their first momentum would be divided by epsilon:
-    they take the mean of their whole tensor, including the parts on other ranks.
+    Elements without a gradient so far have a second moment of 0, so their momentum would be divided by epsilon alone.
+    They take the mean second moment of their whole tensor, including the parts on other ranks.
 
     Args:
         inner: Adam.
         shards: the shards that this rank updates.
-        norms: computes sums over whole tensors from their shards.
+        norms: sums over whole tensors from their shards.
     """
     moments = [inner.state[shard.main]["exp_avg_sq"] for shard in shards]
-    sums_n = row_of([moment.sum(dtype=torch.float64) for moment in moments], norms.device)
+    sums_n = stack_scalars([moment.sum(dtype=torch.float64) for moment in moments], norms.device)
     for shard, second_moment, total in zip(shards, moments, norms(sums_n.unsqueeze(1)), strict=True):
         mean = total[0] / math.prod(shard.slot.spec.logical_shape)
         second_moment[second_moment == 0] = mean.to(second_moment.dtype)

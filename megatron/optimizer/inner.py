@@ -24,21 +24,21 @@ def make_inner(
     Args:
         shards: the shards that this rank updates.
         config: algorithm and hyper-parameters.
-        norms: sums over the tensors that the shards are parts of.
-        matrices: the matrices that they are parts of.
+        norms: sums over whole tensors, for LAMB.
+        matrices: whole matrices, for Muon.
 
     Raises:
         UserError: when the name is unknown, or apex is not installed.
     """
-    by_kind: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
+    mains_by_kind: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
     for shard in shards:
         kind = _orthogonalizes(config, shard), shard.decays, shard.slot.spec.of_vocabulary
-        by_kind.setdefault(kind, []).append(shard.main)
+        mains_by_kind.setdefault(kind, []).append(shard.main)
     groups: list[dict[str, Any]] = []
-    for kind, mains in sorted(by_kind.items(), key=lambda item: item[0], reverse=True):
-        matrices_of_muon, decays, of_vocabulary = kind
+    for kind, mains in sorted(mains_by_kind.items(), key=lambda item: item[0], reverse=True):
+        is_muon_matrix, decays, of_vocabulary = kind
         group: dict[str, Any] = {"params": mains, "decays": decays, "of_vocabulary": of_vocabulary}
-        if matrices_of_muon:
+        if is_muon_matrix:
             group["matrices"] = True
         if not decays:
             group["weight_decay"] = 0.0
@@ -66,7 +66,7 @@ def make_inner(
         state = inner.state[shard.main]
         state.update({name: torch.zeros_like(shard.main) for name in state_names(config, shard)})
         if config.optimizer in ("adam", "lamb", "muon"):
-            # torch's fused Adam counts on the device; LAMB's bias corrections are the host's.
+            # torch's fused Adam counts steps on the device; LAMB computes its bias corrections on the host.
             device = None if config.optimizer == "lamb" else shard.main.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     return inner
@@ -104,10 +104,10 @@ def step_inner(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divis
     for shard in shards:
         shard.main.grad = shard.grad if shard.grad.dtype == shard.main.dtype else shard.grad.to(shard.main.dtype)
     fused: Any = inner
-    exact = shards[0].main.dtype == torch.float64  # the fused division is by an fp32 number
+    in_fp64 = shards[0].main.dtype == torch.float64  # the fused optimizers divide by an fp32 number
     if divisor == 1.0:
         inner.step()
-    elif getattr(inner, "_step_supports_amp_scaling", False) and not exact:
+    elif getattr(inner, "_step_supports_amp_scaling", False) and not in_fp64:
         device, dtype = shards[0].main.device, torch.float32
         fused.grad_scale = torch.full((), divisor, dtype=dtype, device=device)
         fused.found_inf = torch.zeros((), dtype=dtype, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import finite_norm
-from megatron.optimizer.norm_reducer import ParamNormReducer, row_of
+from megatron.optimizer.norm_reducer import ParamNormReducer, stack_scalars
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -23,7 +23,7 @@ class Lamb(torch.optim.Optimizer):
     Args:
         groups: parameter groups, each with ``decays``.
         shards: the shards of the groups' main values.
-        norms: computes sums over whole tensors from their shards.
+        norms: sums over whole tensors from their shards.
         lr, betas, eps: hyper-parameters.
     """
 
@@ -41,7 +41,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take an update. Directions overwrite the gradients, as no other memory could hold them."""
+        """Take an update. Directions overwrite the gradients, which saves memory."""
         for group in self.param_groups:
             mains: list[Tensor] = group["params"]
             (beta1, beta2), states = group["betas"], [self.state[p] for p in mains]
@@ -65,7 +65,7 @@ class Lamb(torch.optim.Optimizer):
         device = self._norms.device
         weights = [finite_norm(shard.main)[0] for shard in self._shards]
         directions = [finite_norm(_grad(shard.main))[0] for shard in self._shards]
-        sums = self._norms(torch.stack([row_of(weights, device), row_of(directions, device)], dim=1))
+        sums = self._norms(torch.stack([stack_scalars(weights, device), stack_scalars(directions, device)], dim=1))
         nonzero = (sums > 0).all(dim=1)
         ratios = torch.where(nonzero, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
         for shard, ratio in zip(self._shards, ratios, strict=True):

@@ -18,10 +18,10 @@ class LossScale(Protocol):
 
     @property
     def can_fall(self) -> bool:
-        """Whether overflowed gradients may be finite under a smaller scale, which is still possible."""
+        """Whether the scale can still be reduced, so that overflowed gradients may become finite."""
 
     def update(self, found_inf: bool) -> None:
-        """Update the scale. Called once per step, skipped or not, with the ranks' common verdict."""
+        """Update the scale. Called once per step, skipped or not; all ranks pass the same ``found_inf``."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Whole matrices from distributed parts: each is assembled at an owner rank, changed there, and scattered again.
+"""Whole matrices from distributed parts: an owner rank assembles each one, changes it, and scatters it again.
 
 Tensor-parallel ranks hold slices of a matrix, and the replicas of a sharded optimizer hold ranges of a slice. Each
 matrix has an owner among all of them. The replicas send their ranges to the owner's replica, and its tensor-parallel
@@ -34,13 +34,13 @@ _SLACK = 0.05
 
 
 @dataclass(frozen=True)
-class _Job:
+class _MatrixJob:
     """A matrix and its owner.
 
     Args:
         slot: its parameter on this rank.
         ranges: the ranges of the replicas; empty where the matrix is not sharded over them.
-        replica, tensor: the owner's places among the replicas and the tensor-parallel ranks.
+        replica, tensor: the owner's rank among the replicas, and its tensor-parallel rank.
     """
 
     slot: ParamSlot
@@ -51,24 +51,24 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Wave:
-    """Matrices assembled at the same time, at most one at each owner; ``replicas`` hold them sharded, or None."""
+    """Matrices assembled at the same time, at most one at each owner; ``replicas``, if given, hold ranges of them."""
 
     replicas: Group | None
-    jobs: tuple[_Job, ...]
+    jobs: tuple[_MatrixJob, ...]
 
 
 class MatrixGather:
-    """The matrices of linear layers, whole.
+    """Access to the whole matrices of linear layers.
 
-    With ``sharded``, the replicas of a buffer share its matrices. Otherwise every replica has all of its slices, and
-    repeats the computation of the others: nothing is sent between them.
+    With ``sharded``, each replica of a buffer holds ranges of its slices. Otherwise every replica holds the full slices
+    and repeats the computation of the others: nothing is sent between replicas.
 
     Args:
         shards: the shards that this rank updates.
         buffers: all parameters that this rank holds, in the order that their holders share.
         tp: the tensor-parallel ranks, which hold slices of the same matrices.
-        sharded: see above.
-        ledger: where the bytes are counted.
+        sharded: whether replicas hold ranges of the slices.
+        ledger: ledger that counts the bytes.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MatrixGather:
             replicas = group if sharded and group.size > 1 else None
             of_group = [buffer for buffer in buffers if buffer.group is group]
             buckets = [bucket for buffer in of_group for bucket in buffer.buckets]
-            self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
+            self._waves += _plan_waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
 
     def change(self, shard_values: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
         """Change matrices in place. A collective call of all ranks that hold parts of them.
@@ -119,9 +119,11 @@ class MatrixGather:
                     values_by_slot[id(job.slot)].copy_(new_values)
             del changed
 
-    def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
-        """Change matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
-        split_slices: list[tuple[_Job, Tensor]] = []
+    def _change_slices(
+        self, jobs: Sequence[_MatrixJob], slices: Sequence[Tensor], like: Tensor, change: Change
+    ) -> None:
+        """Change matrices in place, given this rank's slices; the other tensor-parallel ranks hold the other slices."""
+        split_slices: list[tuple[_MatrixJob, Tensor]] = []
         for job, slice_n in zip(jobs, slices, strict=True):
             if self._tp.size > 1 and job.slot.spec.dim is not None:
                 split_slices.append((job, slice_n))
@@ -180,31 +182,31 @@ def assign_owners(
 ) -> Iterator[tuple[int, int, int]]:
     """Assign each matrix to an owner, the costliest first.
 
-    The replica that holds most of a matrix owns it, unless it already has its share of the work: then the next
-    replica does, or the least loaded.
+    The replica that holds most of a matrix owns it, unless it already has its share of the work: then the replica that
+    holds the next most does, or else the least loaded.
 
     Returns:
-        Index of the matrix, and its owner's places among the replicas and the tensor-parallel ranks.
+        Index of the matrix, its owner's rank among the replicas, and its owner's tensor-parallel rank.
     """
     costs = [iteration_flops(slot.spec) for slot, _ in matrices]
     loads = [[0] * tensors for _ in range(replicas)]
     fair = sum(costs) * (1.0 + _SLACK) / replicas
     for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
         ranges = matrices[index][1]
-        near = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
-        fits = (replica for replica in near if sum(loads[replica]) + costs[index] <= fair)
-        replica = next(fits, min(near, key=lambda replica: sum(loads[replica])))
+        by_held = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
+        with_room = (replica for replica in by_held if sum(loads[replica]) + costs[index] <= fair)
+        replica = next(with_room, min(by_held, key=lambda replica: sum(loads[replica])))
         tensor = min(range(tensors), key=lambda tensor: loads[replica][tensor])
         loads[replica][tensor] += costs[index]
         yield index, replica, tensor
 
 
-def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
+def _plan_waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
     """Group matrices into waves, with at most one matrix per owner."""
     count = replicas.size if replicas else 1
-    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
+    queues: dict[tuple[int, int], list[_MatrixJob]] = {(r, t): [] for r in range(count) for t in range(tensors)}
     for index, replica, tensor in assign_owners(matrices, count, tensors):
-        queues[replica, tensor].append(_Job(*matrices[index], replica, tensor))
+        queues[replica, tensor].append(_MatrixJob(*matrices[index], replica, tensor))
     for number in range(max(map(len, queues.values()))):
         yield _Wave(replicas, tuple(jobs[number] for jobs in queues.values() if number < len(jobs)))
 

@@ -46,7 +46,7 @@ class Muon(torch.optim.AdamW):
     Args:
         groups: parameter groups, each with ``decays``; the matrices are in the group with ``matrices``.
         shards: the shards of the groups' main values.
-        matrices: assembles matrices from their shards.
+        matrices: whole matrices from their shards.
         config: the hyper-parameters.
     """
 
@@ -59,11 +59,10 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
         super().__init__(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-        self._step_supports_amp_scaling = False  # gradients are divided before
+        self._step_supports_amp_scaling = False  # the caller divides the gradients
         self._shards, self._matrices, self._config = list(shards), matrices, config
         self.directions: dict[int, Tensor] | None = None
-        """The amounts subtracted from matrices, divided by the learning rate, without weight decay, by the id of the
-        main values; None unless requested."""
+        """Directions of matrices without weight decay, by the id of their main values; None unless requested."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -88,7 +87,7 @@ class Muon(torch.optim.AdamW):
         matrix_dtype = torch.bfloat16 if in_bf16 else main_dtype
         shard_grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
         matrices = [None if grad is None else grad.to(matrix_dtype) for grad in shard_grads]
-        self._matrices.change(matrices, matrix_dtype, self._orthogonalized)
+        self._matrices.change(matrices, matrix_dtype, self._orthogonalize)
         for shard_grad, matrix in zip(shard_grads, matrices, strict=True):
             if shard_grad is not None and matrix is not None and matrix is not shard_grad:
                 shard_grad.copy_(matrix)
@@ -109,8 +108,8 @@ class Muon(torch.optim.AdamW):
         fused = len(spec.logical_shape) == 2
         return (spec.logical_shape[0],) if fused and not self._config.muon_split_qkv else spec.blocks
 
-    def _orthogonalized(self, matrix: Tensor, spec: ParamSpec) -> Tensor:
-        """Orthogonalize each of a parameter's matrices, in the proportions of their scales."""
+    def _orthogonalize(self, matrix: Tensor, spec: ParamSpec) -> Tensor:
+        """Orthogonalize each of a parameter's matrices, each scaled relative to the largest scale."""
         blocks, columns = self._blocks(spec), matrix.shape[-1]
         rows = matrix.reshape(-1, sum(blocks), columns)
         largest, changed = self._scale(spec), []
@@ -127,6 +126,7 @@ class Muon(torch.optim.AdamW):
         return max(self._scale_of(repeated * block, columns) for block in blocks)
 
     def _scale_of(self, rows: int, columns: int) -> float:
+        """Scale of a matrix by its shape (``--muon-scale-mode``)."""
         ratio = rows / columns
         square = {"spectral": max(rows, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}
         return self._config.muon_extra_scale_factor * math.sqrt(square[self._config.muon_scale_mode])

@@ -42,7 +42,7 @@ class StepTotals:
         votes: requests of all ranks to stop.
         loss_scale: loss scale of the step.
         grad_norm: global L2 norm of the applied gradients, unscaled and before clipping; None if no update was taken,
-            because gradients are not finite, the losses have no items, or delayed gradients are not there yet.
+            because gradients are not finite, the losses have no items, or there are no delayed gradients yet.
         finite: whether all gradients are finite, those of this step and those to apply.
         new_finite: whether the gradients of this step are finite.
         scale_can_fall: whether the loss scale can be reduced to make gradients finite.
@@ -76,7 +76,7 @@ class StepTotals:
 
 
 class Optimizer:
-    """Updates the parameters of this rank's chunks.
+    """Optimizer of the parameters of this rank's chunks.
 
     Args:
         buffers: buffers of the chunks.
@@ -85,10 +85,10 @@ class Optimizer:
         loss_scale: constant loss scale, or dynamic loss scale for fp16.
         plan: plan with the compressor of the parameter all-gather.
         ledger: ledger that counts the bytes.
-        sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
+        sharded: whether every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: whether to compute these totals.
         sync_warmup: synchronous steps of all islands.
-        look_ahead: strength of the look-ahead of delayed gradients; None without.
+        look_ahead: strength of the look-ahead of delayed gradients; None for no look-ahead.
 
     ``frozen_at`` is the number of updates before Adam's second moments were frozen; 0 if they are not frozen.
     """
@@ -148,8 +148,8 @@ class Optimizer:
 
         Args:
             completed: losses of a step, and whether its gradients are finite if a later step applies them.
-            gradients: properties of the gradients to apply; None if delayed gradients are not there yet.
-            votes: this rank's request to stop.
+            gradients: properties of the gradients to apply; None if there are no delayed gradients yet.
+            votes: this rank's requests to stop.
 
         Returns:
             Numbers whose sums over all ranks ``step`` needs.
@@ -184,10 +184,10 @@ class Optimizer:
 
         Args:
             summary: sums of ``summarize`` over all ranks.
-            gradients: properties of the gradients; None if delayed gradients are not there yet.
+            gradients: properties of the gradients; None if there are no delayed gradients yet.
             lr, weight_decay: learning rate and weight decay of this step.
             decoupled_lr: learning rate of input embeddings and the output layer; ``lr`` if None.
-            delayed: the gradients are those of an earlier step.
+            delayed: whether the gradients are those of an earlier step.
         """
         totals = StepTotals(
             summary.mean_losses,
@@ -212,7 +212,7 @@ class Optimizer:
         if self.config.clip_grad > 0 and norm > 0 and not gradients.clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay, decoupled_lr)
-        published = begin_directions(self.inner, self.shards, divisor) if gradients.needs_update else []
+        terms = begin_directions(self.inner, self.shards, divisor) if gradients.needs_update else []
         if self.publisher.look_ahead is not None:
             self.publisher.look_ahead.remember()
         if gradients.freezes_variance and not self.frozen_at and self.steps:
@@ -223,6 +223,6 @@ class Optimizer:
         else:
             step_inner(self.inner, self.shards, divisor)
         if gradients.needs_update:
-            end_directions(self.inner, self.shards, published, self.frozen_at if gradients.freezes_variance else 0)
+            end_directions(self.inner, self.shards, terms, self.frozen_at if gradients.freezes_variance else 0)
         self.publisher.publish(gradients.iteration)
         return replace(totals, grad_norm=norm)

@@ -27,8 +27,8 @@ class ScheduleValues:
     """The parameters of the two schedules. Lengths are in samples (fractions of a sample are allowed).
 
     The last ``annealing_samples`` of the decay's length are the decay of ``WSD``, which is constant before them.
-    ``decoupled_lr`` and ``decoupled_min_lr`` replace ``max_lr`` and ``min_lr`` for input embeddings and the output
-    layer; None: no replacement.
+    ``decoupled_lr`` and ``decoupled_min_lr``, unless None, replace ``max_lr`` and ``min_lr`` for input embeddings and
+    the output layer.
     """
 
     max_lr: float
@@ -47,8 +47,8 @@ class ScheduleValues:
     decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("--lr-decay-style", self.decay_style, DECAY_STYLES)
-        _one_of("--weight-decay-incr-style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
+        _check_choice("--lr-decay-style", self.decay_style, DECAY_STYLES)
+        _check_choice("--weight-decay-incr-style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
         rates = [("--lr", self.max_lr, "--min-lr", self.min_lr)]
         if self.decoupled_lr is not None:
             low = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
@@ -66,7 +66,7 @@ class ScheduleValues:
                 f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
                 f"({self.decay_samples:g} samples): lower --lr-warmup-* or raise --lr-decay-*"
             )
-        _one_of("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
+        _check_choice("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
         longest = self.decay_samples - self.warmup_samples
         if self.decay_style == "WSD" and not 0 < self.annealing_samples <= longest:
             raise UserError(
@@ -106,7 +106,7 @@ class ScheduleValues:
             return max(lowest, highest * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
         if self.decay_style == "WSD":
             ratio = 1.0 - (self.decay_samples - samples) / self.annealing_samples
-            share = _annealed(self.annealing_style, ratio) if ratio > 0 else 1.0
+            share = _anneal(self.annealing_style, ratio) if ratio > 0 else 1.0
             return lowest + share * (highest - lowest)
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         return lowest + (1.0 - _ramp(self.decay_style, ratio)) * (highest - lowest)
@@ -125,7 +125,7 @@ def _ramp(style: str, ratio: float) -> float:
     return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
 
 
-def _annealed(style: str, ratio: float) -> float:
+def _anneal(style: str, ratio: float) -> float:
     """The decay of WSD from 1 to 0 as ``ratio`` goes from 0 to 1."""
     if style == "exponential":
         return 2.0 * 0.5**ratio - 1.0
@@ -134,7 +134,7 @@ def _annealed(style: str, ratio: float) -> float:
     return 1.0 - _ramp(style, ratio)
 
 
-def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"{flag} {value!r} is unknown: choose one of {', '.join(choices)}")
 
@@ -148,7 +148,7 @@ def schedule_values(
     train_samples: int | None = None,
     train_tokens: int | None = None,
 ) -> ScheduleValues:
-    """Translate a resolved configuration to samples.
+    """The schedules of a resolved configuration, in samples.
 
     Args:
         options: the optimizer's section.
@@ -156,7 +156,7 @@ def schedule_values(
         seq_length: tokens of a sample.
         train_iters, train_samples, train_tokens: length of the run, the default length of the decay. A run with
             ``train_samples`` or only ``train_tokens`` is counted in samples, and lengths in iterations are ignored; and
-            the other way round. A length in tokens takes precedence over both.
+            vice versa. A length in tokens takes precedence over both.
 
     Raises:
         UserError: when no length is given, or when the lengths do not fit each other.
@@ -241,7 +241,7 @@ class LRSchedule:
 
     ``on_mismatch`` decides when a checkpoint was written under other values: refuse (as Megatron does), take the
     command line's (``--override-opt_param-scheduler``) or the checkpoint's (``--use-checkpoint-opt_param-scheduler``).
-    ``ours`` names values for which the command line always wins (``--use-new-lr``, ``--use-new-min-lr``).
+    ``overrides`` names values for which the command line always wins (``--use-new-lr``, ``--use-new-min-lr``).
     ``tokens_per_sample`` is the full sequence length, if the learning rate counts by tokens.
     """
 
@@ -249,12 +249,12 @@ class LRSchedule:
         self,
         values: ScheduleValues,
         on_mismatch: OnMismatch = "refuse",
-        ours: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         tokens_per_sample: int | None = None,
     ) -> None:
         self.values = values
         self.on_mismatch = on_mismatch
-        self.ours = tuple(ours)
+        self.overrides = tuple(overrides)
         self.tokens_per_sample = tokens_per_sample
         self.consumed_samples = 0
         self.consumed_tokens = 0
@@ -270,7 +270,7 @@ class LRSchedule:
         train_samples: int | None = None,
         train_tokens: int | None = None,
     ) -> LRSchedule:
-        """Builds from the optimizer configuration; arguments and errors as ``schedule_values``."""
+        """Build from the optimizer configuration; arguments and errors as for ``schedule_values``."""
         if options.override_opt_param_scheduler and options.use_checkpoint_opt_param_scheduler:
             raise UserError("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one")
         on_mismatch: OnMismatch = "refuse"
@@ -286,12 +286,12 @@ class LRSchedule:
             train_samples=train_samples,
             train_tokens=train_tokens,
         )
-        new, new_min = options.use_new_lr, options.use_new_min_lr
-        ours = {"max_lr": new, "decoupled_lr": new, "min_lr": new_min, "decoupled_min_lr": new_min}
+        overrides = [
+            *["max_lr", "decoupled_lr"] * options.use_new_lr,
+            *["min_lr", "decoupled_min_lr"] * options.use_new_min_lr,
+        ]
         by_tokens = options.lr_decay_tokens is not None
-        return cls(
-            values, on_mismatch, [name for name, is_ours in ours.items() if is_ours], seq_length * by_tokens or None
-        )
+        return cls(values, on_mismatch, overrides, seq_length if by_tokens else None)
 
     @property
     def _lr_position(self) -> float:
@@ -348,7 +348,7 @@ class LRSchedule:
             raise UserError(
                 f"the checkpoint's learning-rate schedule cannot be read ({error}): use --finetune"
             ) from error
-        saved = replace(saved, **{name: getattr(self.values, name) for name in self.ours})
+        saved = replace(saved, **{name: getattr(self.values, name) for name in self.overrides})
         if self.on_mismatch == "checkpoint":
             self.values = saved
         elif self.on_mismatch == "refuse":

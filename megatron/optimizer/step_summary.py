@@ -20,9 +20,9 @@ class StopVotes:
     """Number of ranks that ask to stop the run, or to pause it, by reason.
 
     Args:
-        choice: the compressors are to be chosen again.
-        duration: the time limit is over.
-        signal: a signal has come.
+        choice: to choose the compressors again.
+        duration: the time limit has passed.
+        signal: a signal has arrived.
         kill_switch: the kill-switch file exists.
     """
 
@@ -40,7 +40,7 @@ class StepSummary:
     """A rank's numbers of a step, or their sums over all ranks.
 
     Args:
-        losses: sum of each loss in nats and the number of items that count in it, by name; the same names on all ranks.
+        losses: sum of each loss in nats and the number of items it sums, by name; the same names on all ranks.
         votes: requests to stop.
         grad_sq: sum of squares of the scaled gradients.
         params_sq: sum of squares of the parameters.
@@ -75,8 +75,7 @@ class StepSummary:
         return self.start_all_reduce(topology, ledger, warmup).wait()
 
     def start_all_reduce(self, topology: Topology, ledger: Ledger, warmup: SyncWarmup) -> PendingSummary:
-        """Start to sum over the world; losses and votes also over the islands that go in step, whose gradients are
-        equal."""
+        """Start to sum over the world, and losses and votes also over the islands while they train in synchrony."""
         shared = [*(number for pair in self.losses.values() for number in pair), *astuple(self.votes)]
         values = [*shared, self.grad_sq, self.params_sq, self.num_zeros, self.not_finite]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
@@ -85,7 +84,7 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class PendingSummary:
-    """Sums of a summary over all ranks, on their way."""
+    """Sums of a summary over all ranks, in flight."""
 
     summary: StepSummary
     vector: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed.group import Group
-from megatron.optimizer.matrix_gather import _waves
+from megatron.optimizer.matrix_gather import _plan_waves
 from megatron.optimizer.muon import newton_schulz
 from megatron.parallel.tensor.shards import ParamSpec
 from tests.support.noise import seeded
@@ -212,7 +212,7 @@ def test_work_is_divided_evenly_with_few_moves() -> None:
     shapes = [(64, 64)] * 4 + [(2, 1024)] * 8
     slots: list[Any] = [SimpleNamespace(spec=ParamSpec(shape, blocks=(shape[0],)), name=shape) for shape in shapes]
     shards = [((0, 4096), (0, 0))] * 4 + [((0, 0), (0, 2048))] * 8
-    waves = list(_waves(list(zip(slots, shards, strict=True)), Group(None, (0, 1), 0, "dp", "none"), 2))
+    waves = list(_plan_waves(list(zip(slots, shards, strict=True)), Group(None, (0, 1), 0, "dp", "none"), 2))
     shapes_by_owner: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for wave in waves:
         owners = [(job.replica, job.tensor) for job in wave.jobs]

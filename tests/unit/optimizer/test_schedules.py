@@ -275,7 +275,7 @@ def test_flags_for_new_rates_replace_those_of_the_checkpoint() -> None:
         ("use_new_min_lr", ("min_lr", "decoupled_min_lr")),
     ):
         options = make_options(**{flag: True})
-        assert LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10).ours == names
+        assert LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10).overrides == names
 
 
 @pytest.mark.parametrize("style", DECAY_STYLES)
