@@ -28,7 +28,7 @@ from benchmarks.safety.settings import (
 )
 from megatron.base.atomic import atomic_write
 from megatron.base.code_digest import code_digest
-from megatron.checkpoint.certificate import Span, read_certificate
+from megatron.checkpoint.certificate import TrafficSpan, read_certificate
 from megatron.training.records import Record, read_records
 
 _DENSE = "dense"
@@ -128,7 +128,7 @@ class CardRun:
         return int(next(r["consumed_tokens"] for r in reversed(self.records) if r.get("kind") == "train"))
 
     @property
-    def traffic(self) -> Span:
+    def traffic(self) -> TrafficSpan:
         """Bytes that it sent, by the ledger and by the kernel's counters."""
         (folder,) = self.checkpoint.glob("iter_*")
         return read_certificate(folder).statements.traffic[-1]

@@ -32,10 +32,10 @@ def flat_range_to_boxes(
         raise ValueError(f"range {start}:{stop} does not lie in a tensor of shape {tuple(shape)}")
     if start == stop:
         return []
-    return _cut(tuple(shape), start, stop, ())
+    return _split_range(tuple(shape), start, stop, ())
 
 
-def _cut(
+def _split_range(
     shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Split a non-empty range of the sub-tensor at ``prefix``; flat positions count from that sub-tensor."""
@@ -46,18 +46,18 @@ def _cut(
     head = start - first * row  # skipped in the first row
     tail = (last + 1) * row - stop  # missing from the last row
     if first == last and (head or tail):
-        inner = _cut(shape[1:], head, row - tail, (*prefix, first))
+        inner = _split_range(shape[1:], head, row - tail, (*prefix, first))
         return [(offsets, sizes, flat + first * row) for offsets, sizes, flat in inner]
     boxes = []
     if head:
-        boxes += _cut(shape, start, (first + 1) * row, prefix)
+        boxes += _split_range(shape, start, (first + 1) * row, prefix)
         first += 1
     rows = last + 1 - first - (1 if tail else 0)
     if rows:
         offsets = (*prefix, first, *[0] * (len(shape) - 1))
         boxes.append((offsets, (*[1] * len(prefix), rows, *shape[1:]), first * row))
     if tail:
-        boxes += _cut(shape, last * row, stop, prefix)
+        boxes += _split_range(shape, last * row, stop, prefix)
     return boxes
 
 

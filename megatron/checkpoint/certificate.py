@@ -23,7 +23,7 @@ _LONGEST, _MOST = 1 << 24, 1 << 62
 
 
 @dataclass(frozen=True)
-class Span:
+class TrafficSpan:
     """Traffic of the iterations that a process group has run.
 
     Args:
@@ -48,12 +48,12 @@ class Span:
     reason: str = ""
 
     @staticmethod
-    def read(content: Mapping[str, Any], location: str) -> Span:
+    def read(content: Mapping[str, Any], location: str) -> TrafficSpan:
         """Read a span; raise UserError for bad values."""
         values = Values(content, location)
         ledger = Values(values.table("ledger"), location)
         after = _count(values, "after")
-        return Span(
+        return TrafficSpan(
             after,
             _count(values, "until", least=after),
             _count(values, "ranks", least=1),
@@ -163,7 +163,7 @@ class Statements:
     kernels: str
     torch: str
     inputs: Sequence[InputFile]
-    traffic: Sequence[Span]
+    traffic: Sequence[TrafficSpan]
     samples: Sequence[SampledPoint]
     not_sampled: Mapping[str, str] = field(default_factory=dict)
     differences: Sequence[str] = ()
@@ -188,7 +188,7 @@ class Statements:
             kernels=values.text("kernels"),
             torch=values.text("torch"),
             inputs=[InputFile.read(entry, f"{location}, inputs") for entry in _tables(values, "inputs")],
-            traffic=[Span.read(entry, f"{location}, traffic") for entry in _tables(values, "traffic")],
+            traffic=[TrafficSpan.read(entry, f"{location}, traffic") for entry in _tables(values, "traffic")],
             samples=[SampledPoint.read(entry, f"{location}, samples") for entry in _tables(values, "samples")],
             not_sampled={point: reasons.text(point) for point in reasons},
             differences=values.texts("differences"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
-from megatron.checkpoint.state_slice import COUNTER, OF_SAMPLES, PREFIX, StateSlice
+from megatron.checkpoint.state_slice import COUNTER, PREFIX, SAMPLE_SUFFIXES, StateSlice
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -40,7 +40,7 @@ Log = Callable[[str], None]
 
 @dataclass(eq=False)
 class CompressorCheckpoint:
-    """Saves and loads the compressor state of a rank.
+    """A rank's compressor state, as checkpoints hold it.
 
     Args:
         sync: gradient synchronization, with its compressors.
@@ -80,8 +80,8 @@ class CompressorCheckpoint:
             # They save a single residual, to which a stage without one contributes zeros; other state is saved under
             # stage-specific names unless its form is the same on all stages.
             buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
-            places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
-            held_slices = {state_slice.name: state_slice for state_slice in places if state_slice.stage[1] > 1}
+            grad_slices = [self._grad_slice(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
+            held_slices = {state_slice.name: state_slice for state_slice in grad_slices if state_slice.stage[1] > 1}
             types = {label: name_of_dtype(shards[label].dtype) for label in tied}
             forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
             rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
@@ -98,7 +98,7 @@ class CompressorCheckpoint:
                 elif label in tied:
                     tied_slice, _, local = tied[label]
                     del shards[label]
-                    shards[tied_slice.apart.label(kind)] = tied_slice.apart.shard(kind, local)
+                    shards[tied_slice.stage_specific.label(kind)] = tied_slice.stage_specific.shard(kind, local)
         return shards
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
@@ -112,11 +112,13 @@ class CompressorCheckpoint:
             return
         device = self.sync.buffers[0].params_flat.device
         entries = [
-            _Loaded(item) for state_slice in self._slices() for item in _loadable_states(saved, state_slice, device)
+            _CombinedSlice(item)
+            for state_slice in self._slices()
+            for item in _loadable_states(saved, state_slice, device)
         ]
         most_sources = max([len(entry.item.sources) for entry in entries] + [1])
         for turn in range(max(int(text) for text in gather_texts(group, str(most_sources)))):
-            slices = {entry.item.name: entry.item.room() for entry in entries if turn < len(entry.item.sources)}
+            slices = {entry.item.name: entry.item.allocate() for entry in entries if turn < len(entry.item.sources)}
             active = [entry for entry in entries if entry.item.name in slices]
             read = {
                 entry.item.name: entry.item.shard(slices[entry.item.name], entry.item.sources[turn]) for entry in active
@@ -128,7 +130,7 @@ class CompressorCheckpoint:
             item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for entry in entries:
             if entry.value is not None:
-                entry.item.put(entry.value)
+                entry.item.write(entry.value)
         restored: set[str] = set()  # by any rank
         for text in gather_texts(group, json.dumps(sorted({entry.item.name for entry in entries}))):
             restored.update(json.loads(text))
@@ -145,13 +147,13 @@ class CompressorCheckpoint:
             for bucket, units in zip(buffer.buckets, reducer.units, strict=True):
                 slots = {slot.start - bucket.start: slot for slot in bucket.slots}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._without_state)
+                    yield from self._slices_of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._grad_slice)
         for fragment in self.outer.fragments if self.outer is not None else ():
             for exchanged, units in zip(fragment.exchanged_buckets, fragment.reducer.units, strict=True):
                 starts = zip(exchanged.reduced.ranges, exchanged.slots, strict=True)
                 slots = {param_range.start: slot for param_range, slot in starts}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, exchanged.length, fragment.reducer, self._of_island)
+                    yield from self._slices_of_unit(unit, slots, exchanged.length, fragment.reducer, self._outer_slice)
         for tied in self.sync.ties if self.sync.plan.is_compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
@@ -159,30 +161,30 @@ class CompressorCheckpoint:
             index_sets = self.sync.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
             yield StateSlice(name, tied.sync.state, size, at, index=0, length=1, slot=slot, index_sets=index_sets)
-        for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
-            if self.channel is not None and self.channel.plan.is_compressed(way.point):
-                for end, states, boundary in self._ends(way):
+        for direction in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
+            if self.channel is not None and self.channel.plan.is_compressed(direction.point):
+                for end, states, boundary in self._boundary_ends(direction):
                     state = states.setdefault(boundary, CompressorState())
-                    # State of whole messages cannot be used for partial messages, nor the other way around.
+                    # State of whole messages cannot be used for partial messages, nor the reverse.
                     suffix = "" if self.channel.tensor_comm is None else ".part"
-                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
-                    means = dict(self.channel.plan.codec(way.point).traits.means)
+                    name = f"{direction.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
+                    means = dict(self.channel.plan.codec(direction.point).traits.means)
                     yield StateSlice(name, state, holders, holder, means=means, cut=self.cut)
 
-    def _of_unit(
+    def _slices_of_unit(
         self,
         unit: ParamStack,
         slots: Mapping[int, ParamSlot],
         length: int,
         reducer: BucketReducer,
-        place_of: Callable[[ParamSlot, Group], StateSlice],
+        slice_of: Callable[[ParamSlot, Group], StateSlice],
     ) -> Iterator[StateSlice]:
-        """Places of a unit's stacked parameters, or of all parameters of its bucket of ``length`` elements."""
+        """Slices for a unit's stacked parameters, or for all parameters of its bucket of ``length`` elements."""
         starts = [param_range.start for param_range in unit.ranges] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
             yield replace(
-                place_of(slot, reducer.group),
+                slice_of(slot, reducer.group),
                 state=unit.state,
                 index=index if unit.ranges else None,
                 span=None if unit.ranges else (start, start + slot.stop - slot.start),
@@ -191,13 +193,14 @@ class CompressorCheckpoint:
                 index_sets=reducer.compressor.traits.index_sets,
             )
 
-    def _of_island(self, slot: ParamSlot, islands: Group) -> StateSlice:
-        """The place of a parameter's state at ``OUTER``: a single holder, since each island has its own checkpoint."""
+    def _outer_slice(self, slot: ParamSlot, islands: Group) -> StateSlice:
+        """Slice of a parameter at ``OUTER``, still without state. Its only holder is this island, which has its own
+        checkpoint."""
         name, holder = f"{Point.OUTER.value}.{slot.logical_name}", (0, self.at.tp)
         return StateSlice(name, CompressorState(), holders=(1, self.layout.tp), holder=holder, slot=slot)
 
-    def _without_state(self, slot: ParamSlot, replicas: Group) -> StateSlice:
-        """The place, still without state, of a parameter at ``DP_GRAD``, reduced over ``replicas``."""
+    def _grad_slice(self, slot: ParamSlot, replicas: Group) -> StateSlice:
+        """Slice of a parameter at ``DP_GRAD``, still without state; ``replicas`` reduce its gradient."""
         # All stages of a tied embedding contribute to the same sum, each with its own residual.
         stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
         stage = stages.index(self.at.pp)
@@ -211,16 +214,16 @@ class CompressorCheckpoint:
             stage=(stage, len(stages)),
         )
 
-    def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
+    def _boundary_ends(self, direction: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
         """This rank's boundary ends in a direction: "sender" or "receiver", the states, and the boundary."""
         crossing = {b for b in range(self.layout.num_virtual_stages - 1) if self.layout.crosses(b)}
         for chunk in range(self.layout.chunks):
             stage = self.layout.virtual_stage(self.at.pp, chunk)
-            outgoing, incoming = (stage, stage - 1) if way.point is Point.PP_FWD else (stage - 1, stage)
+            outgoing, incoming = (stage, stage - 1) if direction.point is Point.PP_FWD else (stage - 1, stage)
             if outgoing in crossing:
-                yield "sender", way.sent, outgoing
+                yield "sender", direction.sent, outgoing
             if incoming in crossing:
-                yield "receiver", way.received, incoming
+                yield "receiver", direction.received, incoming
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ class _LoadableState:
     """A checkpoint tensor that this rank can restore, in full or in part.
 
     Args:
-        state_slice: place of the tensor in this rank's state.
+        state_slice: slice of this rank's state to restore.
         kind: name of the tensor in the state.
         shape, dtype: shape (with the holder dimensions) and dtype in the checkpoint.
         device: device of the run's parameters.
@@ -246,16 +249,16 @@ class _LoadableState:
 
     @property
     def fits(self) -> bool:
-        """Whether this layout can hold it: a parameter's residual fits any layout, other state only the same shards."""
-        if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(OF_SAMPLES)):
+        """Whether this layout can use it: a parameter's residual fits any layout, other state only the same shards."""
+        if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(SAMPLE_SUFFIXES)):
             return False  # no run writes such a tensor
         if self.kind.startswith(COUNTER) and math.prod(self.shape[2:]) != 1:
             return False
-        if self.kind.endswith(OF_SAMPLES):
+        if self.kind.endswith(SAMPLE_SUFFIXES):
             return True
-        if self._like_param and self.state_slice.slot is not None:
+        if self._has_param_shape and self.state_slice.slot is not None:
             return self.shape[1:] == self.state_slice.slot.spec.logical_shape
-        return self.shape[1] == self.state_slice.holders[1] or self._of_means
+        return self.shape[1] == self.state_slice.holders[1] or self._is_mean_table
 
     @property
     def counts(self) -> str:
@@ -263,21 +266,21 @@ class _LoadableState:
         return self.state_slice.label(self.state_slice.means[self.kind]) if self.kind in self.state_slice.means else ""
 
     @property
-    def _of_means(self) -> bool:
+    def _is_mean_table(self) -> bool:
         return self.kind in self.state_slice.means or self.kind in self.state_slice.means.values()
 
     @property
-    def _like_param(self) -> bool:
+    def _has_param_shape(self) -> bool:
         return self.state_slice.slot is not None and self.kind in (RESIDUAL, *self.state_slice.index_sets)
 
     @property
     def sources(self) -> Sequence[tuple[int, int]]:
         """Holders whose slices are combined into this rank's slice."""
         (row, column), rows, columns = self.state_slice.holder, self.shape[0], self.state_slice.holders[1]
-        if self.kind in self.state_slice.index_sets or self.kind.endswith(OF_SAMPLES):
+        if self.kind in self.state_slice.index_sets or self.kind.endswith(SAMPLE_SUFFIXES):
             return [(0, column)]
         same_rows = rows == self.state_slice.holders[0]
-        if self._of_means:
+        if self._is_mean_table:
             # The columns must be equal in this run, but the saved columns may be means of different values.
             alone = self.state_slice.cut and self.shape[1] == columns
             source_columns = (column,) if alone else range(self.shape[1])
@@ -286,29 +289,29 @@ class _LoadableState:
             return [(row, column)]
         return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
 
-    def room(self) -> Tensor:
-        """Allocate memory for this rank's slice: on the device, except for counters and for samples, which may exceed
-        the device's memory."""
-        if self.kind.endswith(OF_SAMPLES):
+    def allocate(self) -> Tensor:
+        """Allocate this rank's slice on the device, or on the host for counters and for samples, which may exceed the
+        device's memory."""
+        if self.kind.endswith(SAMPLE_SUFFIXES):
             return torch.zeros(self.shape, dtype=self.dtype)
         if self.kind.startswith(COUNTER):
             return torch.zeros(self.shape[2:], dtype=self.dtype)
-        slot = self.state_slice.slot if self._like_param else None
+        slot = self.state_slice.slot if self._has_param_shape else None
         shape = self.shape[2:] if slot is None else slot.param.shape
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def shard(self, values: Tensor, at: tuple[int, int]) -> LogicalShard:
         """The slice as a shard of the saved tensor, at the holder's indices."""
-        if self.kind.endswith(OF_SAMPLES):
+        if self.kind.endswith(SAMPLE_SUFFIXES):
             return self.state_slice.shard(self.kind, values)
-        columns = self.state_slice.holders[1] if self._like_param else self.shape[1]
+        columns = self.state_slice.holders[1] if self._has_param_shape else self.shape[1]
         return replace(self.state_slice, holders=(self.shape[0], columns)).shard(self.kind, values, at)
 
-    def put(self, values: Tensor) -> None:
-        """Write a slice to its place, allocating the whole stack or bucket first if needed."""
+    def write(self, values: Tensor) -> None:
+        """Write a slice into the state, allocating the whole stack or bucket first if needed."""
         target, state = self.state_slice, self.state_slice.state
         if self.kind.startswith(COUNTER):
-            # Another parameter may have led the stack or bucket; if there were several, keep the greatest count.
+            # The counter may be saved under the name of another parameter; if there are several, keep the greatest.
             kind = self.kind.removeprefix(COUNTER)
             state.counters[kind] = max(state.counters.get(kind, 0), int(values))
             return
@@ -331,8 +334,8 @@ class _LoadableState:
 
 
 @dataclass(eq=False)
-class _Loaded:
-    """Accumulates the slices that were read for a wanted tensor."""
+class _CombinedSlice:
+    """A rank's slice, combined from those of several saved holders."""
 
     item: _LoadableState
     value: Tensor | None = None
@@ -358,9 +361,9 @@ class _Loaded:
 def _loadable_states(
     saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], state_slice: StateSlice, device: torch.device
 ) -> Iterator[_LoadableState]:
-    """Checkpoint tensors of a place that this layout can restore."""
+    """Saved tensors of a slice that this layout can restore."""
     for name, (shape, dtype) in saved.items():
-        for candidate in (state_slice, state_slice.apart) if state_slice.stage[1] > 1 else (state_slice,):
+        for candidate in (state_slice, state_slice.stage_specific) if state_slice.stage[1] > 1 else (state_slice,):
             item = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
             if name == item.name and item.fits:
                 yield item

@@ -137,9 +137,9 @@ def prune(root: Path, newest: int, keep_last: int, last_update: int | None = Non
     """
     removed, problems = [], []
     iterations = [iteration for iteration in saved_iterations(root) if iteration <= newest]
-    useful = newest_before(iterations, last_update)
+    trusted = newest_before(iterations, last_update)
     for iteration in iterations[max(1, keep_last) :]:
-        if iteration == useful:
+        if iteration == trusted:
             continue
         try:
             _remove_folder(checkpoint_folder(root, iteration))

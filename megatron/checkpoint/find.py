@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and alternatives to a checkpoint that cannot be loaded."""
+"""The checkpoint to resume from, and alternatives to a checkpoint that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from megatron.base.errors import UserError
 from megatron.base.regular import read_regular
 
 LOCK = ".lock"
-BEAT_SECONDS = 3.0
+HEARTBEAT_SECONDS = 3.0
 SILENT_SECONDS = 15.0
 """An owner on another machine is considered dead if its time stamp does not change for this long."""
 PATIENCE_SECONDS = 2.0
@@ -51,20 +51,20 @@ class Owner:
     token: str
 
     @staticmethod
-    def this() -> Owner:
+    def current() -> Owner:
         """This process as an owner."""
         host, process, started = socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
         place = host
         with suppress(OSError):  # not on Linux
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return Owner(host, place, process, _born(process), started, uuid.uuid4().hex)
+        return Owner(host, place, process, _start_ticks(process), started, uuid.uuid4().hex)
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.started}"
 
 
-def _born(process: int) -> str:
+def _start_ticks(process: int) -> str:
     """Start time of a process; empty if it has ended or is not visible."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -78,7 +78,7 @@ class FolderLock:
 
     Args:
         root: the folder, which exists.
-        log: prints a line before waiting for a sign of life of another machine's run.
+        log: prints a line before waiting for a heartbeat of another machine's run.
 
     Raises:
         UserError: when another run holds it.
@@ -88,22 +88,22 @@ class FolderLock:
     def __init__(self, root: str | Path, log: Callable[[str], None] = lambda line: None) -> None:
         self.root = Path(root)
         self.path = self.root / LOCK
-        self.owner = Owner.this()
+        self.owner = Owner.current()
         self._held = ExitStack()
         self._released = threading.Event()
         self.path.touch()
         try:
-            self._take()
-            before = self._read()
-            if before is not None and self._lives(before, log):
-                raise self._in_use(before)
+            self._acquire()
+            recorded = self._read()
+            if recorded is not None and self._is_alive(recorded, log):
+                raise self._in_use(recorded)
             self._write(json.dumps(asdict(self.owner)))
         except BaseException:
             self._held.close()
             raise
-        threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="folder-lock", daemon=True).start()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -134,11 +134,11 @@ class FolderLock:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _lives(self, owner: Owner, log: Callable[[str], None]) -> bool:
+    def _is_alive(self, owner: Owner, log: Callable[[str], None]) -> bool:
         """Whether the recorded owner is alive, although its lock did not exclude this process."""
         if owner.place == self.owner.place:
             if Path("/proc/self/stat").exists():
-                return bool(owner.born) and _born(owner.process) == owner.born
+                return bool(owner.born) and _start_ticks(owner.process) == owner.born
             try:
                 os.kill(owner.process, 0)
             except OSError as error:
@@ -157,21 +157,21 @@ class FolderLock:
         with self.path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_mtime_ns
 
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_SECONDS):
+    def _send_heartbeats(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):
                 if self._read() == self.owner:
                     os.utime(self.path)
 
-    def lost(self) -> str | None:
+    def explain_loss(self) -> str | None:
         """The reason why this process may no longer write to the folder; None if it may."""
         owner = self._read()
-        if owner == self.owner or (owner is None and not self._given_back()):
+        if owner == self.owner or (owner is None and not self._is_released()):
             return None
         owner_text = f" ({owner})" if owner else ", which has ended,"
         return f"--save {self.root} was taken over by another run{owner_text} while this one stood still"
 
-    def _given_back(self) -> bool:
+    def _is_released(self) -> bool:
         """Whether the record is empty, as another owner leaves it when it finishes."""
         with suppress(OSError):
             return not read_regular(self.path, 1)

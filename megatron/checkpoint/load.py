@@ -1,4 +1,4 @@
-"""Loads checkpoints. All data is checked before any memory changes."""
+"""Loading of checkpoints. All data is checked before any memory changes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,13 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.base.documents import parse_yaml
 from megatron.base.errors import UserError, first_line
-from megatron.checkpoint.files import (
-    Iteration,
-    checkpoint_folder,
-)
+from megatron.checkpoint.files import Iteration, checkpoint_folder
 from megatron.checkpoint.find import fallback, read_tracker
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.plain import decode_plain
 from megatron.checkpoint.planner import ShardLoadPlanner
-from megatron.checkpoint.save import (
-    COMMON,
-    CONFIG,
-    Log,
-    ignore_single_process_warning,
-    silent,
-)
+from megatron.checkpoint.save import COMMON, CONFIG, Log, ignore_single_process_warning, silent
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_into
 from megatron.config.model_types import describe_model_type
 from megatron.config.resolve_model import fill_rotary_scaling
@@ -67,6 +58,7 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
 
 
 def _read_document(root: Path, iteration: Iteration, name: str, flag: str | None = None) -> bytes:
+    """Read a small file of a checkpoint, and check its checksum."""
     folder, manifest = open_checkpoint(root, iteration, flag)
     item = manifest.documents.get(name)
     if item is None:
@@ -122,8 +114,8 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
         return data.decode()
     except UnicodeDecodeError as error:
         folder = checkpoint_folder(Path(root), iteration)
-        instead = fallback(Path(root), iteration, flag)
-        raise UserError(f"{folder / CONFIG} is not a configuration: it is not UTF-8 text{instead}") from error
+        alternative = fallback(Path(root), iteration, flag)
+        raise UserError(f"{folder / CONFIG} is not a configuration: it is not UTF-8 text{alternative}") from error
 
 
 def saved_kind(root: str | Path, iteration: Iteration) -> str:
@@ -217,8 +209,8 @@ def load_tensors(
             rank. If False, only common names are loaded.
         allow_unexpected: checkpoint tensors that may be omitted even if ``strict``: True for all, or a function that
             is true for their names.
-        differing: model flags with other values than in the checkpoint, if known.
-        reads_data: False to check names and shapes only.
+        differing: model flags whose values differ from the checkpoint's, if known.
+        reads_data: whether to read the data, or only to check names and shapes.
         log: prints progress lines, on rank 0.
 
     Returns:
@@ -240,7 +232,7 @@ def load_tensors(
             "give all machines the same files"
         )
     names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
-    _raise_damage(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
+    _raise_if_damaged(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
     local_specs = {
         name: [list(shard.global_shape), name_of_dtype(shard.dtype)]
         for name, shard in tensors.items()
@@ -268,7 +260,7 @@ def load_tensors(
         if min(size_of(group) - 1, middle * size_of(group) // total) == rank_of(group):
             items.append(item)
         before += item.length
-    _raise_damage(root, iteration, group, check_items(folder, items))
+    _raise_if_damaged(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
         stored_types = {name: manifest.tensors[name].properties.dtype for name in requested if name in present}
         conversions = Counter((stored, requested[name][1]) for name, stored in stored_types.items())
@@ -281,11 +273,11 @@ def load_tensors(
     ignore_single_process_warning()
     with torch.no_grad():
         dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
-    _raise_damage(root, iteration, group, reader.problem)
+    _raise_if_damaged(root, iteration, group, reader.problem)
     return missing
 
 
-def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
+def _raise_if_damaged(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
     agreed = first_problem(group, problem)
     if agreed is not None:
         raise UserError(f"{agreed}{fallback(root, iteration)}")

@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from megatron.base.errors import UserError
 from megatron.base.regular import read_regular
@@ -86,7 +82,7 @@ class Manifest:
             "world_size": self.world_size,
             "files": self.files,
             "documents": {name: _row(item) for name, item in self.documents.items()},
-            "blobs": {},  # reserved by the format for bytes that are no tensors; never written
+            "blobs": {},  # reserved by the format; always empty
             "tensors": tensors,
         }
         return _seal(content)
@@ -97,6 +93,7 @@ def _row(item: StoredItem) -> list[str | int]:
 
 
 def _seal(content: dict[str, Any]) -> bytes:
+    """Render content with its checksum."""
     body = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"crc32":{zlib.crc32(body.encode())},"content":{body}}}\n'.encode()
 

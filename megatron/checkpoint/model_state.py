@@ -18,7 +18,7 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 MAIN = OPTIMIZER + "main."
 """The optimizer's fp32 main parameters of a model in lower precision."""
-_OF_ROUTING = re.compile(r"layers\.\d+\.mlp\.(router|mixing)\.")
+_ROUTING = re.compile(r"layers\.\d+\.mlp\.(router|mixing)\.")
 _COPY_OF_MLP = re.compile(r"(layers\.\d+\.mlp\.)(experts\.\d+|shared)\.")
 
 
@@ -49,7 +49,7 @@ def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalSh
     """
     dense_tensors: dict[str, LogicalShard] = {}
     for name, shard in tensors.items():
-        if _OF_ROUTING.search(name):
+        if _ROUTING.search(name):
             continue
         dense_name = _COPY_OF_MLP.sub(r"\1", name)
         earlier_boxes = dense_tensors[dense_name].boxes if dense_name in dense_tensors else []
@@ -73,18 +73,18 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
 
 
 DELAYED = OPTIMIZER + "delayed_"
-"""Reduced gradients that the next step applies, and what the correction of their delay remembers."""
+"""Reduced gradients that the next step applies, and the memory of their delay correction."""
 
 
 def delayed_tensors(
     optimizer: Optimizer, previous: Sequence[Tensor] | None, in_flight: bool
 ) -> dict[str, LogicalShard]:
-    """This rank's slices of delayed gradients and of their correction's memory.
+    """This rank's slices of delayed gradients, and of the memory of their correction.
 
     Args:
-        optimizer: optimizer whose reduced gradients wait for the next step, if ``in_flight``.
+        optimizer: the optimizer, with the reduced gradients.
         previous: ``DelayCorrection.previous``.
-        in_flight: whether gradients wait.
+        in_flight: whether the next step applies these gradients.
     """
     columns = {"grad": [shard.grad for shard in optimizer.shards] if in_flight else [], "previous": previous or []}
     return {
@@ -95,7 +95,7 @@ def delayed_tensors(
 
 
 OUTER = OPTIMIZER + "outer_"
-"""State of the outer optimizer: the outer parameters, their momentum, and a mean that waits to be applied."""
+"""State of the outer optimizer: the outer parameters, their momentum, and a mean that is not applied yet."""
 
 
 def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:

@@ -1,4 +1,4 @@
-"""Ensures that the save folder of a run is writable, locked, and free of another run's checkpoints."""
+"""Ownership of a run's save folder: writable, locked, and free of another run's checkpoints."""
 
 from __future__ import annotations
 
@@ -29,29 +29,25 @@ def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> I
     if config.save is None:
         yield None
         return
-    new = not os.path.lexists(config.save)
-    lock = _lock(config.save, log)
+    is_new = not os.path.lexists(config.save)
+    try:
+        Path(config.save).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.save):
+            pass
+        lock = FolderLock(config.save, log)
+    except OSError as error:
+        raise UserError(
+            f"--save {config.save}: cannot write there ({error.strerror}); name a folder that can be written to"
+        ) from error
     try:
         check_replaces_nothing(config)
         yield lock
     finally:
         lock.release()
         with suppress(OSError):
-            if new and os.listdir(config.save) == [LOCK]:  # the run was refused before it saved anything
+            if is_new and os.listdir(config.save) == [LOCK]:  # the run was refused before it saved anything
                 lock.path.unlink()
                 os.rmdir(config.save)
-
-
-def _lock(save: str, log: Callable[[str], None]) -> FolderLock:
-    try:
-        Path(save).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=save):
-            pass
-        return FolderLock(save, log)
-    except OSError as error:
-        raise UserError(
-            f"--save {save}: cannot write there ({error.strerror}); name a folder that can be written to"
-        ) from error
 
 
 def check_replaces_nothing(config: CheckpointConfig) -> None:

@@ -37,7 +37,7 @@ class _Task:
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans a save of ``LogicalShard`` values.
+    """Save planner for ``LogicalShard`` values.
 
     A box held by several ranks is written once; partially overlapping boxes are split. Bytes are balanced over the
     ranks, as far as their boxes allow.
@@ -66,7 +66,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans a load into ``LogicalShard`` values; each rank plans for itself."""
+    """Load planner for ``LogicalShard`` values; each rank plans for itself."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -101,7 +101,7 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
             chunk = item.tensor_data.chunk
             box = (tuple(chunk.offsets), tuple(chunk.sizes))
             holders[item.index.fqn][box].append((rank, item))
-    tasks = [task for name, by_box in holders.items() for task in _tasks_of(name, by_box)]
+    tasks = [task for name, holders_by_box in holders.items() for task in _make_tasks(name, holders_by_box)]
     # Each box goes to the owner with the fewest bytes so far: boxes with a single owner, then the others by size.
     assigned: list[list[WriteItem]] = [[] for _ in plans]
     load = [0] * len(plans)
@@ -114,13 +114,15 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
     return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, assigned, strict=True)]
 
 
-def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
-    data = [item.tensor_data for entries in by_box.values() for _, item in entries if item.tensor_data is not None]
+def _make_tasks(name: str, holders_by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
+    data = [
+        item.tensor_data for entries in holders_by_box.values() for _, item in entries if item.tensor_data is not None
+    ]
     kinds = {(tuple(d.size), d.properties.dtype) for d in data}
     if len(kinds) > 1:
         raise ValueError(f"cannot save {name}: ranks describe it differently, as {sorted(map(str, kinds))}")
     ((shape, dtype),) = kinds
-    boxes = list(by_box)
+    boxes = list(holders_by_box)
     pieces = disjoint_parts(boxes)
     held_volume = sum(math.prod(sizes) for _, (_, sizes) in pieces)
     if held_volume != math.prod(shape):
@@ -129,7 +131,7 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
         )
     tasks = []
     for index, (offsets, sizes) in pieces:
-        holders = by_box[boxes[index]]
+        holders = holders_by_box[boxes[index]]
         tensor_data = dataclasses.replace(data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)
         owners = sorted({rank for rank, _ in holders})

@@ -1,4 +1,4 @@
-"""Saves checkpoints atomically.
+"""Atomic saving of checkpoints.
 
 Every rank writes to a temporary folder, the ranks check that all writes have succeeded, and rank 0 renames the folder
 and then updates the tracker. After an interruption, the tracker still names the previous checkpoint.
@@ -71,8 +71,8 @@ class SaveHandle:
 
 
 @dataclass
-class _SaveRequest:
-    """Arguments of a save."""
+class _SaveJob:
+    """A save, with its arguments."""
 
     root: Path
     iteration: int
@@ -90,13 +90,13 @@ class _SaveRequest:
         return files.temporary_folder(self.root, self.iteration)
 
     def run(self) -> None:
-        first = rank_of(self.group) == 0
-        if first:
+        is_first = rank_of(self.group) == 0
+        if is_first:
             self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
-        self._raise_if_any_failed(self.problem or self._on_first(_make_temporary_folder))
-        self._raise_if_any_failed(_write(self))
-        self._raise_if_any_failed(self._on_first(lambda job: files.publish(job.root, job.iteration)))
-        if first:
+        self._raise_if_any_failed(self.problem or self._on_first(self._make_folder))
+        self._raise_if_any_failed(self._write())
+        self._raise_if_any_failed(self._on_first(lambda: files.publish(self.root, self.iteration)))
+        if is_first:
             self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
             if self.keep_last is None:
                 return
@@ -110,14 +110,39 @@ class _SaveRequest:
                 path = Path(problem.filename or self.root)
                 self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
 
-    def _on_first(self, step: Callable[[_SaveRequest], None]) -> str | None:
+    def _on_first(self, step: Callable[[], None]) -> str | None:
         """Take a step on the first rank; return the error message, if any."""
         if rank_of(self.group) == 0:
             try:
-                step(self)
+                step()
             except OSError as error:
                 return describe_error(error, Path(error.filename or self.root))
         return None
+
+    def _make_folder(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        files.remove_leftovers(self.root)
+        self.folder.mkdir()
+
+    def _write(self) -> str | None:
+        """Write all files to the temporary folder; return this rank's error message, if any."""
+        planner = ShardSavePlanner()
+        writer = ShardWriter(self.folder, self.iteration, size_of(self.group), self.documents, self.statements)
+        single_process = self.group is None
+        if single_process:
+            ignore_single_process_warning()
+        run_communication(
+            "saving a checkpoint",
+            lambda: dcp.save(
+                dict(self.tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=self.group,
+                no_dist=single_process,
+            ),
+        )
+        problem = planner.problem or writer.problem
+        return problem and f"{problem} (rank {rank_of(self.group)})"
 
     def _raise_if_any_failed(self, problem: str | None) -> None:
         """Remove all written files and raise an error on every rank, if any rank has a problem."""
@@ -154,7 +179,7 @@ def save_checkpoint(
         config_yaml: resolved configuration.
         group: a gloo group; None for this process only. With ``async_``, nothing else may use the group until the save
             has completed.
-        async_: copy the tensors, return, and write in the background.
+        async_: whether to copy the tensors, return, and write in the background.
         keep_last: number of checkpoints to keep; older checkpoints are removed afterwards. None to keep all.
         last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
         log: prints progress lines, on rank 0.
@@ -178,33 +203,10 @@ def save_checkpoint(
         for name, shard in tensors.items():
             boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
             tensors_to_save[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
-    job = _SaveRequest(
+    job = _SaveJob(
         Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log, statements
     )
     if async_:
         return SaveHandle(job.run)
     job.run()
     return None
-
-
-def _make_temporary_folder(job: _SaveRequest) -> None:
-    job.root.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(job.root)
-    job.folder.mkdir()
-
-
-def _write(job: _SaveRequest) -> str | None:
-    """Write all files to the temporary folder; return this rank's error message, if any."""
-    planner = ShardSavePlanner()
-    writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents, job.statements)
-    single_process = job.group is None
-    if single_process:
-        ignore_single_process_warning()
-    run_communication(
-        "saving a checkpoint",
-        lambda: dcp.save(
-            dict(job.tensors), storage_writer=writer, planner=planner, process_group=job.group, no_dist=single_process
-        ),
-    )
-    problem = planner.problem or writer.problem
-    return problem and f"{problem} (rank {rank_of(job.group)})"

@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run, optionally in the background, with a single save pending at a time."""
+"""The saves of a run, optionally in the background, with a single save pending at a time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WRITE_TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run.
+    """Writer of a run's checkpoints.
 
     With ``async_`` and a group, the constructor creates a process group, so every process of the world must call it.
     All methods are called by every rank of the group, in the same order.
 
     Args:
         root: the folder of all checkpoints.
-        group: a gloo group; None: this process alone.
+        group: a gloo group; None for this process only.
         async_: whether to write in the background.
-        keep_last: number of checkpoints to keep; None: all.
+        keep_last: number of checkpoints to keep; None to keep all.
         log: prints progress lines, on rank 0.
     """
 
@@ -45,8 +45,7 @@ class CheckpointSaver:
         self.keep_last = keep_last
         self.log = log
         self.async_ = async_
-        self._group = group
-        self._write_group = group
+        self._group = self._write_group = group
         if async_ and group is not None:
             # A separate group: collectives of the training thread must not match those of the background thread.
             ranks = dist.get_process_group_ranks(group)

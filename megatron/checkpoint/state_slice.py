@@ -15,7 +15,7 @@ from megatron.parallel.data.buffer import ParamSlot
 
 PREFIX = "compressor."
 COUNTER = "#"
-OF_SAMPLES = (".ids", ".rows")
+SAMPLE_SUFFIXES = (".ids", ".rows")
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class StateSlice:
     Args:
         name: layout-independent name of its subject: a parameter, or a boundary between layers.
         state: the state that holds it.
-        holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
-        holder: this rank's indices in them.
+        holders: number of holders whose residuals add up, and of tensor-parallel ranks: the leading dimensions of the
+            saved tensors.
+        holder: this rank's indices in these dimensions.
         index: index in a unit's stacked tensors; None for tensors that are not stacked.
         span: range in the flat tensors of a whole bucket; None otherwise.
-        whole: length of the stack, or of the bucket.
+        length: number of parameters in the stack, or of elements in the bucket.
         slot: the parameter; None for messages.
-        leads: whether the unit's counters are saved under its name.
+        leads: whether the unit's counters are saved under this name.
         index_sets: names of tensors that are indices into the unit; replicas share them.
         means: names of tables of means, and of their counts.
         cut: whether tensor-parallel ranks hold means of different values; otherwise their means are equal.
@@ -55,25 +56,24 @@ class StateSlice:
     def label(self, kind: str) -> str:
         """Name of a tensor in checkpoints; sample caches include their holder, since their sizes differ."""
         holder = ""
-        if kind.endswith(OF_SAMPLES):
+        if kind.endswith(SAMPLE_SUFFIXES):
             holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
         return f"{PREFIX}{self.name}{holder}|{kind}"
 
     @property
-    def apart(self) -> StateSlice:
-        """The same place under a stage-specific name, for stages with different states."""
+    def stage_specific(self) -> StateSlice:
+        """The same slice under a stage-specific name, for stages with different states."""
         at, stages = self.stage
         replicas = self.holders[0] // stages
         holders, holder = (replicas, self.holders[1]), (self.holder[0] - at * replicas, self.holder[1])
         return replace(self, name=f"{self.name}.{at}of{stages}", holders=holders, holder=holder, stage=(0, 1))
 
     def read_slice(self, kind: str, tensor: Tensor) -> Tensor:
-        """This place's slice of a state tensor; for a set of indices, a uint8 mask of the parameter."""
+        """The slice of a state tensor; for a set of indices, a uint8 mask of the parameter."""
         if kind in self.index_sets and self.slot is not None and self.index is not None:
             count = self.slot.param.numel()
-            local_indices = (
-                tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
-            )
+            start = self.index * count
+            local_indices = tensor[(tensor >= start) & (tensor < start + count)] - start
             mask = torch.zeros(count, dtype=torch.uint8, device=tensor.device)
             mask[local_indices] = 1
             return mask.view(self.slot.param.shape)
@@ -86,7 +86,7 @@ class StateSlice:
     def shard(self, kind: str, values: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
         """The logical shard of a slice, at this rank's holder indices, or at ``at`` when reading another holder's."""
         at = self.holder if at is None else at
-        if kind.endswith(OF_SAMPLES):
+        if kind.endswith(SAMPLE_SUFFIXES):
             return LogicalShard(tuple(values.shape), values.dtype, [TensorBox((0,) * values.dim(), values.detach())])
         if kind in self.index_sets and self.slot is not None:
             spec = self.slot.spec

@@ -21,18 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -73,7 +63,7 @@ def _completed_future(value: Any) -> Future[Any]:
 
 
 class ShardWriter(StorageWriter):
-    """Writes the items of each rank to ``shard_<rank>.bin``; the coordinator writes all other files.
+    """Writer of each rank's items to ``shard_<rank>.bin``; the coordinator writes all other files.
 
     Args:
         folder: an existing folder for this checkpoint.
@@ -182,7 +172,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads boxes of tensors. ``check_file_sizes`` and ``check_items`` check the files before.
+    """Reader of boxes of tensors, after ``check_file_sizes`` and ``check_items`` have checked the files.
 
     Args:
         folder: folder of the checkpoint.

@@ -1,4 +1,4 @@
-"""Reads single whole tensors of a checkpoint of any layout."""
+"""Single whole tensors of a checkpoint of any layout, read on demand."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class StoredTensors:
         for chunk in stored.chunks:
             item = self.manifest.items[name, tuple(chunk.offsets)]
             sizes = tuple(chunk.sizes)
-            alone = math.prod(sizes) == tensor.numel()
-            chunk_tensor = tensor if alone else torch.empty(sizes, dtype=tensor.dtype)
+            is_only = math.prod(sizes) == tensor.numel()
+            chunk_tensor = tensor if is_only else torch.empty(sizes, dtype=tensor.dtype)
             if chunk_tensor.numel() and not read_into(self.folder, item, tensor_bytes(chunk_tensor)):
                 raise UserError(
                     f"{self.folder / item.file} is missing, truncated or damaged: {item.length} bytes from "
                     f"{item.offset}, a part of {name}, do not have their checksum"
                 )
-            if not alone:
+            if not is_only:
                 box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, sizes, strict=True))
                 tensor[box] = chunk_tensor
         return tensor

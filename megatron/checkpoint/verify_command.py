@@ -31,7 +31,7 @@ import torch
 from megatron.base.code_digest import code_digest
 from megatron.base.errors import UserError
 from megatron.base.regular import contents, open_regular
-from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Span, Statements, read_certificate
+from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Statements, TrafficSpan, read_certificate
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
@@ -142,7 +142,7 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
     return f"as in {COMMON}, of iteration {certificate.iteration}"
 
 
-def _check_bytes(folder: Path, span: Span) -> str:
+def _check_bytes(folder: Path, span: TrafficSpan) -> str:
     counted = sum(span.ledger.values())
     label = f"iterations {span.after + 1} to {span.until} of {span.ranks} ranks, {in_words(counted)} by the ledger"
     if span.interfaces is None:

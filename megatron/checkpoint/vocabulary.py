@@ -12,7 +12,7 @@ from megatron.checkpoint.model_state import MODEL
 EMBEDDING = MODEL + "embedding.word_embeddings.weight"
 
 
-def saved_entries(root: str | Path, iteration: Iteration) -> int:
+def saved_vocab_size(root: str | Path, iteration: Iteration) -> int:
     """Number of vocabulary entries of a checkpoint's model, without padding.
 
     Args:

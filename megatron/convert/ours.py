@@ -17,7 +17,7 @@ from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.model_state import MAIN, MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
-from megatron.checkpoint.vocabulary import saved_entries
+from megatron.checkpoint.vocabulary import saved_vocab_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import minimal_run_config
 from megatron.convert.model import Entry, Weights
@@ -51,7 +51,7 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
         for name, source in sources.items()
     }
     number = chosen if isinstance(chosen, int) else 0
-    return Weights(config.model, saved_entries(root, chosen), entries, config.tokenizer, number)
+    return Weights(config.model, saved_vocab_size(root, chosen), entries, config.tokenizer, number)
 
 
 class LazyShard(LogicalShard):

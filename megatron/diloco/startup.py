@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.diloco.store import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     POLL_SECONDS,
     SILENT_SECONDS,
     HeartbeatMonitor,
@@ -232,7 +232,7 @@ class IslandStart:
         """An error message if another process is this island; empty otherwise."""
         if self.store.increment(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
             before = self.store.count_heartbeats([self.island])
-            time.sleep(_PROBE_HEARTBEATS * BEAT_SECONDS)
+            time.sleep(_PROBE_HEARTBEATS * HEARTBEAT_SECONDS)
             if self.store.count_heartbeats([self.island]) != before:
                 return f"--island {self.island}: there is an island {self.island} already; give each its own number"
         return ""
@@ -251,7 +251,7 @@ class IslandStart:
                 return "no", ""
             if not decision.problem:  # islands agreed on a start; if it never came, all of them ended before it
                 earlier_pulse = self.store.count_heartbeats(peers)
-                time.sleep(_PROBE_HEARTBEATS * BEAT_SECONDS)
+                time.sleep(_PROBE_HEARTBEATS * HEARTBEAT_SECONDS)
                 if self.store.count_heartbeats(peers) != earlier_pulse:
                     return "no", ""
         monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.count_heartbeats(peers)

@@ -22,7 +22,7 @@ from megatron.distributed.store import OWN_INTERFACE, connect_store, loopback_in
 from megatron.distributed.work import Caller
 
 POLL_SECONDS = 0.02
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 SILENT_SECONDS = 10.0
 """Time without a heartbeat after which the others no longer wait for an island."""
 _ANSWER_SECONDS = 60.0
@@ -243,7 +243,7 @@ def _send_heartbeats(store: dist.Store, island: int, stop: threading.Event) -> N
     with suppress(RuntimeError):  # the training thread will report that the store is gone
         while not stop.is_set():
             store.add(f"{_ALIVE}/{island}", 1)
-            stop.wait(BEAT_SECONDS)
+            stop.wait(HEARTBEAT_SECONDS)
 
 
 class HeartbeatMonitor:
@@ -263,7 +263,7 @@ class HeartbeatMonitor:
     def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
         """The islands without a new heartbeat for the given time."""
         current_time = time.monotonic()
-        if current_time - self._read >= BEAT_SECONDS:
+        if current_time - self._read >= HEARTBEAT_SECONDS:
             self._read = current_time
             for island, count in self._store.count_heartbeats(self._seen).items():
                 if count != self._seen[island][0]:

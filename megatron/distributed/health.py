@@ -30,7 +30,7 @@ from megatron.distributed.errors import format_ranks
 from megatron.distributed.neighbor_mesh import LONGEST_LINE, Mesh, Peer
 from megatron.distributed.process_group import write_error_file
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
 """Silence after which a neighbor counts as gone."""
 EXPLAIN_SECONDS = 6.0
@@ -76,7 +76,7 @@ class FailureDetector:
         self.rank = rank
         self.world_size = world_size
         self.exit_status = exit_status
-        self._silent_beats = max(1, round(silent_seconds / BEAT_SECONDS))
+        self._silent_beats = max(1, round(silent_seconds / HEARTBEAT_SECONDS))
         self._grace_seconds = grace_seconds
         self._launcher = launcher
         self._leave = leave
@@ -136,11 +136,11 @@ class FailureDetector:
             self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS)
         if not self._known.wait(EXPLAIN_SECONDS):
             with self._lock:
-                silent = self._silent_peers(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
+                silent = self._silent_peers(round(EXPLAIN_SECONDS / HEARTBEAT_SECONDS) - 1)
             if silent:
                 self._spread_verdict(self._describe(silent), FAILING_SECONDS)
             else:
-                self._known.wait(2 * BEAT_SECONDS)
+                self._known.wait(2 * HEARTBEAT_SECONDS)
         return self._verdict
 
     def _spread_verdict(self, verdict: str, grace: float) -> None:
@@ -163,7 +163,7 @@ class FailureDetector:
         while not self._stop.is_set():
             current_time = time.monotonic()
             if current_time >= next_beat:
-                next_beat = current_time + BEAT_SECONDS
+                next_beat = current_time + HEARTBEAT_SECONDS
                 # Time is counted in this rank's own beats: a process or machine that was stopped could not see anyone
                 # die.
                 self._beat += 1
@@ -182,7 +182,7 @@ class FailureDetector:
                 self._leave(self.exit_status)
                 return
             if self._mesh is None:
-                self._stop.wait(BEAT_SECONDS)
+                self._stop.wait(HEARTBEAT_SECONDS)
             else:
                 self._mesh.wait_for_data(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
                 for verdict in self._read_messages():
@@ -220,7 +220,7 @@ class FailureDetector:
         for peer in silent:
             hosts[peer.host].append(peer.rank)
         names = ", ".join(f"{format_ranks(sorted(ranks))} on {host}" for host, ranks in hosts.items())
-        seconds = max(self._beat - self._last_heard[peer.rank] for peer in silent) * BEAT_SECONDS
+        seconds = max(self._beat - self._last_heard[peer.rank] for peer in silent) * HEARTBEAT_SECONDS
         return f"{names} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
 
     def _print(self, text: str) -> None:
@@ -232,7 +232,7 @@ class FailureDetector:
         # A pipe that nobody reads must not keep this process alive.
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
-        writer.join(BEAT_SECONDS)
+        writer.join(HEARTBEAT_SECONDS)
 
 
 def parse_blamed_ranks(text: str) -> list[int]:

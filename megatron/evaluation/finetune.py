@@ -14,7 +14,7 @@ from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import saved_config
-from megatron.checkpoint.vocabulary import saved_entries
+from megatron.checkpoint.vocabulary import saved_vocab_size
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import ParsedRun
 from megatron.config.merge import merge_checkpoint_config
@@ -158,7 +158,7 @@ def _other_type(saved: ModelConfig, model: ModelConfig) -> str:
 def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
     saved = replace(saved, model=task.on(saved.model))
     merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved, "")
-    tokenizer = fit_tokenizer(merged.tokenizer, saved_entries(root, iteration), parsed)
+    tokenizer = fit_tokenizer(merged.tokenizer, saved_vocab_size(root, iteration), parsed)
     parsed.config = replace(merged, tokenizer=tokenizer)
 
 

@@ -15,7 +15,7 @@ from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
-from megatron.checkpoint.vocabulary import saved_entries
+from megatron.checkpoint.vocabulary import saved_vocab_size
 from megatron.compression.points import Point
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, minimal_run_config
@@ -186,7 +186,7 @@ def load_model(
     group = topology.control.pg
     config, chosen = run_together(group, lambda: saved_config(root, iteration))
     check_generates(config, root)
-    entries = run_together(group, lambda: saved_entries(root, chosen))
+    entries = run_together(group, lambda: saved_vocab_size(root, chosen))
     vocabulary, flags = run_together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     rank = RankContext(config.model, TensorComm(topology.tp, ledger, plan), topology.device, dtype)

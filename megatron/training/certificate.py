@@ -15,7 +15,7 @@ import torch
 
 from megatron.base.code_digest import code_digest
 from megatron.base.regular import contents
-from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Span, Statements
+from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
 from megatron.compression.api import Codec, CodecTraits, RoundCompressor
 from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
 from megatron.compression.identity import IdentityRounds
@@ -256,7 +256,7 @@ class RunCertificate:
         """Go on counting after a save."""
         self.traffic.start()
 
-    def _span(self, rows: list[dict[str, Any]], iteration: int) -> Span:
+    def _span(self, rows: list[dict[str, Any]], iteration: int) -> TrafficSpan:
         sent: Counter[str] = Counter()
         for row in rows:
             sent.update(row["sent"])
@@ -269,7 +269,7 @@ class RunCertificate:
         connections_sum = None if None in connections else sum(connections)
         reason = self._why_not_compared() or next((row["reason"] for row in rows if row["reason"]), "")
         messages = sum(row["messages"] for row in rows)
-        span = partial(Span, self._start, iteration, len(rows), messages, sent_by_point)
+        span = partial(TrafficSpan, self._start, iteration, len(rows), messages, sent_by_point)
         return span(reason=reason) if reason else span(max(sum(interfaces.values()), 0), names, connections_sum)
 
     def _why_not_compared(self) -> str:

@@ -129,7 +129,7 @@ class RunCheckpoints:
         iteration = self.progress.iteration
         if self.saver is None or self.saved_iteration == iteration:
             return
-        raise_together(self.group, self.lock.lost() if self.lock is not None else None)
+        raise_together(self.group, self.lock.explain_loss() if self.lock is not None else None)
         delayed = self.engines.delayed
         if delayed is not None:
             delayed.settle()

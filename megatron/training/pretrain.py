@@ -17,7 +17,7 @@ from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
-from megatron.checkpoint.vocabulary import saved_entries
+from megatron.checkpoint.vocabulary import saved_vocab_size
 from megatron.config.curriculum import lengths_of
 from megatron.config.experts import ExpertsConfig
 from megatron.config.flags import ParsedRun, parse_program
@@ -138,7 +138,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
             experts = {each.name: getattr(parsed.config.model, each.name) for each in fields(ExpertsConfig)}
             saved = replace(saved, model=replace(saved.model, **experts))
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
-        tokenizer = fit_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
+        tokenizer = fit_tokenizer(merged.tokenizer, saved_vocab_size(checkpoint.load, iteration), parsed)
         parsed.config = replace(merged, tokenizer=tokenizer)
     return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 

@@ -28,8 +28,8 @@ from megatron.checkpoint.certificate import (
     Certificate,
     InputFile,
     SampledPoint,
-    Span,
     Statements,
+    TrafficSpan,
     read_certificate,
 )
 from megatron.checkpoint.save import save_checkpoint
@@ -40,7 +40,7 @@ from tests.support.reseal import reseal
 from tests.unit.checkpoint.test_save_load import model, shards
 
 SPECS = ["dp-grad=powersgd,rank=4"]
-SPAN = Span(0, 3, 2, 10, {"dp-grad": 1_000_000, "control": 1000}, 1_005_000, ["lo"], 1_002_000)
+SPAN = TrafficSpan(0, 3, 2, 10, {"dp-grad": 1_000_000, "control": 1000}, 1_005_000, ["lo"], 1_002_000)
 
 
 def _statements(**changes: Any) -> Statements:
@@ -139,7 +139,7 @@ def test_any_statements_come_back_equal(
     interfaces, connections, reason = others
     statements = _statements(
         inputs=[InputFile(reason, reason, reason)],
-        traffic=[Span(1, 2, 3, 4, ledger, interfaces, [reason], connections, reason)],
+        traffic=[TrafficSpan(1, 2, 3, 4, ledger, interfaces, [reason], connections, reason)],
         samples=[SampledPoint(*entry) for entry in samples],
         not_sampled=reasons,
         differences=[reason],

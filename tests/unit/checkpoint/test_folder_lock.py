@@ -30,7 +30,7 @@ HOLD = (
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(folder_lock, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_owner_blocks_a_folder_until_it_is_dead(tmp_path: Path, holder: subp
     started = time.monotonic()
     lock = FolderLock(tmp_path)
     assert time.monotonic() - started < 0.5
-    assert lock.lost() is None
+    assert lock.explain_loss() is None
     lock.release()
 
 
@@ -92,13 +92,13 @@ def test_the_record_decides_if_files_have_no_locks(tmp_path: Path) -> None:
             FolderLock(tmp_path)
         lock.release()
         # A dead process, whose number may belong to another process now.
-        for dead in (replace(Owner.this(), born="1"), replace(Owner.this(), process=2**22 + 7)):
+        for dead in (replace(Owner.current(), born="1"), replace(Owner.current(), process=2**22 + 7)):
             _sign(tmp_path, dead)
             FolderLock(tmp_path).release()
 
 
 def test_a_silent_machine_loses_its_folder(tmp_path: Path) -> None:
-    elsewhere = replace(Owner.this(), host="far", place="another machine", token="x")
+    elsewhere = replace(Owner.current(), host="far", place="another machine", token="x")
     _sign(tmp_path, elsewhere)
     lines: list[str] = []
     lock = FolderLock(tmp_path, lines.append)
@@ -126,8 +126,8 @@ def test_an_owner_updates_its_record_until_another_takes_over(tmp_path: Path) ->
     before = (tmp_path / LOCK).stat().st_mtime_ns
     time.sleep(0.2)
     assert (tmp_path / LOCK).stat().st_mtime_ns > before
-    _sign(tmp_path, replace(Owner.this(), host="far", token="x"))
-    lost = lock.lost()
+    _sign(tmp_path, replace(Owner.current(), host="far", token="x"))
+    lost = lock.explain_loss()
     assert lost is not None
     assert "was taken over by another run (process" in lost
     time.sleep(0.1)
@@ -142,9 +142,9 @@ def test_a_folder_is_also_lost_to_a_run_that_has_ended(tmp_path: Path) -> None:
     """It may contain newer checkpoints."""
     lock = FolderLock(tmp_path)
     (tmp_path / LOCK).write_text("")
-    lost = lock.lost()
+    lost = lock.explain_loss()
     assert lost is not None
     assert "was taken over by another run, which has ended, while this one stood still" in lost
     (tmp_path / LOCK).unlink()
-    assert lock.lost() is None
+    assert lock.explain_loss() is None
     lock.release()

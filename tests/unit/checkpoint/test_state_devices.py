@@ -35,7 +35,7 @@ def test_loaded_state_is_on_its_device(kind: str, shape: tuple[int, ...], device
     state_slice = StateSlice("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, length=stacked)
     dtype = torch.int64 if kind.endswith("ids") or kind.startswith(COUNTER) else torch.float32
     item = _LoadableState(state_slice, kind, shape, dtype, META)
-    item.put(room := item.room())
+    item.write(room := item.allocate())
     assert room.device.type == device
     assert all(x.device.type == device for x in state.tensors.values())
 

@@ -16,7 +16,7 @@ from tests.unit.diloco.support import MakeIslands
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the heartbeat, and the time after which a line names who is awaited."""
     for module in (store, startup):
-        monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+        monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.5)
 
 

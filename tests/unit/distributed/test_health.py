@@ -27,7 +27,7 @@ HOST = socket.gethostname()
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the heartbeat and other intervals."""
-    monkeypatch.setattr(health, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(health, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(health, "EXPLAIN_SECONDS", 0.4)
     monkeypatch.setattr(health, "GRACE_SECONDS", 0.2)
 

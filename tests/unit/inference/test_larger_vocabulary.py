@@ -9,7 +9,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.load import saved_config
-from megatron.checkpoint.vocabulary import saved_entries
+from megatron.checkpoint.vocabulary import saved_vocab_size
 from megatron.config.flags import parse_args
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.distributed.process_group import LaunchEnvironment
@@ -85,7 +85,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(saved: Path) -> None:
 def test_training_resumes_with_the_entries_of_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     """Also with a checkpoint older than --vocab-size above the tokenizer's."""
     _, iteration = saved_config(saved)
-    assert saved_entries(saved, iteration) == VOCAB
+    assert saved_vocab_size(saved, iteration) == VOCAB
     flags = f"--load {saved} --finetune --use-checkpoint-args --train-iters 1 --micro-batch-size 1 --data-path x --lr 1"
     files = "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt"
     env = LaunchEnvironment.read(None)
