@@ -39,6 +39,7 @@ def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log:
 
 
 def summary(topology: Topology, vocab_size: int, padded: int, datasets: Datasets) -> str:
+    """Lines on the run's processes, vocabulary and samples."""
     layout, train = topology.layout, datasets[0]
     samples = [len(dataset) if dataset else 0 for dataset in datasets]
     epochs = f" ({epochs_of_run(train)})" if train is not None else ""
@@ -52,7 +53,7 @@ def summary(topology: Topology, vocab_size: int, padded: int, datasets: Datasets
 
 
 def rank_0_log(topology: Topology) -> Callable[[str], None]:
-    """Print lines of the checkpoint code, on rank 0."""
+    """Return a function that prints lines on rank 0 only."""
 
     def log(text: str) -> None:
         if topology.rank == 0:

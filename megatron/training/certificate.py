@@ -65,7 +65,7 @@ def is_sampled(iteration: int) -> bool:
 
 
 class MessageSampler(Observer):
-    """Samples a message of each compressed point in some steps: it joins the observers for these steps only.
+    """Sampler of a message of each compressed point in some steps. It joins the observers for these steps only.
 
     Args:
         observers: the observers of the run.
@@ -84,7 +84,7 @@ class MessageSampler(Observer):
         self.entries: dict[tuple[str, bool], SampledPoint] = {}
 
     def join(self) -> None:
-        """Join the observers, for the next step."""
+        """Join the observers for the next step."""
         self.leave()
         self._steps += 1
         self._messages_before, self._messages = self._messages, Counter()
@@ -140,7 +140,7 @@ class TrafficCounter:
     """
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        self._meet, self._ledger = topology.control.barrier, ledger
+        self._barrier, self._ledger = topology.control.barrier, ledger
         self._before: tuple[Counter[Point], int, SentCounts] | None = None
         self.sent: Counter[str] = Counter()
         self.messages = 0
@@ -150,17 +150,17 @@ class TrafficCounter:
         self.reason = ""
 
     def _read(self) -> tuple[Counter[Point], int, SentCounts]:
-        self._meet()  # what was sent before has arrived
+        self._barrier()  # everything sent so far has arrived
         try:
             counts = read_sent()
         except (OSError, ValueError, IndexError) as error:
             counts, self.reason = SentCounts("", {}, {}), f"the counters of interfaces cannot be read here ({error})"
         sent, messages = self._ledger.sent_bytes.copy(), self._ledger.sent_messages
-        self._meet()  # nothing is sent before all have read
+        self._barrier()  # nobody sends before all have read
         return sent, messages, counts
 
     def start(self) -> None:
-        """Begin, or go on, to count."""
+        """Start or continue counting."""
         self._before = self._read()
 
     def stop(self) -> None:
@@ -178,13 +178,13 @@ class TrafficCounter:
 
 
 class RunCertificate:
-    """Collects the statements of a run. Every rank has one, and calls its methods.
+    """Collector of a run's statements. Every rank has one, and calls its methods.
 
     Args:
         engines: engines of this rank.
         sections: sections of the command's flags beside the configuration's, by name.
         choice: the choice of ``--compress auto``, if this run has made one.
-        time_check: check of the times of steps with it.
+        time_check: the check of step times under that choice.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class RunCertificate:
         self.traffic.start()
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step, counted from 0: sample its messages if it is due, and the round of islands after it."""
+        """Begin a step, counted from 0; sample its messages if it, or the round of islands after it, is due."""
         every, number = self._round_steps, iteration + 1
         if is_sampled(number) or (every and number % every == 0 and is_sampled(number // every)):
             self.sampler.join()
@@ -239,24 +239,24 @@ class RunCertificate:
         group = self.topology.control.pg if self.topology.layout.world_size > 1 else None
         rows = [json.loads(text) for text in gather_texts(group, json.dumps(row))]
         saved = self._saved
-        samples = self._merged_samples([SampledPoint(*entry) for row in rows for entry in row["samples"]])
+        samples = self._merge_samples([SampledPoint(*entry) for row in rows for entry in row["samples"]])
         return Statements(
             code=code_digest(),
             kernels=kernels_digest(),
             torch=torch.__version__,
             inputs=[InputFile(*file) for file in rows[0]["inputs"]],
-            traffic=[*(saved.traffic if saved else ()), self._span(rows, iteration)],
+            traffic=[*(saved.traffic if saved else ()), self._traffic_span(rows, iteration)],
             samples=samples,
             not_sampled=dict(self._not_sampled({entry.point for entry in samples})),
             differences=disagreements(self.engines)[:3],
-            auto=self._decision(rows[0]["measured_s"]),
+            auto=self._auto_decision(rows[0]["measured_s"]),
         )
 
     def resume(self) -> None:
-        """Go on counting after a save."""
+        """Continue counting after a save."""
         self.traffic.start()
 
-    def _span(self, rows: list[dict[str, Any]], iteration: int) -> TrafficSpan:
+    def _traffic_span(self, rows: list[dict[str, Any]], iteration: int) -> TrafficSpan:
         sent: Counter[str] = Counter()
         for row in rows:
             sent.update(row["sent"])
@@ -282,7 +282,7 @@ class RunCertificate:
             return "other islands may use the same interfaces"
         return ""
 
-    def _merged_samples(self, entries: Iterable[SampledPoint]) -> list[SampledPoint]:
+    def _merge_samples(self, entries: Iterable[SampledPoint]) -> list[SampledPoint]:
         """Entries of all ranks, and before them those of the checkpoint, by point."""
         merged: dict[tuple[str, bool], SampledPoint] = {}
         for entry in [*(self._saved.samples if self._saved else ()), *entries]:
@@ -301,7 +301,7 @@ class RunCertificate:
                 reason = why_not_sampled(plan.codec(point)) if sends_messages else None
                 yield point.value, reason or "no message of a sampled step left anything out so far"
 
-    def _decision(self, measured_s: float | None) -> AutoDecision | None:
+    def _auto_decision(self, measured_s: float | None) -> AutoDecision | None:
         """The newest choice of the run, with the specs that are in use."""
         config, choice, saved = self.engines.config, self._choice, self._saved.auto if self._saved else None
         described = describe_choice(config, self.topology.layout, self.engines.plan)

@@ -88,7 +88,9 @@ class ChunkProgram:
         if replicas is not None and torch.is_grad_enabled():
             replicas.wrapped.require_backward_grad_sync = micro_batch == len(self.batches) - 1
             run = replicas.wrapped
-        experts = self.engines.experts
+        experts, expert_context = self.engines.experts, None
+        if experts.has_experts and self.loss_grad is not None:
+            expert_context = experts.context(micro_batch, self.loss_grad)
         context = ForwardContext(
             dropout=self._dropout_keys(batch),
             position_ids_bs=batch.position_ids_bs if self.engines.config.data.reset_position_ids else None,
@@ -96,7 +98,7 @@ class ChunkProgram:
             types_bs=batch.types_bs,
             decoder_tokens_bs=batch.decoder_tokens_bs,
             decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
-            experts=experts.context(micro_batch, self.loss_grad) if experts.on and self.loss_grad is not None else None,
+            experts=expert_context,
         )
         out_sbh: Tensor = run(x, context)
         if not self.stage.stage_part.last:
@@ -253,7 +255,7 @@ def make_metrics(
 
 def expert_signatures(engines: Engines) -> list[Hashable]:
     """Launch signatures of expert layers: None (unpredictable), because their shapes change in every step."""
-    return [None] if engines.experts.on else []
+    return [None] if engines.experts.has_experts else []
 
 
 _SPAN_NAMES = {

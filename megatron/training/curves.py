@@ -112,7 +112,7 @@ class CurveSink(Sink, ABC):
 
 
 class TensorBoardSink(CurveSink):
-    """Writes curves for TensorBoard (``--tensorboard-dir``).
+    """Curves for TensorBoard (``--tensorboard-dir``).
 
     Curves over samples and tokens (``lm loss vs samples``) are separate TensorBoard runs in the subfolders ``samples``
     and ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by step across a
@@ -182,7 +182,7 @@ class TensorBoardSink(CurveSink):
 
 
 class WandbSink(CurveSink):
-    """Writes curves to a run of Weights & Biases (``--wandb-project``), which is configured by its own variables.
+    """Curves for a run of Weights & Biases (``--wandb-project``), which is configured by its own variables.
 
     If a run has gone back to an earlier checkpoint, the old and the new points both stay.
 

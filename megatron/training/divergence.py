@@ -1,4 +1,4 @@
-"""Detects that a run has diverged: by consecutive skipped steps, or by the first number that is not finite."""
+"""Detection of divergence: by consecutive skipped steps, or by the first number that is not finite."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SPIKE_SAMPLES = 100
 
 
 class DivergenceCheck:
-    """Watches the steps of a run. Every rank has a check and sees the same numbers.
+    """Check of a run's steps. Every rank has one and sees the same numbers.
 
     Args:
         config: the limits.
-        progress: counters of the run; skipped steps in a row are counted here.
+        progress: counters of the run; skipped steps in a row are counted in them.
 
     ``problem`` says why the run has diverged; None while it has not.
     """
 
     def __init__(self, config: TrainingConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
-        self._highest_loss, self._sampled = 0.0, 0
+        self._highest_loss, self._reference_steps = 0.0, 0
         self.problem: str | None = None
 
     def after_step(self, step: StepMetrics) -> str | None:
@@ -39,7 +39,7 @@ class DivergenceCheck:
             # Without a pipeline flush, a step whose loss is not finite takes the update of the step before.
             progress.last_update = step.iteration if finite_losses else progress.last_update
         else:
-            # A step without any counted token is skipped as well, although all its numbers are finite.
+            # A step in which no token counts is skipped as well, although all its numbers are finite.
             finite = step.finite_gradients and finite_losses
             progress.consecutive_skips += not finite and not step.searches_loss_scale
         gradients_fail = not step.finite_gradients and not step.searches_loss_scale
@@ -50,8 +50,9 @@ class DivergenceCheck:
             self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
         if not config.check_for_spiky_loss or not math.isfinite(step.loss):
             return None
-        if self._sampled < SPIKE_SAMPLES:
-            self._highest_loss, self._sampled = max(self._highest_loss, step.loss), self._sampled + 1
+        if self._reference_steps < SPIKE_SAMPLES:
+            self._highest_loss = max(self._highest_loss, step.loss)
+            self._reference_steps += 1
         elif step.loss >= SPIKE_FACTOR * self._highest_loss:
             return (
                 f"warning: the loss of iteration {step.iteration} is {step.loss:.6E}, and the highest of the "

@@ -22,7 +22,7 @@ MOE_LOSS = "moe loss"
 
 
 class ExpertTally:
-    """Counts the tokens of each expert in a step; ``statistics`` holds the layers' counts (``ExpertContext``).
+    """Token counts of the experts in a step; ``statistics`` holds the layers' counts (``ExpertContext``).
 
     Args:
         config: the model.
@@ -41,16 +41,16 @@ class ExpertTally:
         self._config, self._topology, self._ledger = config, topology, ledger
         self._sync_warmup = no_sync_warmup() if sync_warmup is None else sync_warmup
         self._layers = list(config.expert_layers)
-        self._most = max(config.expert_layers.values(), default=0)
+        self._max_experts = max(config.expert_layers.values(), default=0)
         self._experts = {
             module.layer: module for stage in stages for module in stage.modules() if isinstance(module, Experts)
         }
         self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._last: ExpertLoads = {}
+        self._last_loads: ExpertLoads = {}
         self._shares: dict[int, Tensor] = {}
 
     @property
-    def on(self) -> bool:
+    def has_experts(self) -> bool:
         """Whether the model has experts."""
         return bool(self._layers)
 
@@ -67,32 +67,32 @@ class ExpertTally:
 
         Args:
             micro_batches: micro-batches of the step on each replica.
-            step_taken: the update was taken; otherwise biases do not change, and the step is not the last step.
+            step_taken: whether the update was taken; otherwise biases do not change, and its counts are not kept.
 
         Returns:
             The auxiliary loss by name, and the loads of the experts; equal on all ranks. Empty without experts.
         """
-        if not self.on:
+        if not self.has_experts:
             return {}, {}
         weights = torch.tensor(list(self._config.expert_losses.values()), dtype=torch.float64)
-        totals = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
+        totals = torch.zeros(len(self._layers), self._max_experts + len(weights), dtype=torch.float64)
         if self._topology.tp.rank == 0 and self.statistics:
             tallies = [tally.double() for pair in self.statistics.values() for tally in pair]
             chunks = iter(torch.cat(tallies).cpu().split([len(tally) for tally in tallies]))  # a single device sync
             for layer, _ in self.statistics:
                 row, counts = totals[self._layers.index(layer)], next(chunks)
                 row[: len(counts)] += counts
-                row[self._most :] += next(chunks)
+                row[self._max_experts :] += next(chunks)
         totals = totals.to(self._topology.device)
         self._ledger.complete(Point.CONTROL, self._topology.world.all_reduce(totals))
         self._sync_warmup.all_reduce([totals])
-        counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
+        counts_le, losses_ln = totals[:, : self._max_experts].cpu(), totals[:, self._max_experts :].cpu()
         numbers = self._config.expert_layers
         loads = {
             layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)
         }
         if step_taken:
-            self._keep(loads)
+            self._set_last_loads(loads)
             if self._config.moe_router_enable_expert_bias:
                 # Raise the biases of underloaded experts, and lower those of overloaded experts (Wang et al. 2024,
                 # auxiliary-loss-free load balancing, algorithm 1).
@@ -108,13 +108,13 @@ class ExpertTally:
 
     def state_dict(self) -> dict[str, list[float]]:
         """Tokens that chose each expert in the last step, by layer; the next step's losses use them."""
-        return {str(layer): list(counts) for layer, counts in self._last.items()}
+        return {str(layer): list(counts) for layer, counts in self._last_loads.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Continue after a checkpoint's last step. The empty state of an older version means no last step."""
-        self._keep({int(layer): tuple(map(float, counts)) for layer, counts in state.items()})
+        self._set_last_loads({int(layer): tuple(map(float, counts)) for layer, counts in state.items()})
 
-    def _keep(self, loads: ExpertLoads) -> None:
-        self._last = loads
-        every = {layer: torch.tensor(counts, dtype=torch.float64) for layer, counts in loads.items()}
-        self._shares = {layer: (each / each.sum()).to(self._topology.device) for layer, each in every.items()}
+    def _set_last_loads(self, loads: ExpertLoads) -> None:
+        self._last_loads = loads
+        counts_by_layer = {layer: torch.tensor(counts, dtype=torch.float64) for layer, counts in loads.items()}
+        self._shares = {layer: (x / x.sum()).to(self._topology.device) for layer, x in counts_by_layer.items()}

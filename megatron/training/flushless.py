@@ -82,9 +82,9 @@ def step_without_flush(
     engines.plan.steps.skipped += not totals.finite
     metrics = replace(make_metrics(engines, totals, iteration, len(batches), length), losses=delayed.open_step.losses)
     if last is not None and not delayed.last_outcome.finite:
-        # What messages of that step have left in the codecs is not finite, and this step's have passed them.
+        # Messages of that step have left state in the codecs that is not finite, and this step's messages used it.
         flush_pipeline(engines, timers)
-        _forget_messages(engines)
+        _reset_codecs(engines)
     return metrics
 
 
@@ -103,7 +103,7 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
     _record_outcome(delayed, delayed.open_step, summary)
     _launch(engines, delayed, usable=delayed.last_outcome.usable)
     if not delayed.last_outcome.finite:
-        _forget_messages(engines)
+        _reset_codecs(engines)
 
 
 class _Updates:
@@ -116,7 +116,7 @@ class _Updates:
     Args:
         engines, delayed: engines of this rank.
         table: operations of all pipeline stages.
-        votes: this rank's request to stop.
+        votes: this rank's requests to stop.
     """
 
     def __init__(self, engines: Engines, delayed: DelayedGradients, table: Timetable, votes: StopVotes) -> None:
@@ -143,7 +143,7 @@ class _Updates:
             if step is not None:
                 self._step, self._completed = step, _complete_gradients(engines, delayed)
                 if self._agrees:
-                    self._agreement = _start(engines, self._completed)
+                    self._agreement = _start_all_reduce(engines, self._completed)
                 else:
                     _launch(engines, delayed, usable=True)
             with engines.ledger.computing():
@@ -155,7 +155,7 @@ class _Updates:
             with engines.ledger.computing():
                 self._gradients = delayed.take()
             numbers = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
-            self._pending = _start(engines, numbers)
+            self._pending = _start_all_reduce(engines, numbers)
 
     def finish(self) -> tuple[StepSummary, ReducedGradients | None]:
         """Wait for the sums over all ranks; return them and the gradients to apply, if they may be applied."""
@@ -171,7 +171,7 @@ class _Updates:
         return summary, self._gradients if last.usable else None
 
 
-def _start(engines: Engines, summary: StepSummary) -> PendingSummary:
+def _start_all_reduce(engines: Engines, summary: StepSummary) -> PendingSummary:
     return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
 
 
@@ -185,8 +185,8 @@ def _complete_gradients(engines: Engines, delayed: DelayedGradients) -> StepSumm
     return StepSummary(delayed.open_step.report_losses(), not_finite=not_finite)
 
 
-def _forget_messages(engines: Engines) -> None:
-    """Let the codecs of pipeline messages begin anew."""
+def _reset_codecs(engines: Engines) -> None:
+    """Reset the codecs of pipeline messages."""
     if engines.channel is not None:
         engines.channel.reset_states()
 

@@ -20,8 +20,8 @@ from megatron.training.assembly import Engines
 FIRST_ESTIMATE = 10
 """Iterations before the first estimate of the whole run's time."""
 
-_STARTING = 2
-"""Slower first iterations of a process; they count only until there are later iterations."""
+_SLOW_STEPS = 2
+"""First iterations of a process, which are slower; they count only until there are later ones."""
 
 _RECENT = 100
 """Most recent iterations over which the estimate averages."""
@@ -69,7 +69,7 @@ def format_size(size: ModelSize, tokens: int, earlier_tokens: int) -> str:
 
 
 class Forecast:
-    """Estimates the remaining time of a run from its past iterations, evaluations and saves.
+    """Estimate of a run's remaining time from its past iterations, evaluations and saves.
 
     The time of an iteration is proportional to its micro-batches plus the pipeline's fill, and to the operations of its
     sequences, so that growing batches and sequences are accounted for. Only this process's measurements count; earlier
@@ -98,7 +98,7 @@ class Forecast:
         self._work = work
         self._train_iters = train_iters
         self._evaluation_rounds = evaluation_rounds
-        self._filling = (layout.pp - 1) / layout.chunks
+        self._fill = (layout.pp - 1) / layout.chunks
         self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._pauses: dict[str, tuple[int, float]] = {}
         self.done = 0
@@ -111,13 +111,13 @@ class Forecast:
             seconds: its time.
             length: tokens of its sequences; None for the full length.
         """
-        if self.done == _STARTING:
+        if self.done == _SLOW_STEPS:
             self._steps.clear()
         self.done += 1
-        slots = self._sizes.batches.num_micro_batches(consumed_samples) + self._filling
-        self._steps.append((slots * self._share(length or self._sizes.lengths.full), seconds))
+        slots = self._sizes.batches.num_micro_batches(consumed_samples) + self._fill
+        self._steps.append((slots * self._relative_time(length or self._sizes.lengths.full), seconds))
 
-    def _share(self, length: int) -> float:
+    def _relative_time(self, length: int) -> float:
         """Time of a micro-batch relative to a micro-batch of full length."""
         return self._work(length) / self._work(self._sizes.lengths.full)
 
@@ -134,7 +134,7 @@ class Forecast:
         per_slot = sum(seconds for _, seconds in self._steps) / slots
         remaining_iterations = self._train_iters - iteration
         seconds = per_slot * sum(
-            (ahead.micro_batches + ahead.iterations * self._filling) * self._share(ahead.length)
+            (ahead.micro_batches + ahead.iterations * self._fill) * self._relative_time(ahead.length)
             for ahead in self._sizes.ahead(iteration, consumed_samples, remaining_iterations)
             if ahead.updates
         )
@@ -155,7 +155,7 @@ class Forecast:
             elif activity == "evaluate":
                 batches = self._sizes.batches
                 count = batches.global_batch_size // batches.samples_per_micro_batch
-                seconds += times * (max(self._evaluation_rounds) * (count + self._filling) * per_slot * _FORWARD_SHARE)
+                seconds += times * (max(self._evaluation_rounds) * (count + self._fill) * per_slot * _FORWARD_SHARE)
         return seconds
 
 

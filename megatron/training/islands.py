@@ -42,9 +42,17 @@ from megatron.training.saved_run import SavedRun
 
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
 _FILES = ("log_txt_file", "log_json_file")
-_ITS_OWN = ("--save", "--load", "--island", "--islands-address", "--ckpt-step", "--finetune", "--overwrite-checkpoints")
+_OWN_FLAGS = (
+    "--save",
+    "--load",
+    "--island",
+    "--islands-address",
+    "--ckpt-step",
+    "--finetune",
+    "--overwrite-checkpoints",
+)
 _SECONDS_TO_REFUSE = 5.0
-_MOST_OFFERED = 64
+_MAX_OFFERED = 64
 """Most checkpoints that an island offers to the others, newest first."""
 
 
@@ -78,10 +86,10 @@ def adapt_to_island(config: RunConfig) -> RunConfig:
             else:
                 loaded = str(root) if (root / TRACKER).exists() else loaded
         checkpoint = replace(checkpoint, load=loaded)
-    moved: dict[str, Any] = {}
+    own_paths: dict[str, Any] = {}
     for names, path_of in ((_FOLDERS, folder_of), (_FILES, file_of)):
-        moved |= {name: path_of(path, number) for name in names if (path := getattr(logging, name)) is not None}
-    return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **moved))
+        own_paths |= {name: path_of(path, number) for name in names if (path := getattr(logging, name)) is not None}
+    return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **own_paths))
 
 
 def _holds_checkpoints(folder: str) -> bool:
@@ -90,13 +98,13 @@ def _holds_checkpoints(folder: str) -> bool:
 
 
 def folders_of_others(
-    config: RunConfig, saved: SavedRun | None, topology: Topology, steps_in_step: int = 0
+    config: RunConfig, saved: SavedRun | None, topology: Topology, synchronous_steps: int = 0
 ) -> list[str]:
     """Return the folders of all islands that saved a checkpoint, if this run's islands differ from them; else none.
 
     Args:
         config, saved, topology: the run, the checkpoint that it starts from, and the ranks.
-        steps_in_step: number of steps at the start of the run that islands take together.
+        synchronous_steps: number of steps at the start of the run that islands take together.
 
     Raises:
         UserError: on every rank, when the checkpoint was saved in the middle of a round, which would be lost, or when
@@ -107,10 +115,10 @@ def folders_of_others(
     if root is None or saved is None or config.checkpoint.loads_weights_only or not outer.get("begun"):
         return []
     iteration = saved.progress.iteration
-    if iteration < steps_in_step:
+    if iteration < synchronous_steps:
         raise UserError(
             f"--load {root}: islands have taken steps of their own by iteration {iteration}, and with "
-            f"warmup={steps_in_step} (a third of the run, unless it is written) they would go in step again; write "
+            f"warmup={synchronous_steps} (a third of the run, unless it is written) they would go in step again; write "
             f"warmup={iteration} or less at --compress outer=..., or begin with new moments (--no-load-optim)"
         )
     checkpoint_config, _ = run_together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
@@ -152,23 +160,23 @@ class Membership:
 
 
 def begin_rounds(
-    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, met: Membership, train_iters: int
+    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, membership: Membership, train_iters: int
 ) -> Rounds | None:
     """Build the rounds of this island, and send its state to islands that lack it; None without rounds.
 
     Args:
         engines, checkpoints, reporter: the run.
-        met: membership of this island.
+        membership: membership of this island.
         train_iters: iterations of the whole run.
     """
-    outer, islands = engines.outer, met.islands
+    outer, islands = engines.outer, membership.islands
     if outer is None or (islands is None and engines.config.islands.several):
         return None
     start = engines.plan.activation(Point.OUTER).warmup_iters
     joining = None
     if islands is not None:
         joining = Joining(engines.stages, outer, islands, checkpoints.stateful_parts, reporter.line)
-    if joining is not None and met.begins:
+    if joining is not None and membership.begins:
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     folder = str(Path(save).resolve()) if save else ""
@@ -181,7 +189,7 @@ def begin_rounds(
         joining,
         checkpoint_folder=folder,
         linger_seconds=section.islands_linger_seconds,
-        left_behind=not met.begins,
+        left_behind=not membership.begins,
     )
 
 
@@ -220,7 +228,7 @@ def reach_islands(
         log,
     )
     checkpoint, group = config.checkpoint, topology.control.pg
-    local_iterations = run_together(group, lambda: _held_iterations(checkpoint) if topology.rank == 0 else [])
+    local_iterations = run_together(group, lambda: _loadable_iterations(checkpoint) if topology.rank == 0 else [])
     iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A new run from a checkpoint's weights starts with steps in common, or from outer parameters that all islands have.
@@ -236,7 +244,7 @@ def reach_islands(
     return replace(config, checkpoint=replace(checkpoint, load=None, ckpt_step=None)), islands
 
 
-def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
+def _loadable_iterations(checkpoint: CheckpointConfig) -> list[int]:
     """Iterations of the checkpoints that an island can start from, newest first.
 
     The checkpoint that would be loaded is listed even if incomplete, so that damage is reported instead of avoided in
@@ -253,11 +261,11 @@ def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
     if not isinstance(newest, int):
         return []
     older = (iteration for iteration in complete_iterations(checkpoint.load) if iteration < newest)
-    return [newest, *islice(older, _MOST_OFFERED - 1)]
+    return [newest, *islice(older, _MAX_OFFERED - 1)]
 
 
-def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Membership:
-    """Meet the other islands, if any.
+def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Membership:
+    """Join the other islands, if any.
 
     Args:
         engines: engines of this rank, with the weights and state that they start from.
@@ -273,16 +281,16 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
         return Membership()
     config, topology, outer = engines.config, engines.topology, engines.outer
     assert outer is not None
-    # Settings must be the same on all islands, since each moves its own copy of the outer parameters, and kernels too,
-    # since they differ from pure torch in the last digits.
+    # All islands need equal settings, since each updates its own copy of the outer parameters, and equal kernels,
+    # which differ from pure torch in the last digits.
     sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
     kernels = "none" if native.problem_on(topology.device.type) else "compiled"
     everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}
-    identity = {name: value for name, value in everything.items() if name not in _ITS_OWN}
-    # So must the state that islands share at the start: the outer parameters, or the weights before those exist.
-    common = outer.outer.outer_params or outer.outer.mains
+    identity = {name: value for name, value in everything.items() if name not in _OWN_FLAGS}
+    # They also need equal outer parameters at the start, or equal weights before those exist.
+    shared = outer.outer.outer_params or outer.outer.mains
     integer_dtypes = {4: torch.int32, 8: torch.int64}
-    sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in common]
+    sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in shared]
     gathered_sums = gather_texts(topology.control.pg, json.dumps(sums))
     fingerprint = blake2b("\n".join(gathered_sums).encode(), digest_size=8).hexdigest()
     in_step = iteration < engines.sync_warmup.steps
@@ -306,7 +314,7 @@ def reporting_refusal(config: RunConfig, topology: Topology) -> Iterator[None]:
     except UserError as error:
         if config.islands.several and not config.validation.skip_train and topology.rank == 0:
             with suppress(CommunicationError):
-                meeting_place = IslandStore(*_address(config), _SECONDS_TO_REFUSE)
-                meeting_place.switch_generation(meeting_place.newest_generation())
-                meeting_place.put(refusal_key(config.islands.island or 0), str(error))
+                store = IslandStore(*_address(config), _SECONDS_TO_REFUSE)
+                store.switch_generation(store.newest_generation())
+                store.put(refusal_key(config.islands.island or 0), str(error))
         raise

@@ -1,4 +1,4 @@
-"""Checks that the compiled kernels run, on all ranks or on none."""
+"""Check that the compiled kernels run, on all ranks or on none."""
 
 from __future__ import annotations
 

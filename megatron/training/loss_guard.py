@@ -25,17 +25,17 @@ from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch
 
 _EXACT = CandidateSpec("", 0.0)
-"""Exact traffic, behind the gentlest setting."""
+"""Exact traffic: the position after the gentlest setting."""
 
 CALM_CHECKS = 5
 """Successive checks that must find room for a bolder setting before it is taken."""
 
 _CALM_SHARE = 2 / 3
 """A bolder setting has room if its measured increase of the loss is at most this share of the rest of the budget,
-beside the other points. Settings go when they exceed all of it, so costs between the two change nothing."""
+beside the other points. A setting is replaced when it exceeds all of it, so costs in between change nothing."""
 
-_MOST_BREAKS = 2
-"""A setting that has exceeded the budget so many times is not taken again."""
+_MAX_BREAKS = 2
+"""A setting that has exceeded the budget this many times is not taken again."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _GuardedPoint:
 
     Args:
         settings: declared settings with their specs, from the one that was chosen to the gentlest.
-        position: index of the setting in use; behind the last for exact traffic.
+        position: index of the setting in use; one past the last for exact traffic.
         breaks: how many times each setting has exceeded the budget.
         calm_checks: latest successive checks that found room for the next bolder setting.
     """
@@ -63,11 +63,11 @@ class _GuardedPoint:
     def bolder(self) -> CandidateSpec | None:
         """The next bolder setting; None if it has exceeded the budget too often, or none was chosen."""
         position = self.position - 1
-        return self.settings[position][0] if position >= 0 and self.breaks[position] < _MOST_BREAKS else None
+        return self.settings[position][0] if position >= 0 and self.breaks[position] < _MAX_BREAKS else None
 
 
 class LossGuard:
-    """Keeps the expected increase of the loss within ``--max-loss-increase``.
+    """Guard that keeps the expected increase of the loss within ``--max-loss-increase``.
 
     The expected increase at a point is what was measured for its setting (``Rung``). It is greater
 
@@ -114,7 +114,7 @@ class LossGuard:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.
             settings = [(candidate, read(candidate.spec)) for candidate in ladder]
-            settings = [pair for pair in settings if _is_in_levels(pair[1]) == _is_in_levels(spec)]
+            settings = [pair for pair in settings if _sums_in_levels(pair[1]) == _sums_in_levels(spec)]
             self._points[point] = _guard_point(
                 settings, text, engines.plan.is_turned_off(point), saved.get(point.value)
             )
@@ -161,7 +161,7 @@ class LossGuard:
             place = "above" if eased else f"in {CALM_CHECKS} checks far below"
             line = (
                 f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {place} "
-                f"--max-loss-increase {self._budget:g}: {self._move(Point(eased or emboldened), 1 if eased else -1)}"
+                f"--max-loss-increase {self._budget:g}: {self._shift(Point(eased or emboldened), 1 if eased else -1)}"
             )
         values = {
             "expected_increase": total,
@@ -192,19 +192,19 @@ class LossGuard:
             "calm_checks": {point.value: count for point, count in calm_checks.items()},
         }
 
-    def _move(self, point: Point, step: int) -> str:
+    def _shift(self, point: Point, step: int) -> str:
         """Go to the next gentler setting of a point (1), or the next bolder one (-1), and describe the change."""
         guarded = self._points[point]
         if step > 0:
             guarded.breaks[guarded.position] += 1
         guarded.position += step
-        self._put(point, guarded.position)
+        self._use_setting(point, guarded.position)
         if guarded.candidate is _EXACT:
             return f"{point.value} goes on uncompressed"
         return f"{point.value} goes on with {guarded.candidate.spec.partition('=')[2]}"
 
-    def _put(self, point: Point, position: int) -> None:
-        """Put a setting of a point, or behind the last exact traffic, in the place of that in use."""
+    def _use_setting(self, point: Point, position: int) -> None:
+        """Use a setting of a point from now on; the position after the last means exact traffic."""
         plan, settings = self._engines.plan, self._points[point].settings
         candidate, spec = settings[min(position, len(settings) - 1)]
         plan.substitute(point, spec, candidate.spec)
@@ -216,19 +216,19 @@ class LossGuard:
         measured, bolder_measured = self._residual_costs()
         points = {point: self._points[point] for point in self._forward_points}
         compressed = [point for point, guarded in points.items() if guarded.candidate is not _EXACT]
-        eased = [point for point, guarded in points.items() if guarded.bolder is not None]
-        exact_loss = self._loss(None) if compressed or eased else math.nan
+        with_bolder = [point for point, guarded in points.items() if guarded.bolder is not None]
+        exact_loss = self._evaluate_loss(None) if compressed or with_bolder else math.nan
         if not math.isfinite(exact_loss) or exact_loss <= 0.0:
-            return measured, bolder_measured | dict.fromkeys(eased, math.inf)
+            return measured, bolder_measured | dict.fromkeys(with_bolder, math.inf)
         for point in compressed:
-            measured[point] = _increase(self._loss(point), exact_loss)
-        for point in eased:
-            self._put(point, points[point].position - 1)
-            bolder_measured[point] = _increase(self._loss(point), exact_loss)
-            self._put(point, points[point].position)
+            measured[point] = _increase(self._evaluate_loss(point), exact_loss)
+        for point in with_bolder:
+            self._use_setting(point, points[point].position - 1)
+            bolder_measured[point] = _increase(self._evaluate_loss(point), exact_loss)
+            self._use_setting(point, points[point].position)
         return measured, bolder_measured
 
-    def _loss(self, compressed_point: Point | None) -> float:
+    def _evaluate_loss(self, compressed_point: Point | None) -> float:
         """Loss on the held-out samples, with compressed forward messages at one point or at none."""
         plan = self._engines.plan
         plan.evaluation_overrides = {point: point is compressed_point for point in self._forward_points}
@@ -289,7 +289,7 @@ def _increase(loss: float, exact_loss: float) -> float:
     return 100.0 * (loss / exact_loss - 1.0) if math.isfinite(loss) else math.inf
 
 
-def _is_in_levels(spec: Spec) -> bool:
+def _sums_in_levels(spec: Spec) -> bool:
     """Whether a compressor sums in two levels."""
     return spec.point.is_reduction and spec.make_rounds().traits.levels
 

@@ -13,13 +13,13 @@ from megatron.training.curves import CurveSink
 
 _FORBIDDEN = re.compile(r"[^\w\-./ ]")
 """Characters that MLflow does not allow in names."""
-_BATCH = 100
+_MAX_BATCH = 100
 """Maximum number of parameters per call."""
-_LONGEST_VALUE = 250
+_MAX_VALUE_LENGTH = 250
 
 
 class MlflowSink(CurveSink):
-    """Writes curves to a run of an MLflow experiment, and the configuration to its parameters.
+    """Curves for a run of an MLflow experiment, with the configuration as its parameters.
 
     Args:
         experiment: name of the experiment, which is created if missing.
@@ -50,7 +50,7 @@ class MlflowSink(CurveSink):
             ) from error
         self._metric, self._param = Metric, Param
         self._errors = (MlflowException, OSError, ValueError)
-        self._describes = True
+        self._logs_params = True
         try:
             # The constructor's exceptions depend on the store in MLFLOW_TRACKING_URI: they may be of any type.
             self._client = mlflow.MlflowClient()
@@ -74,20 +74,21 @@ class MlflowSink(CurveSink):
             self._client.update_run(run_id, status="RUNNING")
         except self._errors:
             return None
-        self._describes = False  # parameters never change
+        self._logs_params = False  # parameters never change
         return run_id
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
         super().event(kind, iteration, values)
-        if kind == "config" and self._describes:
-            params = [self._param(name, str(value)[:_LONGEST_VALUE]) for name, value in _flat("", values)]
-            for begin in range(0, len(params), _BATCH):
-                self._log(params=params[begin : begin + _BATCH])
+        if kind == "config" and self._logs_params:
+            params = [self._param(name, str(value)[:_MAX_VALUE_LENGTH]) for name, value in _flatten("", values)]
+            for begin in range(0, len(params), _MAX_BATCH):
+                self._log(params=params[begin : begin + _MAX_BATCH])
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
         timestamp_ms = int(time.time() * 1000)
         points = {**values, **positions}
-        self._log(metrics=[self._metric(_named(tag), value, timestamp_ms, iteration) for tag, value in points.items()])
+        metrics = [self._metric(_clean_name(tag), value, timestamp_ms, iteration) for tag, value in points.items()]
+        self._log(metrics=metrics)
 
     def _log(self, **batch: Any) -> None:
         self._try(lambda: self._client.log_batch(self.run_id, **batch))
@@ -103,14 +104,14 @@ class MlflowSink(CurveSink):
             raise OSError(first_line(error)) from error
 
 
-def _named(tag: str) -> str:
+def _clean_name(tag: str) -> str:
     return _FORBIDDEN.sub("", tag)
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Flatten nested tables into values with dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
+            yield from _flatten(f"{prefix}{name}.", value)
         else:
-            yield prefix + _named(str(name)), value
+            yield prefix + _clean_name(str(name)), value

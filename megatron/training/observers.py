@@ -1,4 +1,4 @@
-"""Builds the observers of a run: traces and experiments requested by flags."""
+"""Observers of a run: traces and experiments requested by flags."""
 
 from __future__ import annotations
 

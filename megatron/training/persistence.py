@@ -187,7 +187,7 @@ class RunCheckpoints:
         Args:
             saved: the checkpoint.
             islands: folders of all islands that saved it, if this run has other islands; its own folder comes last.
-            reads_data: False to check only, with engines for nothing else, whether it can be loaded.
+            reads_data: False to check only whether it can be loaded; the engines cannot be used afterwards.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -245,8 +245,8 @@ class RunCheckpoints:
         if not weights_only:
             optimizer_shards = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in optimizer_shards.items() if not name.startswith(MAIN)}
-            tensors |= self._outer(root, iteration, common)
-            tensors |= self._delayed(Values(common["delayed_gradients"], self.config.source), iteration)
+            tensors |= self._outer_shards(root, iteration, common)
+            tensors |= self._delayed_shards(Values(common["delayed_gradients"], self.config.source), iteration)
         weights = MAIN if saved_main else MODEL
         ignored_prefixes = (
             PREFIX,
@@ -302,7 +302,7 @@ class RunCheckpoints:
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
 
-    def _delayed(self, saved: Values, iteration: Iteration) -> dict[str, LogicalShard]:
+    def _delayed_shards(self, saved: Values, iteration: Iteration) -> dict[str, LogicalShard]:
         """Shards of delayed gradients, allocated if the checkpoint has them."""
         delayed, in_flight = self.engines.delayed, saved.has("iteration")
         if delayed is None:
@@ -314,7 +314,7 @@ class RunCheckpoints:
             previous = correction.allocate_previous()
         return delayed_tensors(self.engines.optimizer, previous, in_flight)
 
-    def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
+    def _outer_shards(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""
         outer = self.engines.outer
         saved_names = run_together(self.group, lambda: saved_shapes(root, iteration, OUTER))

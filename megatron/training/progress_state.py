@@ -68,7 +68,7 @@ class SavedCounters:
     """Values of a checkpoint besides tensors, read and checked before anything is changed.
 
     Args:
-        separate_main: the optimizer's values are stored apart from the model's.
+        separate_main: whether the optimizer's main parameters are stored apart from the model's.
     """
 
     separate_main: bool
@@ -80,8 +80,8 @@ class SavedCounters:
         Args:
             common: the values.
             location: name of their source, for the message.
-            optimizer: its state will be asked for.
-            counters: the run's position will be asked for.
+            optimizer: whether to check the optimizer's values.
+            counters: whether to check the run's position.
 
         Raises:
             UserError: when a value is missing or of another kind; the message names the file and the value.

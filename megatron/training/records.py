@@ -1,4 +1,4 @@
-"""Reads the JSON-lines file of a run (``--log-json-file``)."""
+"""Events read from a run's JSON-lines file (``--log-json-file``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Record(Values):
     def number(
         self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
     ) -> float:
-        """A figure: nan for null, which stands for a value that is not finite; the default if it is missing."""
+        """A number: nan for null, which stands for a value that is not finite; the default if it is missing."""
         value = self.get(name, 0)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return math.nan

@@ -18,12 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
-from megatron.models.flops import (
-    benchmark_tflops,
-    model_flops_per_sample,
-    model_flops_utilization,
-    model_tflops,
-)
+from megatron.models.flops import benchmark_tflops, model_flops_per_sample, model_flops_utilization, model_tflops
 from megatron.training.assembly import Engines
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, format_controller_lines
@@ -53,7 +48,7 @@ def known_peak(config: RunConfig, device: torch.device) -> float | None:
 
 
 class Reporter:
-    """Collects metrics on all ranks and reports them on the last rank.
+    """Metrics of all ranks, reported on the last rank.
 
     Args:
         engines: engines of this rank.
@@ -81,12 +76,12 @@ class Reporter:
             plan.sizes,
             engines.topology.layout,
             plan.train_iters,
-            (sum(each.rounds for each in plan.valid_sets), sum(each.rounds for each in plan.test_sets)),
-            lambda length: float(model_flops_per_sample(*self._model_of(length))),
+            (sum(data.rounds for data in plan.valid_sets), sum(data.rounds for data in plan.test_sets)),
+            lambda length: float(model_flops_per_sample(*self._model_and_vocab(length))),
         )
         self.step_time_check: StepTimeCheck | None = None
         self._step_started = time.perf_counter()
-        self._logs = engines.topology.is_last_rank
+        self._is_logging_rank = engines.topology.is_last_rank
 
     def open(self) -> None:
         """Open the logs. Call this after the counters are restored, so that curves continue from there.
@@ -95,7 +90,7 @@ class Reporter:
             UserError: when a file cannot be opened.
         """
         done, seen_tokens = self.progress, self.progress.tokens(self.config.model.seq_length)
-        if self._logs:
+        if self._is_logging_rank:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
             samples = done.consumed_samples
             resume = {"iterations": done.iteration, "samples": samples, "tokens": seen_tokens}
@@ -120,8 +115,8 @@ class Reporter:
 
     @property
     def needs_choice(self) -> bool:
-        """Whether the compressors are to be chosen again, by the times that this rank reports; false on all others."""
-        return self._logs and self.step_time_check is not None and self.step_time_check.needs_choice
+        """Whether to choose the compressors again, by the times that this rank reports; false on all other ranks."""
+        return self._is_logging_rank and self.step_time_check is not None and self.step_time_check.needs_choice
 
     def share_tracked_runs(self) -> None:
         """Share the run's ids in tracking services with all ranks, for checkpoints. A collective call."""
@@ -157,12 +152,12 @@ class Reporter:
         Args:
             activity: "evaluate", "save", "check", "join" or "schedule".
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.window.paused(), self.engines.ledger.uncounted():
             try:
                 yield
             finally:
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - start
                 self._step_started += seconds  # the step may not be reported yet
                 self.forecast.pause(activity, seconds)
 
@@ -205,7 +200,7 @@ class Reporter:
         times = self.timers.collect(
             lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=window.iterations
         )
-        if not self._logs:
+        if not self._is_logging_rank:
             return
         seconds = window.seconds_per_iteration
         world_size = self.engines.topology.layout.world_size * self.config.islands.islands
@@ -213,7 +208,7 @@ class Reporter:
 
         def benchmark(samples: int, length: int) -> float:
             return benchmark_tflops(
-                *self._model_of(length),
+                *self._model_and_vocab(length),
                 global_batch_size=samples,
                 seconds=seconds,
                 world_size=world_size,
@@ -222,7 +217,7 @@ class Reporter:
 
         def model(samples: int, length: int) -> float:
             return model_tflops(
-                *self._model_of(length), global_batch_size=samples, seconds=seconds, world_size=world_size
+                *self._model_and_vocab(length), global_batch_size=samples, seconds=seconds, world_size=world_size
             )
 
         rate = window.mean_over_steps(model)
@@ -249,7 +244,7 @@ class Reporter:
         if times and self.config.logging.timing_log_level > 0:
             self.sinks.line(self.timers.report(times))
 
-    def _model_of(self, length: int) -> tuple[ModelConfig, int]:
+    def _model_and_vocab(self, length: int) -> tuple[ModelConfig, int]:
         """Model at a sequence length, and its padded vocabulary size, for the FLOP formulas."""
         return replace(self.config.model, seq_length=length), self.engines.padded_vocab_size
 

@@ -28,7 +28,7 @@ from megatron.training.assembly import Engines, build_engines
 from megatron.training.auto_compression import SavedChecks, choose_compressors, keep_choice, restore_choice
 from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes
-from megatron.training.islands import begin_rounds, folders_of_others, meet_islands, reporting_refusal
+from megatron.training.islands import begin_rounds, folders_of_others, join_islands, reporting_refusal
 from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
@@ -198,15 +198,15 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         elif config.checkpoint.load:
             parts.log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     start = 0 if saved is None else saved.progress.iteration
-    met = meet_islands(engines, parts.env, start, parts.islands)
+    membership = join_islands(engines, parts.env, start, parts.islands)
     # Raises UserError on every rank when a log cannot be opened.
     run_together(topology.control.pg, reporter.open)
     reporter.share_tracked_runs()
     try:
-        rounds = begin_rounds(engines, checkpoints, reporter, met, plan.train_iters)
+        rounds = begin_rounds(engines, checkpoints, reporter, membership, plan.train_iters)
         reason = Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()
     finally:
-        met.leave()
+        membership.leave()
         reporter.close()
     release_engines(engines)
     return reason

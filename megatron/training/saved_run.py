@@ -1,4 +1,4 @@
-"""Finds the checkpoint of ``--load``, and checks that it suits a run."""
+"""The checkpoint of ``--load``, and whether it suits a run."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ _PROBE_TAG = 1 << 21
 """Tag of the messages that measure a link, distinct from all others."""
 _POINTS = (Point.PP_FWD, Point.PP_BWD)
 _PASSES = ("forward", "backward", "weight")
-_BYTES_ON, _BYTES_BACK, _LATENCY, _THERE_AND_BACK, _COLUMNS = 7, 8, 9, 10, 11
+_BYTES_FORWARD, _BYTES_BACKWARD, _LATENCY, _ROUND_TRIP, _COLUMNS = 7, 8, 9, 10, 11
 """Columns of the measured rows; see ``_pipeline``."""
 
 
 class ScheduleChoice(Observer):
-    """Measures a run's first steps and chooses its pipeline schedule, the same on all ranks.
+    """Measurement of a run's first steps, and choice of its pipeline schedule, the same on all ranks.
 
     The order of the passes changes no result: on every stage, micro-batches pass in their order, and each weight takes
     its gradients from one kind of pass (``check_layout`` refuses other models). So a resumed run may measure other
@@ -99,7 +99,7 @@ class ScheduleChoice(Observer):
             micro_batches: number of micro-batches in a step, for the report.
 
         Returns:
-            a report of what was measured and chosen.
+            A report of what was measured and chosen.
         """
         engines, topology = self._engines, self._engines.topology
         engines.ledger.observers.remove(self)
@@ -110,15 +110,15 @@ class ScheduleChoice(Observer):
         coding_s = [_median(seconds) for seconds in self._coding.values()]
         nbytes = [float(_median(self._bytes[point])) for point in _POINTS]
         rows[stage, :_LATENCY] = torch.tensor([*passes_s, *coding_s, *nbytes])
-        rows = self._maximum(rows)
-        sizes = [(int(rows[b, _BYTES_ON]), int(rows[b + 1, _BYTES_BACK])) for b in range(stages - 1)]
+        rows = self._max_over_ranks(rows)
+        sizes = [(int(rows[b, _BYTES_FORWARD]), int(rows[b + 1, _BYTES_BACKWARD])) for b in range(stages - 1)]
         for parity in (0, 1):
             for boundary in range(parity, stages - 1, 2):
                 if boundary in (stage, stage - 1):
                     small_s = self._round_trip(boundary, (_SMALL_BYTES, _SMALL_BYTES))
                     rows[boundary, _LATENCY] = small_s / 2
-                    rows[boundary, _THERE_AND_BACK] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
-            rows = self._maximum(rows)
+                    rows[boundary, _ROUND_TRIP] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
+            rows = self._max_over_ranks(rows)
         measured = MeasuredPipeline(
             replace(_pipeline(rows), max_in_flight=engines.config.parallel.pipeline_max_in_flight)
         )
@@ -131,10 +131,10 @@ class ScheduleChoice(Observer):
         return (
             f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
             f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
-            f"{float(rows[:, _THERE_AND_BACK].max()):.3g} s there and back"
+            f"{float(rows[:, _ROUND_TRIP].max()):.3g} s there and back"
         )
 
-    def _maximum(self, rows: torch.Tensor) -> torch.Tensor:
+    def _max_over_ranks(self, rows: torch.Tensor) -> torch.Tensor:
         """Maximum over all ranks."""
         topology = self._engines.topology
         rows = rows.to(topology.device)
@@ -174,16 +174,19 @@ def _pipeline(rows: torch.Tensor) -> Pipeline:
     decoding it; bytes of a message to the next and to the previous stage; latency of the link to the next stage, and
     seconds of a message and its answer over it.
     """
-    forward_s, backward_s, weight_s, *coding_s = rows[:, :_BYTES_ON].t().tolist()
-    encode_on_s, encode_back_s, decode_on_s, decode_back_s = coding_s
+    forward_s, backward_s, weight_s, *coding_s = rows[:, :_BYTES_FORWARD].t().tolist()
+    encode_forward_s, encode_backward_s, decode_forward_s, decode_backward_s = coding_s
     hops: dict[tuple[bool, int], Hop] = {}
     for boundary in range(len(rows) - 1):
-        bytes_on, bytes_back = float(rows[boundary, _BYTES_ON]), float(rows[boundary + 1, _BYTES_BACK])
+        bytes_forward = float(rows[boundary, _BYTES_FORWARD])
+        bytes_backward = float(rows[boundary + 1, _BYTES_BACKWARD])
         latency_s = float(rows[boundary, _LATENCY])
-        s_per_byte = float(rows[boundary, _THERE_AND_BACK]) / max(bytes_on + bytes_back, 1.0)
-        on_s, back_s = bytes_on * s_per_byte, bytes_back * s_per_byte
-        hops[True, boundary] = Hop(encode_on_s[boundary], on_s, latency_s, decode_on_s[boundary + 1])
-        hops[False, boundary] = Hop(encode_back_s[boundary + 1], back_s, latency_s, decode_back_s[boundary])
+        s_per_byte = float(rows[boundary, _ROUND_TRIP]) / max(bytes_forward + bytes_backward, 1.0)
+        send_forward_s, send_backward_s = bytes_forward * s_per_byte, bytes_backward * s_per_byte
+        encode_s, decode_s = encode_forward_s[boundary], decode_forward_s[boundary + 1]
+        hops[True, boundary] = Hop(encode_s, send_forward_s, latency_s, decode_s)
+        encode_s, decode_s = encode_backward_s[boundary + 1], decode_backward_s[boundary]
+        hops[False, boundary] = Hop(encode_s, send_backward_s, latency_s, decode_s)
     joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
     return Pipeline(
         FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary]

@@ -30,7 +30,7 @@ class ExitReason(IntEnum):
 
 
 class ExitSignals:
-    """Records signals while active, so that the iteration in progress can complete.
+    """Handler that only records signals while active, so that the iteration in progress can complete.
 
     Previous handlers are restored on exit. Use it in the main thread (Python allows handlers only there).
     """
@@ -40,14 +40,14 @@ class ExitSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # Nothing else is safe here: the signal may interrupt any bytecode, even a print.
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else is safe here, since the signal may interrupt any bytecode, even a print.
         self.received = signal.Signals(number)
 
     def __enter__(self) -> ExitSignals:
         self.received = None
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(
@@ -60,13 +60,13 @@ class ExitSignals:
 
 
 class ExitPolicy:
-    """Decides after each iteration whether the run should save and exit.
+    """Decision, after each iteration, whether the run should save and exit.
 
     Args:
         exit_interval: ``--exit-interval``: end at multiples of this iteration count.
         exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
         kill_switch_file: ``--kill-switch-file``, for the log.
-        started: reading of ``clock`` at the start of the program; now by default.
+        started: reading of ``clock`` at the start of the program; None for now.
         clock: seconds of a monotonic clock.
     """
 
@@ -101,8 +101,8 @@ class ExitPolicy:
 
         Args:
             iteration: number of iterations.
-            signalled: whether a signal has come.
-            needs_choice: whether the compressors are to be chosen again.
+            signalled: whether a signal has arrived.
+            needs_choice: whether to choose the compressors again.
         """
         if self.kill_switch_file is not None and os.path.exists(self.kill_switch_file):
             return StopVotes(kill_switch=1.0)

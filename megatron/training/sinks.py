@@ -82,7 +82,7 @@ class LineSink(Sink):
 
 
 class ConsoleSink(LineSink):
-    """Prints lines to the standard output, or through ``write`` (of a progress bar, so that the bar stays intact)."""
+    """Sink that prints lines, through a progress bar's ``write`` if there is a bar, so that the bar stays intact."""
 
     name = "the standard output"
 
@@ -98,7 +98,7 @@ class ConsoleSink(LineSink):
 
 
 class ProgressBarSink(Sink):
-    """Shows loss and speed of each step beside a progress bar, and closes it at the end."""
+    """Sink that shows loss and speed of each step beside a progress bar, and closes it at the end."""
 
     name = "the progress bar"
 
@@ -113,7 +113,7 @@ class ProgressBarSink(Sink):
 
 
 class TextFileSink(LineSink):
-    """Appends lines to a file (``--log_txt_file``)."""
+    """Sink that appends lines to a file (``--log_txt_file``)."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
@@ -127,7 +127,7 @@ class TextFileSink(LineSink):
 
 
 class JsonLinesSink(Sink):
-    """Appends a JSON object per line to a file (``--log-json-file``).
+    """Sink that appends JSON lines to a file (``--log-json-file``).
 
     A run that continues in an existing file first writes a ``resume`` event with its starting iteration: earlier events
     of later iterations belong to lost work, and ``read_records`` leaves them out. A number that is not finite is
@@ -142,7 +142,7 @@ class JsonLinesSink(Sink):
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
         event = {"kind": kind, "iteration": iteration, "time": time.time(), **values}
-        self._file.write(json.dumps(_finite(event), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_replace_non_finite(event), allow_nan=False) + "\n")
 
     def window(self, metrics: StepMetrics) -> None:
         optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
@@ -153,7 +153,7 @@ class JsonLinesSink(Sink):
         values = {
             "consumed_samples": metrics.consumed_samples,
             "consumed_tokens": metrics.consumed_tokens,
-            **_keys(metrics.losses),
+            **_keyed(metrics.losses),
             "learning_rate": metrics.learning_rate,
             "global_batch_size": metrics.global_batch_size,
             "loss_scale": metrics.loss_scale,
@@ -177,8 +177,8 @@ class JsonLinesSink(Sink):
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {"consumed_samples": evaluation.consumed_samples, "samples": evaluation.samples}
         scores = {"scores": evaluation.scores} if evaluation.scores else {}
-        sets = {"sets": {name: _keys(losses) for name, losses in evaluation.sets.items()}} if evaluation.sets else {}
-        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses), **sets, **scores})
+        sets = {"sets": {name: _keyed(losses) for name, losses in evaluation.sets.items()}} if evaluation.sets else {}
+        self.event(evaluation.split, evaluation.iteration, {**values, **_keyed(evaluation.losses), **sets, **scores})
 
     def close(self) -> None:
         self._file.close()
@@ -227,19 +227,19 @@ def open_sinks(
     return sinks
 
 
-def _keys(losses: Mapping[str, float]) -> dict[str, float]:
+def _keyed(losses: Mapping[str, float]) -> dict[str, float]:
     """Losses by their keys in JSON."""
     return {name.replace(" ", "_"): value for name, value in losses.items()}
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """Replace every float that JSON cannot represent by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return value
 
 

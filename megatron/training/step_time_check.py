@@ -1,4 +1,4 @@
-"""Checks of the times of steps with the compressors that ``--compress auto`` chose."""
+"""Check of step times under the compressors that ``--compress auto`` chose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ take at most 2% of its time, even where other programs slow a machine down again
 
 
 class StepTimeCheck:
-    """Reports the time of the first steps beside what was expected, and later steps that take much longer.
+    """Report of the time of the first steps beside what was expected, and of later steps that take much longer.
 
     Later steps are compared per token, since batches and sequences may grow.
 
@@ -31,10 +31,10 @@ class StepTimeCheck:
         plan: the compressors of the run; steps of their warm-ups are not measured.
         adapts: whether the run chooses again when steps take much longer.
         expected_s_per_token: seconds of a step over its tokens in the run that saved the checkpoint.
-        choice_s: seconds that the choice took, if this run had trained before.
+        choice_s: seconds that a choice within the run took; 0 for the choice at its start.
 
-    ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` says that steps
-    take much longer in a run that chooses again then.
+    ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` is true when
+    steps have become much slower and the run should choose again.
     """
 
     def __init__(

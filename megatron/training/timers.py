@@ -97,7 +97,7 @@ class Timer:
 
 
 class _NoTimer(Timer):
-    """A timer above the configured level. It costs nothing and shows nothing."""
+    """A timer above the configured level, which costs nothing and reports nothing."""
 
     def __init__(self) -> None:
         super().__init__("off", HostClock())
@@ -110,7 +110,7 @@ class _NoTimer(Timer):
 
 
 class Timers:
-    """Creates timers by name, and reports them.
+    """Timers by name, and their report.
 
     Args:
         level: ``--timing-log-level``. Timers of a higher level do nothing. 0: a few coarse timers, 1: parts of an
@@ -130,12 +130,12 @@ class Timers:
         self.option = option
         self._clock: Clock = clock or HostClock()
         self._timers: dict[str, Timer] = {}
-        self._off = _NoTimer()
+        self._no_timer = _NoTimer()
 
     def __call__(self, name: str, level: int = 0) -> Timer:
         """Return the timer of this name, or a timer that does nothing if ``level`` is above the configured level."""
         if level > self.level:
-            return self._off
+            return self._no_timer
         if name not in self._timers:
             self._timers[name] = Timer(name, self._clock)
         return self._timers[name]
@@ -149,8 +149,8 @@ class Timers:
         in rank order. Timers that ran on no rank are left out; a rank on which a timer did not run shows 0.
         """
         names = list(names)
-        mine = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in names]
-        per_rank = gather([seconds * 1000.0 / iterations for seconds in mine])
+        own_seconds = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in names]
+        per_rank = gather([seconds * 1000.0 / iterations for seconds in own_seconds])
         columns = {name: [rank[i] for rank in per_rank] for i, name in enumerate(names)}
         return {name: values for name, values in columns.items() if any(values)}
 

@@ -20,7 +20,7 @@ from megatron.training.metrics import PointTraffic
 _ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s", "inside_bytes")
 _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
-_LONGER = 1.01
+_EXPANDED = 1.01
 _OLD_STEPS = 1000.0
 
 
@@ -47,7 +47,7 @@ def _bytes(count: float) -> str:
 
 
 class TrafficMeter:
-    """Collects the ledger's accounts and the residuals over all ranks; every rank has a meter and calls ``collect``.
+    """Meter of the traffic and the residuals of all ranks. Every rank has one and calls ``collect``.
 
     Args:
         engines: engines of this rank.
@@ -58,7 +58,7 @@ class TrafficMeter:
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
         self._windows = 0
-        self._sent = dict.fromkeys(Point, (0.0, 0.0))
+        self._sent_before = dict.fromkeys(Point, (0.0, 0.0))
 
     def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str], float]:
         """Close a window.
@@ -73,7 +73,7 @@ class TrafficMeter:
         # This rank's sums of squared norms: gradient, residual, age x residual.
         sums = {point: [0.0, 0.0, 0.0] for point in Point}
         warnings: list[str] = []
-        for point, group, residuals in self._by_group():
+        for point, group, residuals in self._residuals_by_group():
             figures = torch.cat([state.health.stacked() for _, state in residuals if state.health is not None], dim=1)
             names = [name for labels, _ in residuals for name in labels]
             for row, value in enumerate(figures[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
@@ -82,11 +82,11 @@ class TrafficMeter:
                 pending = group.all_reduce(figures)
                 self.engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
                 pending.wait()
-            warnings += self._grown(point, names, figures)
-        mine = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
-        mine += [sums[p][row] for row in range(3) for p in Point]
-        mine.append(self.engines.ledger.take_computed())
-        columns = list(zip(*gather_rows(topology.control, self.engines.ledger, mine), strict=True))
+            warnings += self._residual_warnings(point, names, figures)
+        own_row = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
+        own_row += [sums[p][row] for row in range(3) for p in Point]
+        own_row.append(self.engines.ledger.take_computed())
+        columns = list(zip(*gather_rows(topology.control, self.engines.ledger, own_row), strict=True))
         *columns, computed = columns
         count = len(Point)
         table = [columns[start : start + count] for start in range(0, len(columns), count)]
@@ -97,8 +97,8 @@ class TrafficMeter:
             inside = sum(table[4][at]) / iterations
             gradient, residual, aged = (sum(table[row][at]) for row in (5, 6, 7))
             measured = gradient > 0
-            before = self._sent[point]
-            self._sent[point] = (before[0] + raw * iterations, before[1] + wire * iterations)
+            before = self._sent_before[point]
+            self._sent_before[point] = (before[0] + raw * iterations, before[1] + wire * iterations)
             if wire:
                 traffic[point.value] = PointTraffic(
                     raw,
@@ -112,9 +112,9 @@ class TrafficMeter:
         # Each compressor that has sent more than its tensors' bytes since the run began is named once.
         self._windows += 1
         for point, spec in self.engines.plan.specs.items():
-            raw, wire = self._sent[point]
+            raw, wire = self._sent_before[point]
             label = f"{point.value}={spec.name}"
-            if label in self._warned or self._windows < _REPORTS_BEFORE_WARNING or wire <= _LONGER * raw:
+            if label in self._warned or self._windows < _REPORTS_BEFORE_WARNING or wire <= _EXPANDED * raw:
                 continue
             self._warned.add(label)
             warnings.append(
@@ -125,7 +125,7 @@ class TrafficMeter:
         all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
         return traffic, all_warnings, sum(computed) / len(computed) / iterations
 
-    def _by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
+    def _residuals_by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
         """Measured residuals, by the group over which their figures are summed."""
         sync, channel = self.engines.sync, self.engines.channel
         reduced = [entry for reducer in sync.reducers for entry in reducer.residuals() if entry[1].health is not None]
@@ -143,7 +143,7 @@ class TrafficMeter:
                 if state.health is not None:
                     yield point, None, [([name], state)]
 
-    def _grown(self, point: Point, names: Sequence[str], totals: Tensor) -> list[str]:
+    def _residual_warnings(self, point: Point, names: Sequence[str], totals: Tensor) -> list[str]:
         """Warnings, each once, for residuals that are not finite, are amplified, or are never sent."""
         warnings = []
         for name, (gradient, compressor_input, residual, aged) in zip(names, totals.t().tolist(), strict=True):
