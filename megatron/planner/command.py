@@ -148,11 +148,8 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
             return None
     machine = fill_in_measured(values, cluster)
     write_whole(path, write_cluster(machine).encode(), "--cluster")
-    outliers = [
-        f"{name} {value:.3g}"
-        for name, value in values.items()
-        if name in machine.corrections and value > MAX_USUAL_RATIO
-    ]
+    corrections = {name: value for name, value in values.items() if name in machine.corrections}
+    outliers = [f"{name} {value:.3g}" for name, value in corrections.items() if value > MAX_USUAL_RATIO]
     if outliers:
         print(f"note: {', '.join(outliers)} times what the rates give: is the machine busy, or the model very small?")
     return machine

@@ -1,4 +1,4 @@
-"""``--compress auto``: measures this machine and its links before the first step, and chooses the compressors."""
+"""``--compress auto``: the choice of compressors by rates measured on this machine before the first step."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def choose_compressors(
     if time_sets is None:
         log("--compress auto: chooses nothing, since no step is left to train")
         return with_specs(config, [], topology), None
-    cluster = _cluster(topology, env)
+    cluster = _describe_cluster(topology, env)
     ladders = run_together(group, lambda: read_ladders(config, make_choice(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
@@ -181,7 +181,7 @@ def describe_choice(
     return {
         "specs": list(specs.values()),
         "turned_off": turned_off,
-        "layout": _sizes(layout),
+        "layout": _layout_sizes(layout),
         "max_loss_increase": compression.max_loss_increase,
         "adapts": compression.compress_adapt,
         "loss_checks": {} if loss_guard is None else loss_guard.state_dict(),
@@ -233,7 +233,7 @@ def _turned_off(choice: Values) -> list[Point]:
         raise choice.wrong(f"turned_off: {error}") from error
 
 
-def _sizes(layout: Layout) -> list[int]:
+def _layout_sizes(layout: Layout) -> list[int]:
     return [layout.tp, layout.pp, layout.dp, layout.ep]
 
 
@@ -262,7 +262,7 @@ def _kept_config(
     reason, kept_config = "", None
     if config.compression.compress_adapt and not values.flag("adapts", False):
         reason = "--compress-adapt is given"
-    elif sizes != _sizes(topology.layout):
+    elif sizes != _layout_sizes(topology.layout):
         reason = "the layout has changed"
     elif config.compression.max_loss_increase < budget:
         reason = f"--max-loss-increase is below {budget:g}"
@@ -281,8 +281,8 @@ def _kept_config(
     return kept_config
 
 
-def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
-    """The nodes of the run and the memory of its devices, the same on all ranks. A collective call.
+def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
+    """Describe the nodes of the run and the memory of its devices, equally on all ranks. A collective call.
 
     Raises:
         UserError: on every rank, when nodes hold different numbers of ranks.
@@ -292,7 +292,11 @@ def _cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     if len({len(ranks) for ranks in nodes}) > 1:
         counts = ", ".join(str(len(ranks)) for ranks in nodes)
         raise UserError(f"--compress auto: nodes hold different numbers of ranks ({counts}); name the specs")
-    rows = gather_rows(topology.control, Ledger(), [_memory_gib(topology.device, len(nodes[0]))])
+    if topology.device.type == "cuda":
+        memory_bytes = float(torch.cuda.get_device_properties(topology.device).total_memory)
+    else:  # this process's share of the machine's memory
+        memory_bytes = memory_of_this_machine() / len(nodes[0])
+    rows = gather_rows(topology.control, Ledger(), [memory_bytes / 2**30])
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
@@ -305,17 +309,10 @@ def _search(config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladde
 def _agree_on_sets(
     group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: CompressorSearch
 ) -> list[CompressorSet]:
-    """The sets that rank 0 has selected: all ranks predict by the same rates, but their libraries may round
+    """The sets that rank 0 has selected. All ranks predict by the same rates, but their libraries may round
     differently."""
     texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
     return run_together(group, lambda: [search.find_set(specs) for specs in json.loads(texts[0])])
-
-
-def _memory_gib(device: torch.device, num_local_ranks: int) -> float:
-    """Memory of a device; on CPUs, this process's share of the machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return memory_of_this_machine() / num_local_ranks / 2**30
 
 
 def with_specs(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:

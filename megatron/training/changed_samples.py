@@ -44,11 +44,11 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
             ours, theirs = ("single" if value is None else value for value in (ours, theirs))
         if ours != theirs:
             our_flag, their_flag = flag_as_written(described, ours), flag_as_written(described, theirs)
-            meaning = _meaning(described.path, consumed_samples, theirs)
+            meaning = _explain(described.path, consumed_samples, theirs)
             lines.append(_line(our_flag, their_flag, meaning))
     cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (config_values, saved))
     if cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {}):
-        meaning = _meaning("data.dataloader_type", consumed_samples, None)
+        meaning = _explain("data.dataloader_type", consumed_samples, None)
         our_flag = "--dataloader-type cyclic, which shuffles each pass by itself"
         lines.append(_line(our_flag, "an earlier version's, which shuffled all passes together", meaning))
     return lines
@@ -58,7 +58,7 @@ def _line(our_flag: str, their_flag: str, meaning: str) -> str:
     return f"warning: this run has {our_flag}; its checkpoint was saved with {their_flag}: {meaning}"
 
 
-def _meaning(path: str, consumed_samples: int, theirs: Any) -> str:
+def _explain(path: str, consumed_samples: int, theirs: Any) -> str:
     """Explain the consequences of a difference for samples that count as consumed."""
     position = f"the run goes on at sample {consumed_samples:,} of an order"
     again = "samples that it has seen may come again, and others never"

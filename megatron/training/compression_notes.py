@@ -19,7 +19,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
 
-LEAST_TURNS = 3
+MIN_TURNS = 3
 """Least average number of times that each element should be sent in a run, if most elements wait in a residual."""
 
 
@@ -83,15 +83,15 @@ def _sparse_notes(spec: Spec, flag: str, warmup: int, train_iters: int) -> list[
     times, every = max(train_iters - warmup, 0), 1
     if spec.point is Point.OUTER:
         times, every = RoundSchedule(spec.outer_options, warmup, train_iters).rounds, spec.outer_options.every
-    if density >= 1 or not 0 < times * density < LEAST_TURNS:
+    if density >= 1 or not 0 < times * density < MIN_TURNS:
         return []
     kind, quantity, advice = "steps", "gradients", "train for"
     if spec.point is Point.OUTER:
         kind, quantity, advice = "rounds", "differences", "let islands take"
     return [
         f"warning: {flag}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
-        f"{times * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the {quantity} never "
-        f"leaves the residuals: send more of them, or {advice} {round(LEAST_TURNS / density) * every:,} steps"
+        f"{times * density:.1f} times in the whole run; below {MIN_TURNS} times a large part of the {quantity} never "
+        f"leaves the residuals: send more of them, or {advice} {round(MIN_TURNS / density) * every:,} steps"
     ]
 
 

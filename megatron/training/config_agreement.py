@@ -26,8 +26,8 @@ OTHERS_SECONDS = 3.0
 LEAVE_SECONDS = 15.0
 """Time for which a rank that refuses waits until the other ranks know."""
 _PREFIX = "megatron-meeting"
-_MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
-_LONGEST = 120
+_ARRIVED, _REFUSED, _VERDICT, _ACKNOWLEDGED = "met", "refused", "verdict", "heard"
+_MAX_SHOWN = 120
 
 Identity = Mapping[str, str]
 """Values that must be the same on all ranks, by their names for the user, in the order of comparison."""
@@ -63,7 +63,7 @@ class RankAgreement:
         self.env = env
         self.timeout = timedelta(minutes=timeout_minutes)
         self.store = open_rendezvous_store(env, timeout_minutes)
-        self._box = dist.PrefixStore(_PREFIX, self.store)
+        self._keys = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:
         """Wait for every rank, and check that all run the same thing.
@@ -73,14 +73,15 @@ class RankAgreement:
             CommunicationError: when a rank failed, or did not come.
         """
         try:
-            ticket = self._box.add(_MET, 1)
-            self._box.set(
-                f"{_MET}/{ticket}", json.dumps([self.env.rank, {"WORLD_SIZE": str(self.env.world_size), **identity}])
+            ticket = self._keys.add(_ARRIVED, 1)
+            self._keys.set(
+                f"{_ARRIVED}/{ticket}",
+                json.dumps([self.env.rank, {"WORLD_SIZE": str(self.env.world_size), **identity}]),
             )
             if self.env.rank == 0:
                 self._publish(self._compare())
             # Rank 0 gives up at the same time, with a message.
-            verdict = self._verdict(self.timeout + timedelta(seconds=LEAVE_SECONDS))
+            verdict = self._await_verdict(self.timeout + timedelta(seconds=LEAVE_SECONDS))
         except RuntimeError as error:
             raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
         if verdict.problem:
@@ -101,8 +102,8 @@ class RankAgreement:
             if self.env.rank == 0:
                 self._publish(verdict)
             else:
-                self._box.compare_set(_REFUSED, "", verdict.encode())
-            self._verdict(timedelta(seconds=LEAVE_SECONDS))
+                self._keys.compare_set(_REFUSED, "", verdict.encode())
+            self._await_verdict(timedelta(seconds=LEAVE_SECONDS))
             delivered = True
         self._leave()
         return delivered
@@ -113,16 +114,16 @@ class RankAgreement:
         deadline = time.monotonic() + self.timeout.total_seconds()
         different = False
         while len(identities) < self.env.world_size and time.monotonic() < deadline:
-            key = f"{_MET}/{len(identities) + 1}"
-            if self._box.check([key]):
-                rank, identity = json.loads(self._box.get(key))
+            key = f"{_ARRIVED}/{len(identities) + 1}"
+            if self._keys.check([key]):
+                rank, identity = json.loads(self._keys.get(key))
                 if rank in identities:
                     return Verdict(f"two processes were started as rank {rank}; give each a RANK of its own")
                 identities[rank] = identity
                 if not different and first_difference(identities):
                     different, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
-            elif self._box.check([_REFUSED]):
-                return Verdict.decode(self._box.get(_REFUSED))
+            elif self._keys.check([_REFUSED]):
+                return Verdict.decode(self._keys.get(_REFUSED))
             else:
                 time.sleep(POLL_SECONDS)
         missing = [rank for rank in range(self.env.world_size) if rank not in identities]
@@ -132,19 +133,19 @@ class RankAgreement:
         return Verdict(first_difference(identities) or "")
 
     def _publish(self, verdict: Verdict) -> None:
-        self._box.compare_set(_VERDICT, "", verdict.encode())
+        self._keys.compare_set(_VERDICT, "", verdict.encode())
 
-    def _verdict(self, timeout: timedelta) -> Verdict:
-        self._box.wait([_VERDICT], timeout)
-        return Verdict.decode(self._box.get(_VERDICT))
+    def _await_verdict(self, timeout: timedelta) -> Verdict:
+        self._keys.wait([_VERDICT], timeout)
+        return Verdict.decode(self._keys.get(_VERDICT))
 
     def _leave(self) -> None:
         """Let rank 0 leave last: its store ends with it, and the launcher then ends the other ranks."""
         deadline = time.monotonic() + LEAVE_SECONDS
         with suppress(RuntimeError):
-            self._box.add(_HEARD, 1)
+            self._keys.add(_ACKNOWLEDGED, 1)
             while self.env.rank == 0 and time.monotonic() < deadline:
-                if self._box.add(_HEARD, 0) >= self.env.world_size:
+                if self._keys.add(_ACKNOWLEDGED, 0) >= self.env.world_size:
                     return
                 time.sleep(POLL_SECONDS)
 
@@ -162,8 +163,10 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
             ranks_of.setdefault(identity.get(name, "unknown"), []).append(rank)
         if len(ranks_of) > 1:
             columns = enumerate(zip(*ranks_of, strict=False))
-            alike = next((at for at, column in columns if len(set(column)) > 1), min(map(len, ranks_of)))
-            value_texts = [f"{_short(value, alike)} on {format_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            common_length = next((at for at, column in columns if len(set(column)) > 1), min(map(len, ranks_of)))
+            value_texts = [
+                f"{_shorten(value, common_length)} on {format_ranks(ranks)}" for value, ranks in ranks_of.items()
+            ]
             more_text = f" (and {len(value_texts) - 3} more)" if len(value_texts) > 3 else ""
             return (
                 f"the ranks do not agree: {name} is {' and '.join(value_texts[:3])}{more_text}; make it the same on "
@@ -172,9 +175,9 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
     return None
 
 
-def _short(value: str, alike: int) -> str:
-    """Shorten a long value to the text around the first character that differs."""
-    if len(value) <= _LONGEST:
+def _shorten(value: str, common_length: int) -> str:
+    """Shorten a long value to the text around the first difference, after ``common_length`` equal characters."""
+    if len(value) <= _MAX_SHOWN:
         return value
-    start = max(0, min(alike - _LONGEST // 2, len(value) - _LONGEST))
-    return "..." * (start > 0) + value[start : start + _LONGEST] + "..." * (start + _LONGEST < len(value))
+    start = max(0, min(common_length - _MAX_SHOWN // 2, len(value) - _MAX_SHOWN))
+    return "..." * (start > 0) + value[start : start + _MAX_SHOWN] + "..." * (start + _MAX_SHOWN < len(value))

@@ -38,7 +38,7 @@ def coverage_notes(engines: Engines) -> list[str]:
     control.all_reduce(elements_p2).wait()
     control.all_reduce(bounds_p, ReduceOp.MAX).wait()
     return [
-        _line(engines.plan.specs[point], compressed / total, bound, engines.config.precision.params_dtype)
+        _format_line(engines.plan.specs[point], compressed / total, bound, engines.config.precision.params_dtype)
         for point, (compressed, total), bound in zip(points, elements_p2.tolist(), bounds_p.tolist(), strict=True)
         if total
     ]
@@ -59,7 +59,7 @@ def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.
     return bisect_left(range(1, min(matrix_shape(shape)) + 1), True, key=too_high)
 
 
-def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> str:
+def _format_line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> str:
     flag = f"--compress {spec.point.value}={spec.name}"
     if share:
         return f"{flag} compresses {share:.1%} of the numbers that {spec.point.value} sends"
@@ -78,7 +78,7 @@ def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> st
 def _shares(engines: Engines, point: Point) -> Shares:
     """The shares for this rank's part of an iteration."""
     if point in (Point.PP_FWD, Point.PP_BWD):
-        return _pipeline(engines, point)
+        return _pipeline_shares(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
         model, comm = engines.config.model, engines.comm
         if comm.size == 1:
@@ -121,12 +121,12 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return total * gathers_compressed(engines.plan, engines.optimizer.sharded), total, 0
     if point is Point.OUTER:
         fragments = engines.outer.fragments if engines.outer is not None and engines.config.islands.several else []
-        return _sums(engines.plan.specs[point], [fragment.reducer for fragment in fragments])
+        return _reducer_shares(engines.plan.specs[point], [fragment.reducer for fragment in fragments])
     exact = engines.sync.group.size == 1 or not engines.sync.reduce
-    return _sums(engines.plan.specs[point], [] if exact else engines.sync.reducers)
+    return _reducer_shares(engines.plan.specs[point], [] if exact else engines.sync.reducers)
 
 
-def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
+def _reducer_shares(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
     """The shares of gradients, or of islands' differences, whose buckets are allocated during rounds only."""
     compressed, total = 0, 0
     shapes: set[tuple[int, ...]] = set()
@@ -141,18 +141,18 @@ def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
     return float(compressed), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 
-def _pipeline(engines: Engines, point: Point) -> Shares:
+def _pipeline_shares(engines: Engines, point: Point) -> Shares:
     if engines.channel is None:
         return 0.0, 0.0, 0
     shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
-    covered, messages = plan.covers(point, plan.stage), list(_sent(engines, point))
+    covered, messages = plan.covers(point, plan.stage), list(_sent_messages(engines, point))
     pays = [covered and plan.ever_compresses(point, shape, dtype) for shape in shapes]
     compressed = sum(shapes[boundary].numel() for boundary, fits in messages if fits and pays[boundary])
     total = sum(shapes[boundary].numel() for boundary, _ in messages)
     return float(compressed), float(total), max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
 
 
-def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
+def _sent_messages(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     """Boundary of each message that this rank sends in a step, and whether the spec's ``when`` allows compression."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule

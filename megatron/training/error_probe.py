@@ -19,7 +19,7 @@ _COLUMNS = ("boundaries", "micro_batches", "Cosine Sim", "Error AVG", "Acti Delt
 
 
 class ErrorProbe(Observer):
-    """Pairs a step's activations with the errors of their gradients; holds them for the step.
+    """Activations of a step with the errors of their gradients, held for the step.
 
     Activations and errors have this rank's shape (sequence, batch, hidden), whatever the parallelism.
     """

@@ -77,8 +77,8 @@ def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Result of an evaluation, the same on every rank.
+class EvaluationResult:
+    """Losses and outputs of an evaluation, the same on every rank.
 
     Args:
         losses: mean losses by name, nats.
@@ -89,7 +89,9 @@ class Evaluated:
     outputs_nc: Tensor | None = None
 
 
-def evaluate(engines: Engines, batches: Iterator[Batch], rounds: int, micro_batches: int, first_draw: int) -> Evaluated:
+def evaluate(
+    engines: Engines, batches: Iterator[Batch], rounds: int, micro_batches: int, first_draw: int
+) -> EvaluationResult:
     """Compute the mean of each loss over ``rounds`` global batches.
 
     Args:
@@ -107,23 +109,23 @@ def evaluate(engines: Engines, batches: Iterator[Batch], rounds: int, micro_batc
             step_batches = take_batches(batches, micro_batches, engines.topology.device)
             sums = evaluation_step(engines, step_batches, outputs)
             totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
-    _sum(engines, totals)
+    _all_reduce(engines, totals)
     losses = {
         name: total / count if count else 0.0 for name, (total, count) in zip(names, totals.tolist(), strict=True)
     }
     if config.model.predicts_words:
-        return Evaluated(losses)
+        return EvaluationResult(losses)
     # Each draw belongs to a single rank, so the sum with the other ranks' zeros is exact.
     outputs_nc = torch.zeros(
         (rounds * config.training.global_batch_size, config.model.num_outputs), dtype=torch.float64
     )
     for draws_b, values_bc in outputs:
         outputs_nc[draws_b - first_draw] = values_bc.double().cpu()
-    _sum(engines, outputs_nc)
-    return Evaluated(losses, outputs_nc)
+    _all_reduce(engines, outputs_nc)
+    return EvaluationResult(losses, outputs_nc)
 
 
-def _sum(engines: Engines, totals: Tensor) -> None:
+def _all_reduce(engines: Engines, totals: Tensor) -> None:
     pending = engines.topology.control.all_reduce(totals)
     engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
     pending.wait()

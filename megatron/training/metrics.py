@@ -115,10 +115,10 @@ class StepMetrics:
         """Whether the update was skipped."""
         return self.skipped_iterations == self.iterations
 
-    def mean_over_steps(self, of: Callable[[int, int], float]) -> float:
+    def mean_over_steps(self, function: Callable[[int, int], float]) -> float:
         """Mean over the steps of a function of a step's samples and tokens per sample."""
         sizes = self.sizes or {(self.global_batch_size, self.seq_length): 1}
-        return sum(of(*size) * (count / sum(sizes.values())) for size, count in sizes.items())
+        return sum(function(*size) * (count / sum(sizes.values())) for size, count in sizes.items())
 
     @property
     def samples_per_second(self) -> float:
@@ -130,7 +130,7 @@ class StepMetrics:
 
 
 class MetricsWindow:
-    """Combines the steps between two log lines into a ``StepMetrics``.
+    """Steps between two log lines, combined into a ``StepMetrics``.
 
     The clock runs from the last ``close`` (or the construction) and is stopped inside ``paused``, which evaluation and
     checkpoints use.

@@ -124,7 +124,7 @@ class _Trial:
         self._batches: Sequence[Batch] = ()
         self._steps = 0
 
-    def _build(self) -> Engines:
+    def _build_engines(self) -> Engines:
         group = self._topology.control.pg
         engines = run_together(
             group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length)
@@ -138,7 +138,7 @@ class _Trial:
     def time_step(self) -> float:
         """Take a step; return its seconds on the slowest rank, the same on all ranks."""
         if self.engines is None:
-            self.engines = self._build()
+            self.engines = self._build_engines()
         engines, control = self.engines, self._topology.control
         control.barrier()
         start = time.perf_counter()

@@ -150,12 +150,9 @@ class Pipeline:
         if micro_batches <= short + period:
             return self.simulate_in_full(micro_batches)
         remainder = 0 if in_groups else (micro_batches - short) % period
-        short_times, long_times = (
-            self.simulate_in_full(short + remainder),
-            self.simulate_in_full(short + remainder + period),
-        )
-        periods = (micro_batches - short - remainder) / period
-        pairs = list(zip(short_times, long_times, strict=True))
+        short += remainder
+        pairs = list(zip(self.simulate_in_full(short), self.simulate_in_full(short + period), strict=True))
+        periods = (micro_batches - short) / period
         pace = max(max(b.end - a.end, b.busy + b.coding - a.busy - a.coding) for a, b in pairs)
         return [
             RankTimes(
