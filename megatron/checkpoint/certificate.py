@@ -68,7 +68,7 @@ class TrafficSpan:
 
 @dataclass(frozen=True)
 class SampledPoint:
-    """Samples of what a point sends, over all ranks.
+    """Samples of a point's messages, over all ranks.
 
     Args:
         point: the communication point.
@@ -102,7 +102,7 @@ class AutoDecision:
     """A choice of ``--compress auto``.
 
     Args:
-        specs: the specs in use: the chosen ones, or what has replaced them.
+        specs: the specs in use: the chosen ones, or their replacements.
         predicted_s, uncompressed_s: predicted seconds of an iteration with the chosen specs, and without.
         trial_s: measured seconds of trial steps with the chosen specs; None if none were run.
         measured_s: measured seconds of an iteration; None before that.

@@ -1,4 +1,4 @@
-"""Audit of compressors: samples that compare what was sent, plus the residual, with what was to be sent.
+"""Audit of compressors: samples that compare a message plus its residual with the values to send.
 
 The wrappers change nothing: they copy a part of the compressor's input and of its residual before a message, and the
 same part of both results after it. The exact arithmetic between these copies is in fp64.

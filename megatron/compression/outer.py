@@ -42,7 +42,7 @@ NOT_OFFERED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """Rounds of islands: every H steps they exchange what has changed since the last round."""
+    """Rounds of islands: every H steps they exchange the changes since the last round."""
 
     every: int = opt(30, "inner steps of a round", minimum=1, maximum=_LONGEST)
     outer_lr: float = opt(0.7, "step along the mean difference; 1 without momentum is plain averaging", above=0)

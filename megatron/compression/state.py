@@ -133,7 +133,7 @@ class CompressorState:
 
 
 def end_states(states: Iterable[CompressorState], keep: bool) -> None:
-    """Commit what states have staged, or roll it back because the step was skipped."""
+    """Commit staged changes of states, or roll them back because the step was skipped."""
     for state in states:
         if keep:
             state.commit()

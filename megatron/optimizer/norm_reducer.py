@@ -75,8 +75,8 @@ class ParamNormReducer:
         """All-reduce that adds the ranks' rows in rank order."""
         gathered = rows.new_empty(group.size * rows.numel())
         self._ledger.complete(Point.CONTROL, group.all_gather(gathered, rows.flatten()))
-        total, *others = gathered.view(group.size, *rows.shape).unbind()
-        for rows_of_rank in others:
+        total, *other_ranks = gathered.view(group.size, *rows.shape).unbind()
+        for rows_of_rank in other_ranks:
             total = total + rows_of_rank
         return total
 

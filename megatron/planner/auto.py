@@ -157,7 +157,7 @@ class CompressorSearch:
             for second, update in enumerate(self._updates)
             if (increase := _total_increase(self._merge(passes, update))) <= budget
         )
-        self._passes_s = cache(lambda part: predictor.passes_s(self._apply(self._passes[part].candidates)))
+        self._passes_s = cache(lambda number: predictor.passes_s(self._apply(self._passes[number].candidates)))
         self.considered = len(by_increase)
         fastest = self._find_fastest()
         selected = [candidates for _, candidates in fastest]
@@ -172,10 +172,11 @@ class CompressorSearch:
 
     def find_set(self, specs: Sequence[str]) -> CompressorSet:
         """Find the set with some candidates' specs."""
-        if known_sets := [each for each in self.sets if each.specs == specs]:
-            return known_sets[0]
-        ladders = self._ladders.items()
-        return self.predict_set({point: each for point, ladder in ladders for each in ladder if each.spec in specs})
+        for known_set in self.sets:
+            if known_set.specs == specs:
+                return known_set
+        candidates = ((point, candidate) for point, ladder in self._ladders.items() for candidate in ladder)
+        return self.predict_set({point: candidate for point, candidate in candidates if candidate.spec in specs})
 
     def _apply(self, candidates: Mapping[Point, CandidateSpec]) -> Choice:
         specs = (candidate.spec for candidate in candidates.values())
@@ -187,13 +188,13 @@ class CompressorSearch:
         """Combine candidates at some points in all ways within the budget; in the order of their bounds."""
         combinations: list[dict[Point, CandidateSpec]] = [{}]
         for point in filter(belongs, self._ladders):
-            extended = ({**each, point: candidate} for each in combinations for candidate in self._ladders[point])
+            extended = ({**smaller, point: candidate} for smaller in combinations for candidate in self._ladders[point])
             combinations += [each for each in extended if _total_increase(each) <= self._budget]
-        parts = [_PartialSet(each, bound_s(self._apply(each)) * (1 - _ROUNDING)) for each in combinations]
-        return sorted(parts, key=lambda part: part.bound_s)
+        partial_sets = [_PartialSet(each, bound_s(self._apply(each)) * (1 - _ROUNDING)) for each in combinations]
+        return sorted(partial_sets, key=lambda partial_set: partial_set.bound_s)
 
     def _merge(self, passes: _PartialSet, update: _PartialSet) -> dict[Point, CandidateSpec]:
-        """Merge the candidates of two parts, in the order of the points."""
+        """Merge the candidates of two partial sets, in the order of the points."""
         candidates = {**passes.candidates, **update.candidates}
         return {point: candidates[point] for point in self._ladders if point in candidates}
 
@@ -273,7 +274,7 @@ class CompressorSearch:
         return self.predictor.seconds(self._apply(candidates))
 
     def _explain(self, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]) -> PointChoice:
-        """Explain the choice at a point: what it saves, or why nothing is chosen there."""
+        """Explain the choice at a point: its savings, or why nothing is chosen there."""
         seconds = chosen.prediction.seconds
         if point in chosen.candidates:
             without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
@@ -319,7 +320,7 @@ def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
 
 
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
-    """Table of the choice: for each point what was chosen, what it saves and costs, and the flags that repeat it.
+    """Table of the choice: each point's compressor, its savings and costs, and the flags that repeat the choice.
 
     Args:
         result: the choice.

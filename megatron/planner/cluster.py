@@ -246,7 +246,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a YAML file.
 
     Raises:
-        UserError: when the file is invalid; the message names it and what is wrong.
+        UserError: when the file is invalid; the message names the file and the mistake.
     """
     values = read_yaml(path)
     nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec, "between_sites": LinkSpec}

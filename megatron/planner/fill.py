@@ -30,7 +30,7 @@ _IN_FLIGHT_GROUPS = 6
 """Groups of micro-batches after which the peak number of activations in 1F1B stops growing."""
 
 
-Held = tuple[tuple[int, int], ...]
+HeldCounts = tuple[tuple[int, int], ...]
 """(Activations of micro-batches, records of weight passes) of each chunk on a rank."""
 
 
@@ -49,7 +49,7 @@ def _operations(
 @cache
 def held_by_rank(
     kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None = None, flush: bool = True
-) -> frozenset[Held]:
+) -> frozenset[HeldCounts]:
     """All combinations of activations and records that a rank holds at the same time during a step."""
     if flush:
         operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
@@ -92,7 +92,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
         if choice.schedule == AUTO:  # a list may hold as many as are allowed
             most = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
-            counts: frozenset[Held] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
+            counts: frozenset[HeldCounts] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
         else:
             counts = held_by_rank(
                 choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush
@@ -121,7 +121,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             "parameters": float(elements * each.weight * (1 if choice.flush else 3)),
             "gradients": float(elements * each.gradient * (1 + choice.delay)),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
-            "activations": max(_count_bytes(held, chunk_bytes) for held in counts),
+            "activations": max(_count_bytes(combination, chunk_bytes) for combination in counts),
             "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
@@ -130,10 +130,11 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     return fullest
 
 
-def _count_bytes(held: Held, chunk_bytes: Sequence[tuple[float, float]]) -> float:
+def _count_bytes(counts: HeldCounts, chunk_bytes: Sequence[tuple[float, float]]) -> float:
+    """Bytes of a rank's activations and records; ``chunk_bytes`` has the sizes of each, by chunk."""
     return sum(
         activations * saved_bytes + records * recorded_bytes
-        for (activations, records), (saved_bytes, recorded_bytes) in zip(held, chunk_bytes, strict=True)
+        for (activations, records), (saved_bytes, recorded_bytes) in zip(counts, chunk_bytes, strict=True)
     )
 
 

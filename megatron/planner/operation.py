@@ -130,12 +130,12 @@ def _outcome(func: Any, args_form: Any, kwargs_form: Any) -> _Outcome | None:
         return None
     out = func(*args, **kwargs)
     storages = [x.untyped_storage()._cdata for x in _tensors(out)]
-    others = {x.untyped_storage()._cdata for x in _tensors(args, kwargs)}
+    input_storages = {x.untyped_storage()._cdata for x in _tensors(args, kwargs)}
     form = _form_of(out)
     is_new = (
         not func._schema.is_mutable
         and len(set(storages)) == len(storages)
-        and others.isdisjoint(storages)
+        and input_storages.isdisjoint(storages)
         and all(x.device == META and x.storage_offset() == 0 for x in _tensors(out))
         and all(
             x.untyped_storage().nbytes() == copy.untyped_storage().nbytes()

@@ -13,7 +13,7 @@ from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import refusal_reason
 
 _LEAST_GAIN, _LEAST_GAIN_OF_DELAY, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
-"""Shares of an iteration that a setting must save: more if it changes what is trained."""
+"""Shares of an iteration that a setting must save: more if it changes the training."""
 
 _NOTE_ON_DELAY = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
 _ISLANDS_SPEC = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"

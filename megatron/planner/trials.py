@@ -36,7 +36,7 @@ To choose compressors that cost time is worse than to miss a small gain.
 
 
 class TrialRounds:
-    """Times of trial steps without compressors (set 0) and with sets of them, and what they show.
+    """Times of trial steps without compressors (set 0) and with sets of them, and conclusions from these times.
 
     The steps of a round follow one another, so that what slows the machine for longer than a step slows all sets:
     gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come

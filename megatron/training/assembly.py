@@ -93,7 +93,7 @@ class Engines:
     delayed: DelayedGradients | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
-        """Begin a step, or an evaluation, at all communication points but those of gradients.
+        """Begin a step, or an evaluation, at all communication points except those of gradients.
 
         Args:
             iteration: 0-based; -1 for an evaluation.

@@ -170,7 +170,7 @@ def describe_choice(
     loss_guard: LossGuard | None = None,
     time_check: StepTimeCheck | None = None,
 ) -> dict[str, Any]:
-    """Describe the chosen specs, or what has replaced them, for checkpoints, with the layout and the budget that they
+    """Describe the chosen specs, or their replacements, for checkpoints, with the layout and the budget that they
     were chosen for, and the results of their checks; empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:

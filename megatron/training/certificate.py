@@ -1,4 +1,4 @@
-"""``--certificate``: a run's statements about what it sent, for the certificates of its checkpoints."""
+"""``--certificate``: a run's statements about its traffic, for the certificates of its checkpoints."""
 
 from __future__ import annotations
 

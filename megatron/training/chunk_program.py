@@ -151,7 +151,7 @@ class StepPasses:
 
 
 def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, length: int) -> StepPasses:
-    """Begin a training step at all communication points but that of delayed gradients, and make its passes.
+    """Begin a training step at all communication points except that of delayed gradients, and make its passes.
 
     Args:
         engines: engines of this rank.

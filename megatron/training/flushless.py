@@ -137,7 +137,7 @@ class _Updates:
         self._pending: PendingSummary | None = None
 
     def after_forwards(self, number: int) -> None:
-        """Do what is due after a number of this step's forward passes."""
+        """Communicate, if due, after a number of this step's forward passes."""
         engines, delayed, step = self._engines, self._delayed, self._delayed.open_step
         if number == self._complete_at:
             if step is not None:

@@ -1,4 +1,4 @@
-"""Checks of what the compressors of ``--compress auto`` cost in loss, while the run trains."""
+"""Checks of the loss increase due to the compressors of ``--compress auto``, while the run trains."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ class LossGuard:
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
         if eased or emboldened:
             costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
-            place = "above" if eased else f"in {CALM_CHECKS} checks far below"
+            relation = "above" if eased else f"in {CALM_CHECKS} checks far below"
             line = (
-                f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {place} "
+                f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} "
                 f"--max-loss-increase {self._budget:g}: {self._shift(Point(eased or emboldened), 1 if eased else -1)}"
             )
         values = {

@@ -17,12 +17,12 @@ _LATEST_STEPS, _SLOWDOWN = 20, 1.5
 """A lower median of so many steps that exceeds the expected time by this factor is reported."""
 
 _TRAINING_PER_CHOICE = 50.0
-"""A run that has chosen again does so once more after this many times as long of training as the choice took: choices
-take at most 2% of its time, even where other programs slow a machine down again and again."""
+"""Minimum training time between two choices, relative to the time that a choice takes: choices then take at most 2% of
+a run, even where other programs slow a machine down again and again."""
 
 
 class StepTimeCheck:
-    """Report of the time of the first steps beside what was expected, and of later steps that take much longer.
+    """Report of the time of the first steps beside the expected time, and of later steps that take much longer.
 
     Later steps are compared per token, since batches and sequences may grow.
 

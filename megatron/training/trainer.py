@@ -348,7 +348,7 @@ class Trainer:
         return reason
 
     def _check_loss(self) -> None:
-        """Check what compressors that the run has chosen cost in loss."""
+        """Check the loss increase due to the compressors that the run has chosen."""
         assert self.loss_guard is not None
         with self.reporter.paused("check"):
             finding = self.loss_guard.check()

@@ -31,7 +31,7 @@ class TorchReplicas:
         self.ledger = ledger
         device = next(model.parameters()).device
         for param in model.parameters():
-            detach_main_grad(param)  # torch reduces what autograd stores
+            detach_main_grad(param)  # torch reduces the gradients that autograd stores
         self.wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -224,7 +224,7 @@ class ExpertComm:
             chosen: int64 expert indices of any shape.
             experts: number of experts.
             most: capacity of each expert, None for no limit; for subclasses that cannot read ``chosen``.
-            total: number of rows that the experts of a node receive, None before they are sent; likewise.
+            total: number of rows that the experts of a node receive; None before they are sent.
         """
         return _count_occurrences(chosen, experts)
 

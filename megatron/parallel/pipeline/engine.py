@@ -223,7 +223,7 @@ class PipelineEngine:
 
         def complete_forwards(number: int) -> None:
             after_forwards(number)
-            if number == warm_up:  # a receive may depend on what codecs remember of the last step
+            if number == warm_up:  # a receive may depend on the codecs' memory of the last step
                 receives.add(messages, backwards)
 
         self._run_passes(passes, receives, span, complete_forwards)

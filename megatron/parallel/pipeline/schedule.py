@@ -177,24 +177,24 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
 
     def choose(rank: int, unit: int) -> tuple[Pass, int] | None:
         stages = layout.virtual_stages(rank)
-        held = sum(len(ends[Pass.FORWARD][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
+        in_flight = sum(len(ends[Pass.FORWARD][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
         possible: list[tuple[bool, bool, tuple[Pass, int]]] = []
         for computation, chunk in _V_URGENCY:
             stage, is_weight = stages[chunk], computation is Pass.WEIGHT
             ready = find_input(computation, stage)
-            if ready is None or (computation is Pass.FORWARD and held >= 2 * pp - (chunk == 0)):
+            if ready is None or (computation is Pass.FORWARD and in_flight >= 2 * pp - (chunk == 0)):
                 continue
             boundary = stage - (computation is Pass.FORWARD)
             is_message = not is_weight and 0 <= boundary < last and layout.crosses(boundary)
             is_fresh = is_message and unit - ready < _FRESH_UNITS
             possible.append((is_weight and pp > 2, is_fresh, (computation, chunk)))
-        return min(possible, key=lambda each: each[:2], default=(False, False, None))[2]
+        return min(possible, key=lambda option: option[:2], default=(False, False, None))[2]
 
     for unit in count():
         chosen = [choose(rank, unit) for rank in range(pp)]
-        for rank, each in enumerate(chosen):
-            if each is not None:
-                computation, chunk = each
+        for rank, choice in enumerate(chosen):
+            if choice is not None:
+                computation, chunk = choice
                 completed = ends[computation][layout.virtual_stage(rank, chunk)]
                 schedules[rank].append(PipelineOp(computation, chunk, len(completed)))
                 completed.append(unit + 1)

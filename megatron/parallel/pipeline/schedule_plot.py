@@ -24,7 +24,7 @@ _COLORS = {Pass.FORWARD: COLORS[5], Pass.BACKWARD: COLORS[4], Pass.WEIGHT: COLOR
 _GAP_COLOR = "#EEEEEE"
 _POINTS = 8.0
 """Size of numbers."""
-_LEAST_POINTS = 4.0
+_MIN_POINTS = 4.0
 """Minimum size of numbers in narrow passes, for readers who can enlarge the picture."""
 _DIGIT_INCHES = 0.07
 """Width of a digit of ``_POINTS``."""
@@ -137,7 +137,7 @@ def draw_schedule(timelines: Sequence[Timeline]) -> Any:
 def _find_rooms(row: Sequence[TimedPass]) -> list[float]:
     """Find the time that the number of each pass may cover: the pass, and up to half of the gaps beside it."""
     gaps = [math.inf, *(max(after.start_s - before.end_s, 0.0) for before, after in pairwise(row)), math.inf]
-    return [timed.seconds + min(sides) for timed, sides in zip(row, pairwise(gaps), strict=True)]
+    return [timed.seconds + min(adjacent) for timed, adjacent in zip(row, pairwise(gaps), strict=True)]
 
 
 def draw_passes(axes: Any, timeline: Timeline, inches_per_ms: float) -> None:
@@ -153,13 +153,13 @@ def draw_passes(axes: Any, timeline: Timeline, inches_per_ms: float) -> None:
     for number, row in enumerate(timeline.rows):
         boxes: dict[tuple[Pass, int], list[tuple[float, float]]] = defaultdict(list)
         for timed, room_s in zip(row, _find_rooms(row), strict=True):
-            left, width = 1000 * (timed.start_s - start_s), 1000 * timed.seconds
-            boxes[timed.op.computation, timed.op.chunk].append((left, width))
+            start_ms, width = 1000 * (timed.start_s - start_s), 1000 * timed.seconds
+            boxes[timed.op.computation, timed.op.chunk].append((start_ms, width))
             text = str(timed.op.micro_batch + 1)
             size = min(1.0, 1000 * room_s * inches_per_ms / (_DIGIT_INCHES * (len(text) + 0.3))) * _POINTS
-            if size >= _LEAST_POINTS:
+            if size >= _MIN_POINTS:
                 center = {"ha": "center", "va": "center_baseline", "fontsize": size}
-                axes.text(left + width / 2, number, text, **center).set_in_layout(False)
+                axes.text(start_ms + width / 2, number, text, **center).set_in_layout(False)
         for (computation, chunk), spans in boxes.items():
             # A border would hide a box that is as narrow.
             borders = [0.7 if width * inches_per_ms > 0.04 else 0.0 for _, width in spans]

@@ -24,7 +24,7 @@ is at most one message ahead of the receiver in 1F1B, and two messages in eager 
 Route = tuple[bool, int]
 """Messages that a rank receives in the order in which they are sent: (forward, pipeline rank of the sender)."""
 
-Due = Mapping[Route, int]
+DueReceives = Mapping[Route, int]
 """Number of receives of a step on each route, in order, with messages sent before an operation can begin."""
 
 
@@ -42,7 +42,7 @@ class Timetable:
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
     epilogues: tuple[frozenset[PipelineOp], ...]
-    messages_due: tuple[tuple[Due, ...], ...]
+    messages_due: tuple[tuple[DueReceives, ...], ...]
     max_ahead: int = MAX_POSTED_AHEAD
     warm_ups: Sequence[int] = ()
 
@@ -104,7 +104,7 @@ def _find_source(layout: Layout, position: _Position) -> _Position | None:
 
 def _count_due(
     layout: Layout, stage: int, positions: Sequence[_Position], levels: dict[_Position, int]
-) -> Iterator[Due]:
+) -> Iterator[DueReceives]:
     # A route's messages come in the order in which they are sent: their levels ascend.
     sent: dict[Route, list[int]] = {}
     for position in positions:

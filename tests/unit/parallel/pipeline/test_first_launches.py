@@ -29,7 +29,7 @@ from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeli
 from megatron.parallel.pipeline.messages import PostedReceives
 from megatron.parallel.pipeline.schedule import SCHEDULES, Pass
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
-from megatron.parallel.pipeline.timetable import Due, Route, Timetable, build_timetable
+from megatron.parallel.pipeline.timetable import DueReceives, Route, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
 from tests.support.combinations import in_turn
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
@@ -290,7 +290,7 @@ def test_a_schedule_that_is_chosen_after_some_steps_keeps_the_rule(pp: int, weig
 class Checked(PostedReceives):
     """Checks that due messages are posted before each operation."""
 
-    def post(self, due: Due | None = None) -> None:
+    def post(self, due: DueReceives | None = None) -> None:
         super().post(due)
         assert due is not None
         assert all(self._posted[route] >= count for route, count in due.items() if count)
@@ -315,7 +315,7 @@ def test_receives_that_are_always_posted_ahead_would_deadlock() -> None:
 def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
     """With virtual stages, a message in flight may be needed later than a message still to be computed."""
 
-    def needed(table: Timetable, stage: int, layout: Layout) -> tuple[Due, ...]:
+    def needed(table: Timetable, stage: int, layout: Layout) -> tuple[DueReceives, ...]:
         counts: dict[Route, int] = dict.fromkeys(table.messages_due[stage][0], 0)
         dues = []
         for op in table.schedules[stage]:
