@@ -13,7 +13,7 @@ import torch
 from benchmarks.turns import timed
 
 Call = Callable[[], Any]
-MOST_SETS = 64
+MAX_SETS = 64
 """Largest number of input sets of a measurement."""
 _ROOM = 4
 """Size of all input sets, in sizes of the L2."""
@@ -92,7 +92,7 @@ class CudaClock:
 
     def sets(self, nbytes: int) -> int:
         """As many sets as exceed the L2 several times."""
-        return max(1, min(MOST_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
+        return max(1, min(MAX_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
 
     def time(self, calls: Sequence[Call]) -> Time:
         for call in calls:  # loading, compilation and allocations

@@ -97,7 +97,7 @@ def _check_event(event: Any) -> None:
     if event.get("ph") == "X" or "ts" in event:
         values.number("ts")
     if _is_iteration(event):
-        Values(values.table("args")).integer("iteration", least=0, most=10**18)
+        Values(values.table("args")).integer("iteration", minimum=0, maximum=10**18)
     if event.get("ph") == "b":
         Values(values.table("args")).number("sent bytes")
 
@@ -124,10 +124,10 @@ def read_trace(path: Path) -> RankTrace:
     place = str(path)
     try:
         told = Values(about)
-        rank, label = told.integer("rank", least=0), told.text("label")
+        rank, label = told.integer("rank", minimum=0), told.text("label")
         world_size = told.integer("world_size") if told.has("world_size") else None
         name = told.text("run") if told.has("run") else None
-        aligned_us = told.number("aligned_us", least=0, most=MAX_MICROSECONDS) if told.has("aligned_us") else None
+        aligned_us = told.number("aligned_us", minimum=0, maximum=MAX_MICROSECONDS) if told.has("aligned_us") else None
         schedule = told.text("schedule") if told.has("schedule") else None
         layout = None
         if told.has("layout"):
@@ -291,11 +291,13 @@ def _read_passes(trace: RankTrace, iteration: int, shift: float) -> list[TimedPa
             continue
         try:
             span, labels = Values(event), Values(Values(event).table("args"))
-            if labels.integer("iteration", least=0, most=10**18) != iteration:
+            if labels.integer("iteration", minimum=0, maximum=10**18) != iteration:
                 continue
-            op = PipelineOp(computation, labels.integer("chunk", least=0), labels.integer("micro_batch", least=0))
-            start_us = span.number("ts", least=0, most=MAX_MICROSECONDS) + shift
-            timed = TimedPass(op, start_us / 1e6, (start_us + span.number("dur", least=0, most=MAX_MICROSECONDS)) / 1e6)
+            op = PipelineOp(computation, labels.integer("chunk", minimum=0), labels.integer("micro_batch", minimum=0))
+            start_us = span.number("ts", minimum=0, maximum=MAX_MICROSECONDS) + shift
+            timed = TimedPass(
+                op, start_us / 1e6, (start_us + span.number("dur", minimum=0, maximum=MAX_MICROSECONDS)) / 1e6
+            )
             if passes.setdefault(op, timed) is not timed:
                 raise UserError(f"a second {event['name']} of the micro-batch {op.micro_batch} in chunk {op.chunk}")
         except UserError as error:

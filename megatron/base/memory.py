@@ -7,7 +7,7 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's ``mallopt``."""
-_MOST_KEPT = (1 << 31) - 1
+_MAX_KEPT = (1 << 31) - 1
 _LARGEST_OF_HEAP = 32 << 20
 """Size in bytes of the largest block on glibc's heap; larger blocks are mapped from the system and returned to it."""
 _OWN_CHOICE = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
-    return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)) and bool(set_option(_TRIM_THRESHOLD, _MOST_KEPT))
+    return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)) and bool(set_option(_TRIM_THRESHOLD, _MAX_KEPT))
 
 
 def return_freed_memory() -> None:

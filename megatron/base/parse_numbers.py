@@ -1,4 +1,4 @@
-"""Parses numbers written by users: plain ASCII, within the range of machine numbers."""
+"""Numbers written by users: plain ASCII, within the range of machine numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 LARGEST = (1 << 63) - 1
 """The largest integer that tensors and files can hold."""
-MOST = 1 << 24
+MAX_SIZE = 1 << 24
 """Upper limit of sizes of models, vocabularies and runs; the product of any two fits into 64 bits."""
 _LONGEST = 64
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)

@@ -22,7 +22,7 @@ from megatron.base.user_text import spell
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands; each island's launcher ends with it."""
 _PARENT_LOST = 3
-_MOST_TOOLS = 6
+_MAX_TOOLS = 6
 """Number of tool ids of sys.monitoring."""
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -84,7 +84,7 @@ def end_program(status: int) -> NoReturn:
     # Since Python 3.12, cProfile and others use sys.monitoring instead of trace functions.
     monitoring: Any = getattr(sys, "monitoring", None)
     is_monitored = monitoring is not None and any(
-        monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS)
+        monitoring.get_tool(number) is not None for number in range(_MAX_TOOLS)
     )
     is_observed = is_monitored or sys.gettrace() is not None or sys.getprofile() is not None
     if "torch" not in sys.modules or is_observed:

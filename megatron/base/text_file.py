@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 """Maximum characters of an integer to parse as int; Python's conversion takes quadratic time, and has a limit."""
 
 
@@ -80,7 +80,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int | Numeral:
-    return int(text) if len(text) <= _MOST_DIGITS and text != "-0" else Numeral(text)
+    return int(text) if len(text) <= _MAX_DIGITS and text != "-0" else Numeral(text)
 
 
 def _fraction(text: str) -> float | Numeral:

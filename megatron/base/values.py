@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.base.user_text import format_value
 from megatron.base.value_type import ValueType
 
@@ -44,15 +44,17 @@ class Values(Mapping[str, Any]):
         """Whether the name is present, even with None."""
         return name in self._content
 
-    def integer(self, name: str, default: int | None = None, *, least: int | None = 1, most: int | None = MOST) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, minimum: int | None = 1, maximum: int | None = MAX_SIZE
+    ) -> int:
         """An integer in a range."""
-        return int(self._read_value(name, default, ValueType(element=int, minimum=least, maximum=most)))
+        return int(self._read_value(name, default, ValueType(element=int, minimum=minimum, maximum=maximum)))
 
     def number(
-        self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
+        self, name: str, default: float | None = None, *, minimum: float | None = None, maximum: float | None = None
     ) -> float:
         """A finite number in a range."""
-        return float(self._read_value(name, default, ValueType(element=float, minimum=least, maximum=most)))
+        return float(self._read_value(name, default, ValueType(element=float, minimum=minimum, maximum=maximum)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """A boolean."""

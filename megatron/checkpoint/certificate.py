@@ -19,7 +19,7 @@ from megatron.base.values import Values
 
 CERTIFICATE = "certificate.json"
 FORMAT = 1
-_LONGEST, _MOST = 1 << 24, 1 << 62
+_MAX_BYTES, _MAX_COUNT = 1 << 24, 1 << 62
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class TrafficSpan:
         after = _count(values, "after")
         return TrafficSpan(
             after,
-            _count(values, "until", least=after),
-            _count(values, "ranks", least=1),
+            _count(values, "until", minimum=after),
+            _count(values, "ranks", minimum=1),
             _count(values, "messages"),
             {point: _count(ledger, point) for point in ledger},
             _count(values, "interfaces") if values.has("interfaces") else None,
@@ -91,8 +91,8 @@ class SampledPoint:
         return SampledPoint(
             values.text("point"),
             values.flag("residual"),
-            _count(values, "samples", least=1),
-            values.number("worst_error", least=0.0),
+            _count(values, "samples", minimum=1),
+            values.number("worst_error", minimum=0.0),
             values.text("sha256"),
         )
 
@@ -122,10 +122,10 @@ class AutoDecision:
         values = Values(content, location)
         return AutoDecision(
             values.texts("specs"),
-            values.number("predicted_s", least=0.0),
-            values.number("uncompressed_s", least=0.0),
-            values.number("trial_s", least=0.0) if values.has("trial_s") else None,
-            values.number("measured_s", least=0.0) if values.has("measured_s") else None,
+            values.number("predicted_s", minimum=0.0),
+            values.number("uncompressed_s", minimum=0.0),
+            values.number("trial_s", minimum=0.0) if values.has("trial_s") else None,
+            values.number("measured_s", minimum=0.0) if values.has("measured_s") else None,
             values.texts("report"),
         )
 
@@ -196,8 +196,8 @@ class Statements:
         )
 
 
-def _count(values: Values, name: str, least: int = 0) -> int:
-    return values.integer(name, least=least, most=_MOST)
+def _count(values: Values, name: str, minimum: int = 0) -> int:
+    return values.integer(name, minimum=minimum, maximum=_MAX_COUNT)
 
 
 def _tables(values: Values, name: str) -> list[Mapping[str, Any]]:
@@ -244,7 +244,7 @@ def read_certificate(folder: Path) -> Certificate:
     """
     path = folder / CERTIFICATE
     try:
-        data = read_regular(path, _LONGEST)
+        data = read_regular(path, _MAX_BYTES)
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: it was saved without --certificate, or removed") from error
     except OSError as error:
@@ -266,7 +266,7 @@ def read_certificate(folder: Path) -> Certificate:
             raise values.wrong(f"files: {name!r} is not the name of a file in this folder")
     return Certificate(
         _count(values, "iteration"),
-        _count(values, "ranks", least=1),
+        _count(values, "ranks", minimum=1),
         {name: files.text(name) for name in files},
         Statements.read(values.table("statements"), str(path)),
     )

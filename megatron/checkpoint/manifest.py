@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         iteration = content["iteration"]
         manifest = Manifest(
             iteration="release" if iteration == "release" else _count(iteration, "the iteration"),
-            world_size=_count(content["world_size"], "the number of ranks", least=1),
+            world_size=_count(content["world_size"], "the number of ranks", minimum=1),
             files=files,
             documents={name: _item(row, files) for name, row in content["documents"].items()},
             tensors={},
@@ -161,9 +161,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path} is not a checkpoint's table of contents: {error!r}") from error
 
 
-def _count(value: object, description: str, least: int = 0) -> int:
+def _count(value: object, description: str, minimum: int = 0) -> int:
     """Check that a value read from a file is an integer in range."""
-    if type(value) is not int or not least <= value < 1 << 62:
+    if type(value) is not int or not minimum <= value < 1 << 62:
         raise ValueError(f"{description} is {str(value)[:40]}")
     return value
 

@@ -15,7 +15,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.compression.options import opt
 
-MOST_FRAGMENTS = 1 << 12
+MAX_FRAGMENTS = 1 << 12
 _LONGEST = 1 << 40
 
 PRESET = "outer-preset"
@@ -50,7 +50,7 @@ class OuterOptions:
         None, "momentum of the mean differences", minimum=0, below=1, when_unset="0.9, and 0 with outer-optimizer=plain"
     )
     outer_optimizer: Literal["nesterov", "plain"] = opt("nesterov", "what turns mean differences into steps")
-    fragments: int = opt(1, "parts of the model that take turns within a round", minimum=1, maximum=MOST_FRAGMENTS)
+    fragments: int = opt(1, "parts of the model that take turns within a round", minimum=1, maximum=MAX_FRAGMENTS)
     delay: int = opt(0, "steps that a transfer has, while training goes on", minimum=0, maximum=_LONGEST)
     mixing: float = opt(0.0, "share of an island's own values in what it goes on with", minimum=0, below=1)
     in_step: Literal["exact", "compressed"] = opt(

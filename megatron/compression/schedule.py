@@ -10,8 +10,8 @@ from megatron.base.errors import UserError
 from megatron.base.parse_numbers import read_number, read_whole
 from megatron.base.user_text import shortened
 
-MOST_STAGES = 1 << 20
-_MOST_EPOCHS = 1e6
+MAX_STAGES = 1 << 20
+_MAX_EPOCHS = 1e6
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
         count = -1
     if end_name not in ("first", "last") or count < 0:
         raise UserError(f"stages={shortened(text)}: write all, first:N or last:N")
-    if not 1 <= count <= MOST_STAGES:
+    if not 1 <= count <= MAX_STAGES:
         raise UserError(f"stages={text}: must name at least one stage, and at most all; leave the spec out for none")
     return (count, None) if end_name == "first" else (None, count)
 
@@ -108,8 +108,8 @@ def read_iterations(text: str, length: RunLength, location: str) -> int:
     epochs = _EPOCHS.fullmatch(text)
     if epochs:
         count = float(epochs[1])
-        if count > _MOST_EPOCHS:
-            raise UserError(f"{location}: at most {_MOST_EPOCHS:g} epochs")
+        if count > _MAX_EPOCHS:
+            raise UserError(f"{location}: at most {_MAX_EPOCHS:g} epochs")
         return 0 if length.iterations_of is None else length.iterations_of(count)
     try:
         fraction = read_number(text)
@@ -161,7 +161,7 @@ class Schedule:
         return min(self.values), max(self.values)
 
 
-_LEAST, _MOST = 1e-30, 1e30
+_MIN_VALUE, _MAX_VALUE = 1e-30, 1e30
 """Bounds of the ends of a ramp; their quotient is finite, too."""
 
 
@@ -177,7 +177,7 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
         if "~" in text:
             values, _, over = text.partition("@")
             start, end = (read_number(end_text) for end_text in values.split("~"))
-            if not _LEAST < start < _MOST or not _LEAST < end < _MOST:
+            if not _MIN_VALUE < start < _MAX_VALUE or not _MIN_VALUE < end < _MAX_VALUE:
                 raise UserError(f"{text}: a ramp goes from one positive number to another")
             return Schedule(ramp=(start, end, read_iterations(over, length, f"@{shortened(over)}")))
         steps, known_iterations = [], []

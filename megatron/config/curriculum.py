@@ -21,10 +21,10 @@ from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 
-MOST_CUSTOM = 10**6
+MAX_CUSTOM = 10**6
 """Maximum number of steps of a custom schedule, which is evaluated for all steps at startup."""
-_MOST_STEPS = 10**9
-_MOST_LENGTHS = 1 << 16
+_MAX_STEPS = 10**9
+_MAX_LENGTHS = 1 << 16
 
 _NEEDS = {
     "fixed_linear": ("curriculum_seqlen_min", "curriculum_seqlen_steps"),
@@ -66,7 +66,7 @@ class CurriculumConfig:
         "Iterations after which sequences have full length.",
         unit="iterations",
         minimum=1,
-        maximum=_MOST_STEPS,
+        maximum=_MAX_STEPS,
         only_if=(_LEARNING, unless("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_root_degree: float = option(
@@ -88,7 +88,7 @@ class CurriculumConfig:
         "Last iteration of each length except the final one, which remains.",
         unit="iterations",
         minimum=1,
-        maximum=_MOST_STEPS,
+        maximum=_MAX_STEPS,
         only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_function: str | None = derived(
@@ -169,9 +169,9 @@ def _by_formula(curriculum: CurriculumConfig, full: int, naming: Naming) -> Leng
             )
 
     count = min((full - least) // multiple, steps)
-    if count > _MOST_LENGTHS:
+    if count > _MAX_LENGTHS:
         raise UserError(
-            f"{naming('curriculum_seqlen_step')} {multiple} makes {count} lengths, more than {_MOST_LENGTHS}; raise it"
+            f"{naming('curriculum_seqlen_step')} {multiple} makes {count} lengths, more than {_MAX_LENGTHS}; raise it"
         )
 
     def length_of(step: int) -> int:
@@ -187,9 +187,9 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     assert steps is not None
     assert text is not None
     flag = f"{naming('curriculum_function')} {text}"
-    if steps > MOST_CUSTOM:
+    if steps > MAX_CUSTOM:
         raise UserError(
-            f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MOST_CUSTOM}; lower it"
+            f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MAX_CUSTOM}; lower it"
         )
     path = Path(text)
     if not path.is_file():

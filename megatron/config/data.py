@@ -12,7 +12,7 @@ from megatron.base.option import Condition, derived, option
 from megatron.config.conditions import WORDS, needs, unless
 
 _BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
-LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
+MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 """Bounds of dataset weights in a blend and of shares in --split; sums and quotients stay accurate within them."""
 
 
@@ -150,7 +150,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = [_ascii_number(word) for word in re.split(r"[,/]", split.strip())]
     except ValueError:
         shares = []
-    in_bounds = all(share == 0 or LEAST_WEIGHT <= share <= MOST_WEIGHT for share in shares)
+    in_bounds = all(share == 0 or MIN_WEIGHT <= share <= MAX_WEIGHT for share in shares)
     if not 1 <= len(shares) <= 3 or not in_bounds:
         raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
     if not any(shares):
@@ -179,10 +179,10 @@ def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
     if invalid_weights:
         raise UserError(f"{flag}: {invalid_weights[0]!r} is not a weight; {advice}")
     for word, path in zip(words[::2], words[1::2], strict=True):
-        if not LEAST_WEIGHT <= float(word) <= MOST_WEIGHT:
+        if not MIN_WEIGHT <= float(word) <= MAX_WEIGHT:
             raise UserError(
-                f"{flag}: the weight {word} of {path} must be a positive number from {LEAST_WEIGHT:g} to "
-                f"{MOST_WEIGHT:g}; leave a path out to drop it"
+                f"{flag}: the weight {word} of {path} must be a positive number from {MIN_WEIGHT:g} to "
+                f"{MAX_WEIGHT:g}; leave a path out to drop it"
             )
     return DatasetBlend(tuple(words[1::2]), tuple(map(float, words[::2])))
 

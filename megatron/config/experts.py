@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.base.option import Condition, derived, option
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.config.conditions import EXPERTS, needs, unless
 
 GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"
@@ -27,7 +27,7 @@ class ExpertsConfig:
         "Mixture of experts: number of experts in each layer that has experts, as one number for all of them or "
         "one for each (a pyramid). 1 or none: dense layers.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         common="experts",
     )
@@ -51,7 +51,7 @@ class ExpertsConfig:
         "--ffn-hidden-size",
         "Inner width of an expert.",
         minimum=1,
-        maximum=4 * MOST,
+        maximum=4 * MAX_SIZE,
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
@@ -59,7 +59,7 @@ class ExpertsConfig:
         2,
         "Number of experts per token.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         aliases=("topk",),
         checkpoint="shape",
         only_if=(EXPERTS,),
@@ -89,7 +89,7 @@ class ExpertsConfig:
         "a token chooses among all experts",
         "Number of equal groups of experts per layer; each token first chooses --moe-router-group-topk of them.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
@@ -98,7 +98,7 @@ class ExpertsConfig:
         "Number of groups from which a token chooses its experts: those whose two best experts have the largest "
         "sum of scores.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         only_if=(EXPERTS,),
     )
@@ -175,7 +175,7 @@ class ExpertsConfig:
         "no shared expert",
         "Inner width of a shared expert: an MLP that all tokens go through, in addition to their experts.",
         minimum=1,
-        maximum=4 * MOST,
+        maximum=4 * MAX_SIZE,
         checkpoint="shape",
         only_if=(EXPERTS,),
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.points import Point
     from megatron.compression.spec import Spec
 
-MOST_ISLANDS = 1 << 12
+MAX_ISLANDS = 1 << 12
 _SHARE_OF_TIMEOUT = 0.9
 ISLAND_VARIABLE = "MEGATRON_ISLAND"
 ADDRESS_VARIABLE = "MEGATRON_ISLANDS_ADDRESS"
@@ -40,14 +40,14 @@ class IslandsConfig:
         "share of the global batch. They first sum gradients in every step, and then exchange differences every "
         "few steps, as --compress outer=... says. tools/launch.py --islands starts all of them on one machine.",
         minimum=1,
-        maximum=MOST_ISLANDS,
+        maximum=MAX_ISLANDS,
         common="compress",
     )
     island: int | None = derived(
         f"{ISLAND_VARIABLE} of the environment, which tools/launch.py sets",
         "Number of this island, from 0.",
         minimum=0,
-        maximum=MOST_ISLANDS,
+        maximum=MAX_ISLANDS,
     )
     islands_address: str | None = derived(
         f"{ADDRESS_VARIABLE} of the environment, which tools/launch.py sets",
@@ -59,7 +59,7 @@ class IslandsConfig:
         "Minimum number of islands in a round. With fewer, the run saves and ends.",
         unit="islands",
         minimum=1,
-        maximum=MOST_ISLANDS,
+        maximum=MAX_ISLANDS,
     )
     islands_timeout_seconds: float = option(
         60.0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.base.option import Condition, derived, option
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 
 _GELU_WITH_BIAS = Condition(
     lambda run, _: (
@@ -80,7 +80,7 @@ class LayerFormConfig:
         "--kv-channels",
         "Divide attention scores by the square root of this.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
     )
     attn_logit_softcapping: float | None = derived(

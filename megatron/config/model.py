@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.base.option import derived, option, required
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.config.conditions import HALF_PRECISION, WORDS, unless, when
 from megatron.config.experts import ExpertsConfig
 from megatron.config.layer_form import LayerFormConfig
@@ -15,7 +15,7 @@ from megatron.config.model_types import ModelType, TaskHead, describe_model_type
 if TYPE_CHECKING:
     import torch
 
-MOST_LAYERS = 2048
+MAX_LAYERS = 2048
 LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
 CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
 
@@ -33,7 +33,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Number of transformer layers; for T5, of the encoder.",
         unit="layers",
         minimum=1,
-        maximum=MOST_LAYERS,
+        maximum=MAX_LAYERS,
         aliases=("encoder-num-layers",),
         checkpoint="shape",
         common="model size",
@@ -43,41 +43,41 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Number of layers of T5's decoder.",
         unit="layers",
         minimum=1,
-        maximum=MOST_LAYERS,
+        maximum=MAX_LAYERS,
         checkpoint="shape",
         only_if=(when("model.model_type", "t5"),),
     )
     hidden_size: int = required(
-        "Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape", common="model size"
+        "Width of the residual stream.", minimum=1, maximum=MAX_SIZE, checkpoint="shape", common="model size"
     )
     ffn_hidden_size: int = derived(
         "4 * hidden size; with --swiglu or --geglu, 8/3 * hidden size rounded down to a multiple of 64",
         "Inner width of the MLP.",
         minimum=1,
-        maximum=4 * MOST,
+        maximum=4 * MAX_SIZE,
         checkpoint="shape",
         common="model size",
     )
     num_attention_heads: int = required(
-        "Number of query heads.", minimum=1, maximum=MOST, checkpoint="shape", common="model size"
+        "Number of query heads.", minimum=1, maximum=MAX_SIZE, checkpoint="shape", common="model size"
     )
     num_query_groups: int = derived(
         "one per attention head",
         "Number of key/value heads (grouped-query attention). It must divide --num-attention-heads.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         aliases=("num-key-value-heads",),
         checkpoint="shape",
         common="model size",
     )
     kv_channels: int = derived(
-        "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MOST, checkpoint="shape"
+        "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MAX_SIZE, checkpoint="shape"
     )
     seq_length: int = required(
         "Sequence length of the training samples; for T5, of the encoder.",
         unit="tokens",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         aliases=("encoder-seq-length",),
         checkpoint="default",
         common="model size",
@@ -87,7 +87,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Sequence length of T5's decoder: the spans cut out of the encoder's text, with their sentinels.",
         unit="tokens",
         minimum=3,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="default",
         only_if=(when("model.model_type", "t5"),),
     )
@@ -96,7 +96,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Number of learned position embeddings.",
         unit="tokens",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         common="model size",
     )
@@ -185,7 +185,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Layers without the window of --sliding-window: every N-th one, or a 1 (window) or 0 (none) for each "
         "layer. By default all layers have the window.",
         minimum=0,
-        maximum=MOST_LAYERS,
+        maximum=MAX_LAYERS,
         checkpoint="shape",
     )
     untie_embeddings_and_output_weights: bool = option(
@@ -218,14 +218,14 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Number of BERT's token types, each with an embedding: the first sentence has type 0, the second type 1. "
         "0: no token types, so both look alike.",
         minimum=0,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
     )
     position_buckets: int = option(
         0,
         "DeBERTa: token distances beyond half of this share vectors, on a logarithmic scale; 0 for none.",
         minimum=0,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         only_if=(when("model.model_type", "deberta"),),
     )
@@ -234,7 +234,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "DeBERTa: distance beyond which all distances share one vector.",
         unit="tokens",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
         only_if=(when("model.model_type", "deberta"),),
     )
@@ -257,7 +257,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         0,
         "Number of classes for --task-head classification, or of texts for --task-head choice; tasks/main.py sets it.",
         minimum=0,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="shape",
     )
     fp32_residual_connection: bool = option(
@@ -281,7 +281,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
         unit="entries",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="default",
     )
 

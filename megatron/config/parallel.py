@@ -14,8 +14,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.split import split_rank
 from megatron.config.virtual_stages import resolve_v_form, resolve_virtual_stages
 
-MOST_PROCESSES = 1 << 20
-MOST_MINUTES = 60 * 24 * 366
+MAX_PROCESSES = 1 << 20
+MAX_MINUTES = 60 * 24 * 366
 """Maximum time-out, within the range of the clocks of all libraries."""
 
 
@@ -40,7 +40,7 @@ class ParallelConfig:
         "Tensor-parallel size: number of processes that share each layer.",
         unit="processes",
         minimum=1,
-        maximum=MOST_PROCESSES,
+        maximum=MAX_PROCESSES,
         common="layout",
     )
     pipeline_model_parallel_size: int = option(
@@ -48,7 +48,7 @@ class ParallelConfig:
         "Pipeline-parallel size: number of pipeline stages.",
         unit="stages",
         minimum=1,
-        maximum=MOST_PROCESSES,
+        maximum=MAX_PROCESSES,
         common="layout",
     )
     pipeline_model_parallel_split_rank: int | None = derived(
@@ -96,7 +96,7 @@ class ParallelConfig:
         "each other the tokens for them.",
         unit="processes",
         minimum=1,
-        maximum=MOST_PROCESSES,
+        maximum=MAX_PROCESSES,
         aliases=("moe-expert-parallel-size", "ep-world-size"),
         common="experts",
     )
@@ -107,7 +107,7 @@ class ParallelConfig:
         "too.",
         unit="processes",
         minimum=1,
-        maximum=MOST_PROCESSES,
+        maximum=MAX_PROCESSES,
         only_if=(EXPERTS,),
     )
     moe_two_stage: Literal["auto", "on", "off"] = option(
@@ -205,7 +205,7 @@ class ParallelConfig:
         "How long a process waits for its peers before it gives up.",
         unit="minutes",
         minimum=0.01,
-        maximum=MOST_MINUTES,
+        maximum=MAX_MINUTES,
         only_if=(SEVERAL_PROCESSES,),
     )
     peer_timeout_seconds: float = option(
@@ -222,7 +222,7 @@ class ParallelConfig:
         "LOCAL_RANK of the environment",
         "Rank of this process on its node; launchers set it.",
         minimum=0,
-        maximum=MOST_PROCESSES,
+        maximum=MAX_PROCESSES,
         may_differ="it tells the processes of a machine apart",
     )
 

@@ -12,7 +12,7 @@ from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields, missing_flags, section_from_plain
 from megatron.base.option import field_options
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.base.user_text import nearest
 from megatron.compression.points import Point
 from megatron.config.check_experts import check_upcycling
@@ -272,6 +272,6 @@ def minimal_run_config(model: ModelConfig, **sections: Any) -> RunConfig:
     minimal_sections: dict[str, Any] = {
         "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
         "optimizer": OptimizerConfig(lr=1e-4),
-        "tokenizer": TokenizerConfig(vocab_size=MOST),  # large enough for any tensor-parallel size
+        "tokenizer": TokenizerConfig(vocab_size=MAX_SIZE),  # large enough for any tensor-parallel size
     }
     return RunConfig(model=model, **{**minimal_sections, **sections})

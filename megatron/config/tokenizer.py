@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.base.user_text import flag_of
 from megatron.config.conditions import when
 
@@ -94,7 +94,7 @@ class TokenizerConfig:
         "number of token IDs in the text; the vocabulary has one more.",
         unit="entries",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="default",
     )
     vocab_extra_ids: int = option(
@@ -102,7 +102,7 @@ class TokenizerConfig:
         "Extra sentinel tokens at the end of the vocabulary.",
         unit="entries",
         minimum=0,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         checkpoint="default",
         only_if=(
             when(

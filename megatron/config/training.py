@@ -17,15 +17,15 @@ from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.config.validation import ValidationConfig
 
-MOST_DRAWN = 10**14
+MAX_DRAWN = 10**14
 """Maximum number of samples of a dataset; their tokens can be counted in 64 bits."""
-_MOST_MICRO_BATCHES = 1 << 16
+_MAX_MICRO_BATCHES = 1 << 16
 
-MOST_ITERATIONS = 10**9
-MOST_BATCH = 1 << 20
+MAX_ITERATIONS = 10**9
+MAX_BATCH = 1 << 20
 """Maximum size of a global batch or micro-batch."""
-MOST_SAMPLES = 10**12
-MOST_TOKENS = 10**16
+MAX_SAMPLES = 10**12
+MAX_TOKENS = 10**16
 
 
 _COMPILER = Condition(
@@ -48,7 +48,7 @@ class TrainingConfig:
         "Samples per forward pass of one data-parallel replica.",
         unit="samples",
         minimum=1,
-        maximum=MOST_BATCH,
+        maximum=MAX_BATCH,
         common="batch and length",
     )
     global_batch_size: int = derived(
@@ -56,7 +56,7 @@ class TrainingConfig:
         "Samples per optimizer step, over all replicas.",
         unit="samples",
         minimum=1,
-        maximum=MOST_BATCH,
+        maximum=MAX_BATCH,
         common="batch and length",
     )
     rampup_batch_size: list[int] | None = derived(  # noqa: RUF009
@@ -66,7 +66,7 @@ class TrainingConfig:
         count=3,
         metavar="START INCREMENT SAMPLES",
         minimum=0,
-        maximum=MOST_SAMPLES,
+        maximum=MAX_SAMPLES,
         common="batch and length",
     )
     step_batch_size_schedule: str | None = derived(
@@ -81,7 +81,7 @@ class TrainingConfig:
         "Length of the run.",
         unit="iterations",
         minimum=1,
-        maximum=MOST_ITERATIONS,
+        maximum=MAX_ITERATIONS,
         common="batch and length",
     )
     train_samples: int | None = derived(
@@ -89,7 +89,7 @@ class TrainingConfig:
         "Length of the run.",
         unit="samples",
         minimum=1,
-        maximum=MOST_SAMPLES,
+        maximum=MAX_SAMPLES,
         common="batch and length",
     )
     train_tokens: int | None = derived(
@@ -98,7 +98,7 @@ class TrainingConfig:
         "actually read. If --train-samples is given, too, the shorter one ends the run.",
         unit="tokens",
         minimum=1,
-        maximum=MOST_TOKENS,
+        maximum=MAX_TOKENS,
         common="batch and length",
     )
     exit_interval: int | None = derived(
@@ -188,8 +188,8 @@ def resolve_training(
             )
         steps = read_steps(training.step_batch_size_schedule, lengths.full)
         largest, last = max(size for _, size in steps), steps[-1][1]
-        if largest > MOST_BATCH:
-            raise UserError(f"{flag}: a batch of {largest} is above {MOST_BATCH}; lower it")
+        if largest > MAX_BATCH:
+            raise UserError(f"{flag}: a batch of {largest} is above {MAX_BATCH}; lower it")
         if not is_unset(training.global_batch_size) and training.global_batch_size != last:
             raise UserError(
                 f"--global-batch-size {training.global_batch_size} contradicts {flag}, which ends with {last}; "
@@ -260,15 +260,15 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
                     f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * divisor}"
                 )
     largest = max(schedule.sizes)
-    if largest // divisor > _MOST_MICRO_BATCHES:
+    if largest // divisor > _MAX_MICRO_BATCHES:
         raise UserError(
             f"--global-batch-size {largest} makes {largest // divisor} micro-batches of each replica's step, more "
-            f"than {_MOST_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
+            f"than {_MAX_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
         )
 
 
 def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_length: int) -> None:
-    """Check that the run draws at least a batch and at most ``MOST_DRAWN`` samples; raise UserError otherwise."""
+    """Check that the run draws at least a batch and at most ``MAX_DRAWN`` samples; raise UserError otherwise."""
     size, sizes = training.global_batch_size, batch_schedule(training, seq_length).sizes
     iterations = training.train_iters or (training.train_samples or 0) // min(sizes)
     for samples, flags in (
@@ -278,8 +278,8 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
             f"--eval-iters {validation.eval_iters} every --eval-interval {validation.eval_interval} iterations",
         ),
     ):
-        if samples > MOST_DRAWN:
-            raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
+        if samples > MAX_DRAWN:
+            raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MAX_DRAWN:_} can be; lower one")
     _ = SkippedIterations.parse(training.iterations_to_skip)  # raises for unreadable values
     if training.train_samples is not None and training.train_samples < (first := sizes[0]):
         raise UserError(

@@ -160,7 +160,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         version = header.number("checkpoint_version", 0)
         if version not in VERSIONS:
             raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
-        iteration = header.integer("iteration", 0, least=0, most=10**18)
+        iteration = header.integer("iteration", 0, minimum=0, maximum=10**18)
         model, padded = _model_of(args), args.integer("padded_vocab_size")
         entries_size = _vocab_size(args, vocab_size, padded, len(tps))
         if model.num_query_groups % len(tps):
@@ -270,7 +270,7 @@ def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> in
         if not 0 < requested <= padded:
             raise UserError(f"--vocab-size {requested}: the checkpoint's embedding has {padded} rows")
         return requested
-    count = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
+    count = args.integer("orig_vocab_size", 0, minimum=0) or args.integer("vocab_size", 0, minimum=0)
     multiple = args.integer("make_vocab_size_divisible_by", 128)
     step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
     if count and not 0 <= padded - count < step:

@@ -60,7 +60,7 @@ _OF_DEBERTA = {
 def deberta_model(config: Values) -> dict[str, object]:
     """Model fields from config.json; raises UserError for a feature that our models lack."""
     hidden, positions = config.integer("hidden_size"), config.integer("max_position_embeddings", 512)
-    kernel = config.integer("conv_kernel_size", 0, least=0)
+    kernel = config.integer("conv_kernel_size", 0, minimum=0)
     for name, (default, supported) in _OF_DEBERTA.items():
         value = config.get(name, default)
         if value != supported:
@@ -74,12 +74,12 @@ def deberta_model(config: Values) -> dict[str, object]:
     for name in ("embedding_size", "pooler_hidden_size"):
         if config.integer(name, hidden) != hidden:
             raise UserError(f"{name} {config.integer(name)} is not hidden_size {hidden}; it cannot be converted")
-    relative = config.integer("max_relative_positions", -1, least=-1)
+    relative = config.integer("max_relative_positions", -1, minimum=-1)
     learned = config.flag("position_biased_input", True)
     return {
         **named_head(config, {"classification": _DEBERTA_WITH_HEAD}),
         "model_type": "deberta",
-        "num_tokentypes": config.integer("type_vocab_size", 0, least=0),
+        "num_tokentypes": config.integer("type_vocab_size", 0, minimum=0),
         "num_layers": config.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": config.integer("num_attention_heads"),
@@ -87,7 +87,7 @@ def deberta_model(config: Values) -> dict[str, object]:
         "seq_length": positions,
         "max_position_embeddings": positions,
         "max_relative_positions": relative if relative > 0 else positions,
-        "position_buckets": max(config.integer("position_buckets", -1, least=-1), 0),
+        "position_buckets": max(config.integer("position_buckets", -1, minimum=-1), 0),
         "position_embedding_type": "learned_absolute" if learned else "none",
         "conv_kernel_size": kernel,
         "norm_epsilon": config.number("layer_norm_eps", 1e-7),

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.config.model import MOST_LAYERS, ModelConfig
+from megatron.config.model import MAX_LAYERS, ModelConfig
 from megatron.convert.config_words import is_tanh
 from megatron.convert.rotary import (
     check_all_channels,
@@ -182,7 +182,7 @@ def _windows(config: Values, period: int) -> dict[str, object]:
 
     A window that covers all positions is kept: its layers may have another base of rotary positions.
     """
-    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     pattern = [int((layer + 1) % period != 0) for layer in range(layers)]
     if config.has("layer_types"):
         pattern = named_windows(config, layers)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.option import is_unset
 from megatron.base.values import Values
-from megatron.config.model import MOST_LAYERS, ModelConfig
+from megatron.config.model import MAX_LAYERS, ModelConfig
 
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 
@@ -108,7 +108,7 @@ def mixtral_experts(config: Values) -> dict[str, object]:
     _check_weights(k, normalized=True)
     return {
         **_routing_of(config, k),
-        "num_experts": [config.integer("num_local_experts", 8, least=2)],
+        "num_experts": [config.integer("num_local_experts", 8, minimum=2)],
         "moe_input_jitter_eps": config.number("router_jitter_noise", 0.0),
     }
 
@@ -122,9 +122,9 @@ def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, 
     """
     k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
     _check_weights(k, normalized)
-    layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
+    layers, step = config.integer("num_hidden_layers", maximum=MAX_LAYERS), config.integer("decoder_sparse_step", 1)
     name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
-    count = config.integer(name, experts, least=2)
+    count = config.integer(name, experts, minimum=2)
     dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
     expert_layers = [number for number in range(step - 1, layers, step) if number not in dense]
     if not expert_layers:
@@ -161,5 +161,5 @@ def _check_weights(k: int, normalized: bool) -> None:
 
 
 def _routing_of(config: Values, k: int) -> dict[str, object]:
-    coefficient = config.number("router_aux_loss_coef", 1e-3, least=0)
+    coefficient = config.number("router_aux_loss_coef", 1e-3, minimum=0)
     return {"moe_router_topk": k, "moe_aux_loss_coeff": [coefficient]}

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.config.model import MOST_LAYERS, ModelConfig
+from megatron.config.model import MAX_LAYERS, ModelConfig
 from megatron.convert.config_words import gelu_name, is_tanh
 from megatron.convert.mixture import (
     MIXTRAL,
@@ -231,21 +231,21 @@ def llama_model(config: Values) -> dict[str, object]:
 
 def mistral_model(config: Values) -> dict[str, object]:
     """Model fields of Mistral, or Ministral with layer_types; raises UserError for a feature that our models lack."""
-    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return {**_swiglu_model(config, 8), **_windows_of(config, [1] * layers)}
 
 
 def qwen2_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen2; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
-    sliding = range(config.integer("max_window_layers", 28, least=0), layers)
+    sliding = range(config.integer("max_window_layers", 28, minimum=0), layers)
     return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_window_where(config, sliding)}
 
 
 def qwen3_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen3; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
-    sliding = range(config.integer("max_window_layers", 28, least=0), layers)
+    sliding = range(config.integer("max_window_layers", 28, minimum=0), layers)
     return {**_swiglu_model(config, 32, width=128), **_normalized(config), **_window_where(config, sliding)}
 
 
@@ -279,7 +279,7 @@ def mixtral_model(config: Values) -> dict[str, object]:
 def qwen2_moe_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen2-MoE; raises UserError for a feature that our models lack."""
     # Unlike Qwen2: every other layer of the first layers.
-    sliding = range(0, min(config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, least=0)), 2)
+    sliding = range(0, min(config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, minimum=0)), 2)
     return {
         **_swiglu_model(config, 16),
         "add_qkv_bias": config.flag("qkv_bias", True),
@@ -290,7 +290,7 @@ def qwen2_moe_model(config: Values) -> dict[str, object]:
 
 def _window_where(config: Values, sliding: range) -> dict[str, object]:
     """Sliding window of Qwen2, by default in the layers of ``sliding``."""
-    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     windows = _windows_of(config, [int(layer in sliding) for layer in range(layers)])
     return windows if config.flag("use_sliding_window", False) else {}
 

@@ -36,7 +36,7 @@ def named_head(config: Values, architectures: Mapping[TaskHead, str]) -> dict[st
     if architectures.get("choice") in named:
         if not config.has("num_choices"):
             raise UserError('num_choices is missing; write the number of choices of a sample, such as "num_choices": 4')
-        return {"task_head": "choice", "task_classes": config.integer("num_choices", least=2)}
+        return {"task_head": "choice", "task_classes": config.integer("num_choices", minimum=2)}
     if architectures["classification"] not in named:
         return {}
     classes = len(config.table("id2label", {})) or config.integer("num_labels", 2)

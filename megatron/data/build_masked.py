@@ -20,9 +20,9 @@ from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
 
 # Smallest target length of a sample, as in megatron-core.
-_LEAST_TARGET = 2
+_MIN_TARGET = 2
 # [BOS], a sentinel and a token.
-_LEAST_DECODER = 3
+_MIN_DECODER = 3
 
 
 def build_bert_datasets(
@@ -88,8 +88,8 @@ def build_t5_datasets(
     if not len(ids.sentinels):
         raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")
     _check_length(encoder_seq_length, T5_SPECIAL_TOKENS, "--encoder-seq-length")
-    if decoder_seq_length < _LEAST_DECODER:
-        raise UserError(f"--decoder-seq-length {decoder_seq_length} must be at least {_LEAST_DECODER}")
+    if decoder_seq_length < _MIN_DECODER:
+        raise UserError(f"--decoder-seq-length {decoder_seq_length} must be at least {_MIN_DECODER}")
     _check_shares(mask_prob, short_seq_prob)
     cut = Cut(encoder_seq_length - T5_SPECIAL_TOKENS, 1, short_seq_prob)
     masking = WordMasking(mask_prob, T5_MASKING_NGRAM, geometric=True)
@@ -100,10 +100,10 @@ def build_t5_datasets(
 
 
 def _check_length(length: int, special: int, flag: str) -> None:
-    if length < special + _LEAST_TARGET:
+    if length < special + _MIN_TARGET:
         raise UserError(
             f"{flag} {length} leaves no room for text beside {special} special tokens: give at least "
-            f"{special + _LEAST_TARGET}"
+            f"{special + _MIN_TARGET}"
         )
 
 

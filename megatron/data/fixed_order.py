@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron.data.gpt_index import Documents, LazyOrder, Span
 from megatron.data.permute import Permutation, mix
 
-_MOST_LANES = 64
-_LEAST_ROWS = 16
+_MAX_LANES = 64
+_MIN_ROWS = 16
 
 
 class Lanes:
@@ -26,7 +26,7 @@ class Lanes:
 
     def __init__(self, samples: int, seed: int) -> None:
         self.lanes = 1
-        while self.lanes < _MOST_LANES and self.lanes * 2 * _LEAST_ROWS <= samples:
+        while self.lanes < _MAX_LANES and self.lanes * 2 * _MIN_ROWS <= samples:
             self.lanes *= 2
         self._rows = samples // self.lanes
         self.epoch_samples = self._rows * self.lanes

@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, derived, field_options, option, required
 from megatron.checkpoint.load import saved_config
 from megatron.config.flags import ParsedSections, build_parser, run_table
-from megatron.config.parallel import MOST_MINUTES
+from megatron.config.parallel import MAX_MINUTES
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag, OldFlag, Shortcut
 from megatron.distributed.layout import Layout
@@ -38,7 +38,7 @@ class ModelFlags:
     pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", unit="stages", minimum=1)
     distributed_backend: Literal["nccl", "gloo"] = derived("nccl with CUDA, else gloo", "Communication library.")
     distributed_timeout_minutes: float = option(
-        10.0, "How long a rank waits for the others.", unit="minutes", minimum=0.01, maximum=MOST_MINUTES
+        10.0, "How long a rank waits for the others.", unit="minutes", minimum=0.01, maximum=MAX_MINUTES
     )
 
     @property

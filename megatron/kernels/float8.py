@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.kernels.reference import bf16_towards, noise
 
-LEAST_UNIT = 2.0**-126
+MIN_UNIT = 2.0**-126
 """Smallest unit that codes are multiplied by, so that neither the unit nor its inverse is zero or infinite."""
 
 _NAN = 0x7F
@@ -106,7 +106,7 @@ def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: Float8, adde
 def _unit(largest_g: Tensor, form: Float8) -> Tensor:
     """Factor from the largest number of the format to the largest magnitude of a group."""
     # CUDA computes tensor / scalar as a product with the reciprocal, which rounds twice.
-    return largest_g.clamp(min=form.most * LEAST_UNIT) / torch.full_like(largest_g, form.most)
+    return largest_g.clamp(min=form.most * MIN_UNIT) / torch.full_like(largest_g, form.most)
 
 
 def _units(scales: Tensor, form: Float8) -> Tensor:

@@ -22,7 +22,7 @@ MULTIPLE = 16
 
 _EXPONENT = 0x7F800000
 _LAST_BIT = 23
-_MOST_EXPONENT = {E4M3: 8, E5M2: 15}
+_MAX_EXPONENT = {E4M3: 8, E5M2: 15}
 """Exponents of the formats' largest numbers, both 1.75 times a power of two."""
 _UP_BEYOND_1_75 = 0x1FFFFF
 """When added to the bits of m * 2^e, carries into the exponent if m is above 1.75."""
@@ -47,7 +47,7 @@ def largest(x_mn: Tensor, by_rows: bool) -> Tensor:
 
 def scale_of(most: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales for the given largest magnitudes, fp32."""
-    offset = _MOST_EXPONENT[dtype] << _LAST_BIT
+    offset = _MAX_EXPONENT[dtype] << _LAST_BIT
     # Computed on the bits, because a division rounds, differently on different devices.
     bits = (most.view(torch.int32) + _UP_BEYOND_1_75) & _EXPONENT
     scale = (bits.clamp(min=offset + (1 << _LAST_BIT)) - offset).view(torch.float32)

@@ -219,7 +219,7 @@ class Experts(nn.Module):
         # A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert
         # numbers and weights are sent along with the rows.
         local_experts, k = comm.ranks.size * local, choices.chosen_tk.shape[1]
-        count = partial(comm.count_by_node, experts=self.count, most=choices.most)
+        count = partial(comm.count_by_node, experts=self.count, capacity=choices.capacity)
         # Node of each expert, and its index on that node; each with an extra entry for no expert.
         node_of = [node for node in comm.node_of for _ in range(local)]
         index_of = [rank * local + number for rank in comm.index_in_node for number in range(local)]
@@ -232,8 +232,10 @@ class Experts(nn.Module):
         weights_p, numbers_p = nodes.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
         dispatch_leg, combine_leg = _legs(sent, received, self.layer)
         rows = nodes.move(permute(x_th, node_choices.order), dispatch_leg)
-        most = None if choices.most is None else choices.most * nodes.size
-        received_choices = decode_choices(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
+        capacity = None if choices.capacity is None else choices.capacity * nodes.size
+        received_choices = decode_choices(
+            numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, capacity
+        )
         return unpermute(
             nodes.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg),
             node_choices.order,
@@ -244,7 +246,7 @@ class Experts(nn.Module):
         """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
-        counts = self.expert_comm.count_rows(choices.chosen_tk, experts, choices.most, choices.total)
+        counts = self.expert_comm.count_rows(choices.chosen_tk, experts, choices.capacity, choices.total)
         order = make_order(choices.chosen_tk, choices.holes, counts)
         rows = permute(x_th, order)
         if comm.size == 1:

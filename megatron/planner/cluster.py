@@ -97,7 +97,7 @@ class Cluster:
         return self.corrections.get(name, 1.0)
 
 
-MOST_GPUS = 1_000_000
+MAX_GPUS = 1_000_000
 """Maximum number of GPUs in a plan."""
 
 STEP_PARTS = (
@@ -326,8 +326,8 @@ def _section(kind: type[Any], content: object, context: str) -> Any:
             raise UserError(f"{context}: {name} must be text, not {value!r}")
         if name == "efficiency" and value > 1:
             raise UserError(f"{context}: efficiency must be a share of the peak, at most 1, not {value!r}")
-        if name in ("gpus", "gpus_per_node", "sites") and value > MOST_GPUS:
-            raise UserError(f"{context}: {name} must be at most {MOST_GPUS:,}, not {value!r}")
+        if name in ("gpus", "gpus_per_node", "sites") and value > MAX_GPUS:
+            raise UserError(f"{context}: {name} must be at most {MAX_GPUS:,}, not {value!r}")
         if fields[name].type == "int" and value != int(value):
             raise UserError(f"{context}: {name} must be a whole number, not {value!r}")
     integers = {name: int(value) for name, value in content.items() if fields[name].type == "int"}

@@ -42,7 +42,7 @@ from megatron.distributed.topology import build_topology
 from megatron.planner.auto import CompressorSearch, report
 from megatron.planner.candidates import candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
-from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
+from megatron.planner.cluster import MAX_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
 from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.growth import predict_growth
 from megatron.planner.measure import fill_in_measured, measure_all, without_pipeline
@@ -380,8 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             cli.error(f"--{name.replace('_', '-')} {value}: give at least 1")
-    if options.gpus is not None and options.gpus > MOST_GPUS:
-        cli.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
+    if options.gpus is not None and options.gpus > MAX_GPUS:
+        cli.error(f"--gpus {options.gpus}: give at most {MAX_GPUS:,}")
     try:
         run(options)
         sys.stdout.flush()

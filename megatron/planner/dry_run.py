@@ -296,7 +296,7 @@ class DryExpertComm(ExpertComm):
         self.ranks = _DryRowExchange(self.ranks.group, ledger, self.ranks.coding, self.ranks.inside)
         self.imbalance = imbalance
 
-    def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+    def count_rows(self, chosen: Tensor, experts: int, capacity: int | None = None, total: int | None = None) -> Tensor:
         """Number of rows of each expert; the first expert is the fullest."""
         rows = chosen.numel() if total is None else total
         share = self.imbalance / experts
@@ -306,15 +306,17 @@ class DryExpertComm(ExpertComm):
             share /= self.nodes.size
             share /= share + (experts - 1) * (1 - share) / (everywhere - 1)
         full = min(round(share * rows), rows)
-        if total is not None and most is not None:
-            full = min(full, most)  # rows of the other experts have arrived, too
+        if total is not None and capacity is not None:
+            full = min(full, capacity)  # rows of the other experts have arrived, too
         each, remainder = divmod(rows - full, max(experts - 1, 1))
         counts = torch.full((experts,), each)
         counts[0] = full
         counts[1 : 1 + remainder] += 1
-        return counts if most is None else counts.clamp_(max=most)
+        return counts if capacity is None else counts.clamp_(max=capacity)
 
-    def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
+    def count_by_node(
+        self, once_tk: Tensor, node_tk: Tensor, experts: int, capacity: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Number of rows and choices of each node; the first node holds the fullest expert.
 
         A token chooses the fullest expert with a given probability, and its remaining choices uniformly among the
@@ -323,9 +325,9 @@ class DryExpertComm(ExpertComm):
         assert self.nodes is not None
         (tokens, k), nodes = once_tk.shape, self.nodes.size
         local, other_experts = experts // nodes, experts - 1
-        choices_n = self.count_rows(node_tk, experts, most).view(nodes, local).sum(1)
+        choices_n = self.count_rows(node_tk, experts, capacity).view(nodes, local).sum(1)
         chosen = min(self.imbalance * k / experts, 1.0)
-        kept_share = chosen if most is None else min(chosen, most / tokens)
+        kept_share = chosen if capacity is None else min(chosen, capacity / tokens)
 
         def hit(among: int, by: int) -> float:
             return 1 - comb(other_experts - among, by) / max(comb(other_experts, by), 1)

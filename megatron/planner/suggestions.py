@@ -12,7 +12,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import refusal_reason
 
-_LEAST_GAIN, _LEAST_GAIN_OF_DELAY, _LEAST_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
+_MIN_GAIN, _MIN_GAIN_OF_DELAY, _MIN_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
 """Shares of an iteration that a setting must save: more if it changes the training."""
 
 _NOTE_ON_DELAY = " (every gradient is applied a step late, which costs loss: see the guide on delayed gradients)"
@@ -44,21 +44,21 @@ def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
 def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, str, Choice, float]]:
     """Flags, a note on them, the choice with them, and the share of an iteration that they must save."""
     if choice.dp > 1 and not choice.overlaps_reduction:
-        yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _LEAST_GAIN
+        yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _MIN_GAIN
     if choice.dp > 1 and not choice.delay:
         flags = "--delay 1 in place of --overlap-grad-reduce" if choice.overlap else "--delay 1"
-        yield flags, _NOTE_ON_DELAY, replace(choice, delay=1, overlap=False), _LEAST_GAIN_OF_DELAY
+        yield flags, _NOTE_ON_DELAY, replace(choice, delay=1, overlap=False), _MIN_GAIN_OF_DELAY
     if choice.flush and choice.can_overlap_steps:
         eager = replace(choice, schedule="eager-1f1b", flush=False)
-        yield "--no-pipeline-flush --pipeline-schedule eager-1f1b", "", eager, _LEAST_GAIN
+        yield "--no-pipeline-flush --pipeline-schedule eager-1f1b", "", eager, _MIN_GAIN
     elif choice.flush and replace(choice, delay=1).can_overlap_steps:
         eager = replace(choice, schedule="eager-1f1b", delay=1, overlap=False, flush=False)
         flags = "--delay 1 --no-pipeline-flush --pipeline-schedule eager-1f1b"
-        yield flags, _NOTE_ON_DELAY, eager, _LEAST_GAIN_OF_DELAY
+        yield flags, _NOTE_ON_DELAY, eager, _MIN_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
-        yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _LEAST_GAIN
+        yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _MIN_GAIN
         if predictor.config.model.num_layers % (2 * choice.pp) == 0:
-            yield "--pipeline-schedule zb-v", "", replace(choice, schedule="zb-v", chunks=2), _LEAST_GAIN
+            yield "--pipeline-schedule zb-v", "", replace(choice, schedule="zb-v", chunks=2), _MIN_GAIN
     nodes = predictor.cluster.gpus // predictor.cluster.gpus_per_node
     has_length = predictor.config.training.planned_iters is not None
     if nodes > 1 and choice.islands == 1 and choice.dp % nodes == 0 and has_length:
@@ -68,4 +68,4 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
             choice, dp=dp, islands=nodes, specs=(*specs, _ISLANDS_SPEC), overlap=choice.overlap and dp > 1
         )
         note = " (in place of auto, and at a cost in loss that is not in the budget: see the guide on islands)"
-        yield f"--islands {nodes} --compress {_ISLANDS_SPEC}", note, islands, _LEAST_GAIN_OF_ISLANDS
+        yield f"--islands {nodes} --compress {_ISLANDS_SPEC}", note, islands, _MIN_GAIN_OF_ISLANDS

@@ -13,7 +13,7 @@ from megatron.base.text_file import read_json_object
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 """Maximum digits of a token id."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which UTF-8 cannot encode."""
@@ -72,7 +72,7 @@ def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any
     flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
     for number, token in pairs:
         text = _text_of(token)
-        if not text or not (isinstance(number, int) or (str(number).isdecimal() and len(number) <= _MOST_DIGITS)):
+        if not text or not (isinstance(number, int) or (str(number).isdecimal() and len(number) <= _MAX_DIGITS)):
             raise UserError(f"{path}: its added token {number!r} needs an id and a text; put it right")
         yield int(number), {"content": text, **{name: bool(token[name]) for name in flags if name in token}}
 

@@ -221,7 +221,7 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
             plan.substitute(point, None)
     checks = Values(choice.table("loss_checks", {}), config.checkpoint.source, _REMEDY)
     loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
-    return SavedChecks(loss, choice.number("s_per_token", least=0.0) if choice.has("s_per_token") else None)
+    return SavedChecks(loss, choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None)
 
 
 def _turned_off(choice: Values) -> list[Point]:

@@ -281,7 +281,7 @@ def _guard_point(
     breaks = [] if saved is None else saved.integers("breaks")
     if saved is None or len(breaks) != len(settings):
         return _GuardedPoint(settings, position, [0] * len(settings))
-    return _GuardedPoint(settings, position, breaks, saved.integer("calm_checks", least=0))
+    return _GuardedPoint(settings, position, breaks, saved.integer("calm_checks", minimum=0))
 
 
 def _increase(loss: float, exact_loss: float) -> float:

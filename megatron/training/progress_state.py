@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.distributed.policy import SkippedSteps
 
-_MOST = 1 << 62
+_MAX = 1 << 62
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Progress(SkippedSteps):
         """
         values = Values(state)
         counts: dict[str, int | None] = {
-            name: values.integer(name, least=0, most=_MOST) for name in ("iteration", "consumed_samples", "skipped")
+            name: values.integer(name, minimum=0, maximum=_MAX) for name in ("iteration", "consumed_samples", "skipped")
         }
         # Older checkpoints lack these values.
         defaults = {"consumed_tokens": None, "consecutive_skips": 0, "last_update": counts["iteration"]}
         for name, default in defaults.items():
-            counts[name] = values.integer(name, least=0, most=_MOST) if values.has(name) else default
+            counts[name] = values.integer(name, minimum=0, maximum=_MAX) if values.has(name) else default
         for name, count in counts.items():
             setattr(self, name, count)
 
@@ -96,7 +96,7 @@ class SavedCounters:
                 for name in ("loss_scale", "controllers"):
                     values.table(name)
                 for name in ("optimizer_steps", "variance_frozen_at"):
-                    values.integer(name, least=0, most=_MOST)
+                    values.integer(name, minimum=0, maximum=_MAX)
             return SavedCounters(separate)
         except UserError as error:
             remedy = "load another checkpoint, or its weights alone with --finetune"

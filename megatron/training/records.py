@@ -28,16 +28,16 @@ class Record(Values):
         Raises:
             UserError: when it is not a whole number, or missing without a default.
         """
-        return self.integer("iteration", default, least=None, most=None)
+        return self.integer("iteration", default, minimum=None, maximum=None)
 
     def number(
-        self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
+        self, name: str, default: float | None = None, *, minimum: float | None = None, maximum: float | None = None
     ) -> float:
         """A number: nan for null, which stands for a value that is not finite; the default if it is missing."""
         value = self.get(name, 0)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return math.nan
-        number = super().number(name, default, least=least, most=most)
+        number = super().number(name, default, minimum=minimum, maximum=maximum)
         return self.get(name, number)  # a count stays a whole number
 
     def numbers(self, name: str) -> list[float]:

@@ -30,7 +30,7 @@ from megatron.data.preprocess.reading import divide, expand_inputs, read_blocks
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_FILES = ("vocab.json", "merges.txt")
-MOST_ENTRIES = 10_000_000
+MAX_ENTRIES = 10_000_000
 
 Watch = Callable[[Totals, list[str]], None]
 
@@ -99,9 +99,9 @@ def train(
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if not len(alphabet) < vocab_size <= MOST_ENTRIES:
+    if not len(alphabet) < vocab_size <= MAX_ENTRIES:
         raise UserError(
-            f"--vocab-size {vocab_size} must exceed the {len(alphabet)} byte values, and be at most {MOST_ENTRIES:,}"
+            f"--vocab-size {vocab_size} must exceed the {len(alphabet)} byte values, and be at most {MAX_ENTRIES:,}"
         )
     names = expand_inputs([str(path) for path in files])
     try:

@@ -22,7 +22,7 @@ from megatron.tokenizer.wordpiece import word_piece_ids
 
 _CACHED_TEXTS = 1024
 # First token, a separator after each of two texts, and a token of each text.
-_LEAST_LENGTH = 5
+_MIN_LENGTH = 5
 # Length, label, and whether the label counts.
 _AFTER_TOKENS = 3
 _NAMES = ("[CLS]", "[SEP]", "[PAD]")
@@ -109,8 +109,8 @@ class TaskDataset(RowIndexing):
             self._around = Separators(ids.cls, ids.sep, ids.pad)
         self._most_first = most_first
         self._length = model.seq_length
-        if self._length < _LEAST_LENGTH:
-            raise UserError(f"--seq-length {self._length} leaves no room for texts; give at least {_LEAST_LENGTH}")
+        if self._length < _MIN_LENGTH:
+            raise UserError(f"--seq-length {self._length} leaves no room for texts; give at least {_MIN_LENGTH}")
         self._causal = model.causal
         self._has_types = model.num_tokentypes > 0
         self._real = model.task_head == "regression"

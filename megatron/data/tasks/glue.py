@@ -12,7 +12,7 @@ from megatron.base.text_file import read_lines
 from megatron.base.user_text import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
-_MOST_TORN = 0.01
+_MAX_TORN = 0.01
 """Maximum fraction of malformed lines in a file that is known to contain some."""
 
 
@@ -115,7 +115,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
         else:
             empty_column = next(column for column in columns.texts if not row[column].strip())
             raise UserError(f"{line_location}: column {empty_column + 1} holds no text")
-    if torn and len(torn) > _MOST_TORN * len(lines):
+    if torn and len(torn) > _MAX_TORN * len(lines):
         raise UserError(
             f"{location}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
             f"{len(torn) - 1} others; give {task}'s own file"

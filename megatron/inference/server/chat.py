@@ -51,7 +51,7 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
         fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
     )
     variables = {**options, "add_generation_prompt": fields.flag("add_generation_prompt", True)}
-    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP)
+    top = fields.integer("top_logprobs", 0, minimum=0, maximum=MAX_TOP)
     with_logprobs = fields.flag("logprobs", False)
     if top and not with_logprobs:
         raise RequestError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out")
@@ -64,7 +64,7 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
         raise RequestError("messages: the chat template makes an empty prompt of them")
     name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     share = limits.tokens // fields.integer("n", 1) - len(prompt)
-    new = fields.integer(name, room(share, [prompt], limits), most=limits.window)
+    new = fields.integer(name, room(share, [prompt], limits), maximum=limits.window)
     return openai_completion(fields, tokenizer, limits, [prompt], new, top=top if with_logprobs else None, echo=False)
 
 

@@ -89,21 +89,21 @@ class Fields(Values):
 def _seeds(fields: Fields, name: str, count: int) -> list[int]:
     if not fields.has(name):
         return [random.getrandbits(62) for _ in range(count)]
-    first = fields.integer(name, least=-LARGEST, most=LARGEST)
+    first = fields.integer(name, minimum=-LARGEST, maximum=LARGEST)
     return [first + i for i in range(count)]
 
 
 def _temperature(fields: Fields) -> float:
-    return fields.number("temperature", 1.0, least=0, most=100)
+    return fields.number("temperature", 1.0, minimum=0, maximum=100)
 
 
 def _top_p(fields: Fields, default: float) -> float:
-    return fields.number("top_p", default, least=0, most=1)
+    return fields.number("top_p", default, minimum=0, maximum=1)
 
 
 def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float) -> Sampling:
-    top_k = 0 if greedy else fields.integer("top_k", 0, least=0, most=MAX_TOP_K)
-    decay, bound = (fields.number(name, 0.0, least=0, most=1) for name in ("top_p_decay", "top_p_bound"))
+    top_k = 0 if greedy else fields.integer("top_k", 0, minimum=0, maximum=MAX_TOP_K)
+    decay, bound = (fields.number(name, 0.0, minimum=0, maximum=1) for name in ("top_p_decay", "top_p_bound"))
     try:
         return Sampling(1.0 if greedy else temperature, top_k, top_p, greedy, decay, bound)
     except UserError as error:
@@ -173,7 +173,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     prompts = tokenizer.tokenize_batch(texts)
     if fields.flag("add_BOS", False):
         prompts = [[start_token(tokenizer), *prompt] for prompt in prompts]
-    new = fields.integer("tokens_to_generate", room(64, prompts, limits), least=0, most=limits.window)
+    new = fields.integer("tokens_to_generate", room(64, prompts, limits), minimum=0, maximum=limits.window)
     logprobs = fields.flag("logprobs", False)
     if not new and not logprobs:
         raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
@@ -259,9 +259,9 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
         prompts = [[]]
     else:
         prompts = tokenizer.tokenize_batch(fields.bounded_texts("prompt", MAX_PROMPTS, 1 << 20))
-    top = fields.integer("logprobs", least=0, most=MAX_TOP) if fields.has("logprobs") else None
+    top = fields.integer("logprobs", minimum=0, maximum=MAX_TOP) if fields.has("logprobs") else None
     echo = fields.flag("echo", False)
-    new = fields.integer("max_tokens", room(16, prompts, limits), least=0, most=limits.window)
+    new = fields.integer("max_tokens", room(16, prompts, limits), minimum=0, maximum=limits.window)
     if not new and not echo:
         raise RequestError("max_tokens 0 only makes sense with echo: true")
     completion = openai_completion(fields, tokenizer, limits, prompts, new, top=top, echo=echo)
@@ -294,13 +294,13 @@ def openai_completion(
     Raises:
         UserError: when the request is invalid.
     """
-    n = fields.integer("n", 1, most=MAX_PROMPTS)
+    n = fields.integer("n", 1, maximum=MAX_PROMPTS)
     if len(prompts) * n > MAX_PROMPTS:
         raise RequestError(f"there are {len(prompts)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
     rows = [prompt for prompt in prompts for _ in range(n)]
     temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
-    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
-    min_p = fields.number("min_p", 0.0, least=0, most=1)
+    top_k = max(fields.integer("top_k", 0, minimum=-1, maximum=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
+    min_p = fields.number("min_p", 0.0, minimum=0, maximum=1)
     # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
     greedy = temperature == 0 or top_p == 0
     biases = Fields(fields["logit_bias"] if fields.has("logit_bias") else {}, "logit_bias")
@@ -319,9 +319,9 @@ def openai_completion(
         top_p=0.0 if greedy or top_p == 1 else top_p,
         greedy=greedy,
         min_p=0.0 if greedy else min_p,
-        repetition_penalty=fields.number("repetition_penalty", 1.0, least=0.01, most=100),
-        presence_penalty=fields.number("presence_penalty", 0.0, least=-2, most=2),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, least=-2, most=2),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, minimum=0.01, maximum=100),
+        presence_penalty=fields.number("presence_penalty", 0.0, minimum=-2, maximum=2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, minimum=-2, maximum=2),
         logit_bias=pairs,
     )
     stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)

@@ -217,7 +217,7 @@ class DelayedGradients:
             )
         if not values.has("iteration"):
             return
-        iteration, loss_scale = values.integer("iteration", least=0), values.number("loss_scale")
+        iteration, loss_scale = values.integer("iteration", minimum=0), values.number("loss_scale")
         flags = {name: values.flag(name) for name in ("finite", "clipped", "freezes_variance", "needs_update")}
         self._plan.begin_step(iteration)
         self._sync.begin_step(iteration, loss_scale, checked=True)

@@ -217,25 +217,27 @@ class ExpertComm:
         """Begin a step, or an evaluation (-1)."""
         self._coding.begin_step(iteration)
 
-    def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+    def count_rows(self, chosen: Tensor, experts: int, capacity: int | None = None, total: int | None = None) -> Tensor:
         """Count the rows of each expert, int64. The index ``experts`` in ``chosen`` means no expert.
 
         Args:
             chosen: int64 expert indices of any shape.
             experts: number of experts.
-            most: capacity of each expert, None for no limit; for subclasses that cannot read ``chosen``.
+            capacity: maximum rows of each expert, None for no limit; for subclasses that cannot read ``chosen``.
             total: number of rows that the experts of a node receive; None before they are sent.
         """
         return _count_occurrences(chosen, experts)
 
-    def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
+    def count_by_node(
+        self, once_tk: Tensor, node_tk: Tensor, experts: int, capacity: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Count the rows and the choices of each node, int64. An index past the last node means no node.
 
         Args:
             once_tk: node of each choice, with repetitions of a token's node replaced by the index past the last node.
             node_tk: node of each choice.
             experts: number of experts on all nodes.
-            most: capacity of each expert in choices, None for no limit.
+            capacity: maximum number of choices of each expert, None for no limit.
         """
         assert self.nodes is not None
         nodes = self.nodes.size

@@ -105,14 +105,14 @@ class Choices:
         chosen_tk: int64 numbers of a token's experts.
         weights_tk: weights of the experts' outputs.
         holes: whether some choices are empty; their number is the number of experts.
-        most: maximum number of tokens of an expert, if known.
+        capacity: maximum number of tokens of an expert, if known.
         total: number of non-empty choices, if known.
     """
 
     chosen_tk: Tensor
     weights_tk: Tensor
     holes: bool
-    most: int | None = None
+    capacity: int | None = None
     total: int | None = None
 
 
@@ -169,7 +169,7 @@ def group_choices_by_node(
 
 
 def decode_choices(
-    numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int, most: int | None = None
+    numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int, capacity: int | None = None
 ) -> Choices:
     """Decode the choices of received rows, in the order of the rows.
 
@@ -178,7 +178,7 @@ def decode_choices(
         rows: number of rows.
         k: maximum number of choices of a row.
         experts: number of experts on the node.
-        most: maximum number of tokens of an expert, if known.
+        capacity: maximum number of tokens of an expert, if known.
     """
     first_p, at_p = numbers_p % 2, torch.arange(len(numbers_p), device=numbers_p.device)
     row_p = first_p.cumsum(0) - 1
@@ -187,4 +187,4 @@ def decode_choices(
     chosen = torch.full((rows * k,), experts, dtype=torch.int64, device=numbers_p.device)
     chosen[slot_p] = numbers_p // 2
     weights = weights_p.new_zeros(rows * k).index_copy(0, slot_p, weights_p)
-    return Choices(chosen.view(rows, k), weights.view(rows, k), holes=True, most=most, total=len(numbers_p))
+    return Choices(chosen.view(rows, k), weights.view(rows, k), holes=True, capacity=capacity, total=len(numbers_p))

@@ -16,9 +16,9 @@ AUTO = "auto"
 """Name of the list scheduler among the values of ``--pipeline-schedule``."""
 FIRST = "zb-h1"
 """Schedule of the steps in which the list scheduler's times are measured."""
-_MOST_LIMITS = 12
+_MAX_LIMITS = 12
 """Maximum number of limits on micro-batches that are tried."""
-_MOST_FORWARDS = 1024
+_MAX_FORWARDS = 1024
 """Number of forward passes above which only the beginning of a step is compared, with fewer limits."""
 
 
@@ -100,7 +100,7 @@ def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_bat
 
 def _most_simulated(stages: int, micro_batches: int) -> int:
     """Number of micro-batches of a step that are simulated."""
-    return min(micro_batches, max(4 * stages, _MOST_FORWARDS // stages))
+    return min(micro_batches, max(4 * stages, _MAX_FORWARDS // stages))
 
 
 def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
@@ -119,7 +119,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     settings: list[tuple[str, tuple[int, ...]]] = [("1f1b", ()), ("zb-h1", ()), ("eager-1f1b", ())]
     if micro_batches <= limit:
         settings.append(("gpipe", ()))
-    highest, num_limits = min(limit, count), max(2, min(_MOST_LIMITS, _MOST_FORWARDS // (count * stages)))
+    highest, num_limits = min(limit, count), max(2, min(_MAX_LIMITS, _MAX_FORWARDS // (count * stages)))
     for first_limit in range(highest, 0, -math.ceil(highest / num_limits)):
         for decrease in (0, 1):
             settings.append((AUTO, tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))))

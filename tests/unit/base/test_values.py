@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.base.parse_numbers import MOST
+from megatron.base.parse_numbers import MAX_SIZE
 from megatron.base.values import Values
 
 CONTENT = {"layers": 4, "lr": 1, "tied": False, "name": "x", "names": ["a", "b"], "rope": {"base": 1.5}, "gone": None}
@@ -39,7 +39,7 @@ def test_null_counts_as_missing_but_can_be_distinguished() -> None:
     [
         (lambda v: v.integer("other"), "other is missing"),
         (lambda v: v.integer("gone"), "gone is missing"),
-        (lambda v: v.integer("layers", most=3), "layers is 4; it must be at least 1 and at most 3"),
+        (lambda v: v.integer("layers", maximum=3), "layers is 4; it must be at least 1 and at most 3"),
         (lambda v: v.integer("name"), "name: 'x' is not an integer"),
         (lambda v: v.number("tied"), "tied: false is not a number"),
         (lambda v: v.flag("layers"), "layers: 4 is neither true nor false"),
@@ -61,7 +61,7 @@ def test_a_message_starts_with_the_location_and_ends_with_the_remedy(
 
 
 def test_sizes_are_bounded_by_default() -> None:
-    values = Values({"size": MOST + 1, "negative": -5})
+    values = Values({"size": MAX_SIZE + 1, "negative": -5})
     with pytest.raises(UserError, match="size is 16_777_217; it must be at least 1 and at most 16_777_216"):
         values.integer("size")
-    assert values.integer("negative", least=None, most=None) == -5
+    assert values.integer("negative", minimum=None, maximum=None) == -5
