@@ -172,7 +172,7 @@ class _Layout:
         return ScaledCodes(scales, self.scale_dtype, (*codes, *maps))
 
 
-def _tiled(scales: list[Tensor], codes: list[Tensor]) -> TiledMessage:
+def _make_message(scales: list[Tensor], codes: list[Tensor]) -> TiledMessage:
     return TiledMessage(scales, codes[:-2], *codes[-2:])
 
 
@@ -265,7 +265,7 @@ class Quantizer(Format):
         seed = seed if self.config.rounding == "stochastic" else None
         narrow = x.float() if x.dtype == torch.float64 else x
         if layout.tiles:
-            quantize_tiles(narrow, _tiled(scales, codes), layout.tiles, role, other, seed)
+            quantize_tiles(narrow, _make_message(scales, codes), layout.tiles, role, other, seed)
         else:
             quantize_pack(narrow, codes[0], scales[0], layout.grid, role, other, seed)
         return wire
@@ -282,7 +282,7 @@ class Quantizer(Format):
         layout = self._layout(shape)
         scales, codes = layout.message.to_read(wire)
         if layout.tiles:
-            dequantize_tiles(_tiled(scales, codes), out, layout.tiles)
+            dequantize_tiles(_make_message(scales, codes), out, layout.tiles)
         else:
             unpack_dequantize(codes[0], scales[0], out, layout.grid)
         return out
@@ -296,7 +296,7 @@ class Quantizer(Format):
         scales, codes = layout.message.to_read(wire)
         signed = [-scale for scale in scales] if negative else scales
         if layout.tiles:
-            dequantize_tiles(_tiled(signed, codes), out, layout.tiles, Role.ADD)
+            dequantize_tiles(_make_message(signed, codes), out, layout.tiles, Role.ADD)
         else:
             unpack_dequantize(codes[0], signed[0], out, layout.grid, Role.ADD)
         return out

@@ -116,7 +116,7 @@ class CostBook:
             self._sets[choice.specs] = {spec.point: spec for text in choice.specs for spec in self._specs[text]}
         return self._sets[choice.specs]
 
-    def _cached(self, key: tuple[object, ...], texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
+    def _get_or_compute(self, key: tuple[object, ...], texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
         """The cost of a dry run with the specs ``texts``, run on first use; see ``run_dry``."""
         if key not in self._costs:
             self._costs[key] = run_dry(texts, run)
@@ -161,9 +161,11 @@ class CostBook:
             expert_load = ExpertLoad(1.0 if balanced else self.imbalance, nodes)
         key = ("piece", name, *self._partition_key(choice, name), choice.micro_batch, recompute, texts, expert_load)
         if len(texts) > 1:  # one dry run for each compressor, not for each set of them
-            return self._cached(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
+            return self._get_or_compute(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
-        return self._cached(key, texts, lambda: self._make_pieces(choice, specs, expert_load=expert_load).piece(name))
+        return self._get_or_compute(
+            key, texts, lambda: self._make_pieces(choice, specs, expert_load=expert_load).piece(name)
+        )
 
     def _combined_piece(self, choice: Choice, name: str, balanced: bool, texts: Sequence[str]) -> PieceCost:
         """Cost of a piece with several compressors inside layers."""
@@ -202,7 +204,7 @@ class CostBook:
             experts_only,
         )
         used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
-        return self._cached(
+        return self._get_or_compute(
             key,
             texts,
             lambda: self._make_pieces(choice, used, stage).reduction(
@@ -218,7 +220,7 @@ class CostBook:
         replicas, nodes = _simulated_ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
         key = ("tied", shape, elements, texts, replicas, nodes)
         specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
-        return self._cached(
+        return self._get_or_compute(
             key, texts, lambda: self._make_pieces(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
         )
 
@@ -235,7 +237,7 @@ class CostBook:
         key = (Point.OUTER, name, *self._partition_key(choice, name), choice.islands, fused, sent, experts_only)
         used = {Point.OUTER: spec} if covered else {}
         replicas, _ = _simulated_ranks(spec if covered else None, choice.islands, {})
-        return self._cached(
+        return self._get_or_compute(
             key,
             self.spec_texts(choice, Point.OUTER),
             lambda: self._make_pieces(choice, used, stage).reduction(
@@ -292,7 +294,7 @@ class CostBook:
             dtype, *samples = content
             return message(plan.codec(point), shape, dtype, self._backend, *samples)
 
-        return self._cached((point, shape, texts), texts, run)
+        return self._get_or_compute((point, shape, texts), texts, run)
 
     def message_gather(self, choice: Choice, point: Point) -> MessageCost | None:
         """Cost of a rank's part of a pipeline message in the all-gather of the parts; None without an all-gather."""

@@ -205,14 +205,11 @@ def explain_difference(best: Prediction, other: Prediction) -> str:
     if gap < 1e-3 * best.seconds:
         fuller = (other.memory_bytes - best.memory_bytes) / 2**30
         return f"as fast, to a thousandth; it {'fills' if fuller >= 0 else 'saves'} {abs(fuller):.1f} GiB more"
-    saves = [f"{value:.3f} s in {name}" for name, value in _sorted(gained) if value > 0.1 * gap]
-    costs = [f"{-value:.3f} s of {name}" for name, value in reversed(_sorted(gained)) if value < -0.1 * gap]
+    by_gain = sorted(gained.items(), key=lambda item: -item[1])
+    saves = [f"{value:.3f} s in {name}" for name, value in by_gain if value > 0.1 * gap]
+    costs = [f"{-value:.3f} s of {name}" for name, value in reversed(by_gain) if value < -0.1 * gap]
     text = f"{gap:.3f} s ({gap / best.seconds:.1%}) slower: the first saves {' and '.join(saves[:2])}"
     return text + (f", for {' and '.join(costs[:2])} more" if costs else "")
-
-
-def _sorted(gained: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(gained.items(), key=lambda item: -item[1])
 
 
 def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:

@@ -98,7 +98,7 @@ def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_bat
     return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches, in_flight)) for stage in range(stages)]
 
 
-def _most_simulated(stages: int, micro_batches: int) -> int:
+def _num_simulated(stages: int, micro_batches: int) -> int:
     """Number of micro-batches of a step that are simulated."""
     return min(micro_batches, max(4 * stages, _MAX_FORWARDS // stages))
 
@@ -114,7 +114,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
         micro_batches: number of micro-batches in the step.
     """
-    stages, count = pipeline.stages, _most_simulated(pipeline.stages, micro_batches)
+    stages, count = pipeline.stages, _num_simulated(pipeline.stages, micro_batches)
     limit = most_in_flight(AUTO, stages, pipeline.max_in_flight)
     settings: list[tuple[str, tuple[int, ...]]] = [("1f1b", ()), ("zb-h1", ()), ("eager-1f1b", ())]
     if micro_batches <= limit:
@@ -135,7 +135,7 @@ class ListPipeline(Pipeline):
     """A pipeline whose ranks take the fastest order of ``rank_schedules``."""
 
     def run(self, micro_batches: int) -> list[RankTimes]:
-        count = _most_simulated(self.stages, micro_batches)
+        count = _num_simulated(self.stages, micro_batches)
         share = micro_batches / count
         times = self.simulate_in_full(count)
         return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]

@@ -33,7 +33,7 @@ class LinearProducts:
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         """Gradient of x, and further scales that the weight's gradient needs."""
-        return _shaped(product(_rows(grad), weight_oi), grad), ()
+        return _reshape_like(product(_rows(grad), weight_oi), grad), ()
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
         """Gradient of W, with the scales from both methods above; may be written to ``space_oi``."""
@@ -59,7 +59,7 @@ class TensorwiseProducts(LinearProducts):
         x_ti = _rows(x)
         scales = _e4m3_scales(x_ti, weight_oi, by_rows=False, shared_by=self.comm)
         quantized_x, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
-        return _shaped(fp8.scaled_product(quantized_x, weight, bias_o, fast=True), x), scales
+        return _reshape_like(fp8.scaled_product(quantized_x, weight, bias_o, fast=True), x), scales
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         grad_to = _rows(grad)
@@ -67,7 +67,7 @@ class TensorwiseProducts(LinearProducts):
         scale = fp8.scale_of(largest if self.split_inputs else self.comm.all_reduce_max_(largest), fp8.E5M2)
         quantized_grad = fp8.quantize(grad_to, scale, fp8.E5M2)
         product = fp8.scaled_product(quantized_grad, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
-        return _shaped(product, grad), (scale,)
+        return _reshape_like(product, grad), (scale,)
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
         x_scale, _, grad_scale = scales
@@ -91,11 +91,11 @@ class RowwiseProducts(LinearProducts):
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         factors = self._quantize_factors(_rows(x), weight_oi, self.split_inputs)
-        return _shaped(fp8.scaled_product(*factors, bias_o, fast=True), x), ()
+        return _reshape_like(fp8.scaled_product(*factors, bias_o, fast=True), x), ()
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         factors = self._quantize_factors(_rows(grad), weight_oi.t(), not self.split_inputs)
-        return _shaped(fp8.scaled_product(*factors), grad), ()
+        return _reshape_like(fp8.scaled_product(*factors), grad), ()
 
     def _quantize_factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
         """Quantize both factors of a product; ``split``: whether its inner dimension is split over the ranks."""
@@ -127,7 +127,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+def _reshape_like(rows: Tensor, like: Tensor) -> Tensor:
     # Not a view for autograd: the sum over ranks may work in place on the output of a custom function.
     shaped: Tensor = torch.ops.aten._unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
     return shaped
