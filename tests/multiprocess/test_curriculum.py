@@ -24,7 +24,7 @@ from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
 
-STEPS = 6
+STEPS = 5
 LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 2, 4))
 GROWING: Changes = {"training": {"global_batch_size": 8}}
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
@@ -37,14 +37,14 @@ def _sizes(engines: Engines) -> StepSizes:
 
 
 def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[str]]:
-    """Losses of a run, those of an evaluation of whole sequences after every third step, and where ranks disagree."""
+    """Losses of a run, those of an evaluation of whole sequences after every second step, and where ranks disagree."""
     engines = tiny_engines(merge(GROWING, changes, {"data": {"eod_mask_loss": options.get("masked", False)}}))
     held_out: list[float] = []
     differences: list[str] = []
     steps = itertools.count(1)
 
     def after(engines: Engines) -> None:
-        if next(steps) % 3:
+        if next(steps) % 2:
             return
         layout = engines.topology.layout
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
