@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tests.support.train import train
 pytestmark = pytest.mark.multiprocess
 
 SCRIPT = "pretrain_gpt.py"
+
+unevaluated = partial(tiny_flags, eval_iters=0)
+"""Flags of a tiny run without evaluations."""
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
@@ -34,16 +38,29 @@ def _stop_and_go_on(
     first: Any,
     resumed: Any,
     iterations: int = 6,
+    *,
+    at: int = 4,
+    stops: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> tuple[dict, dict]:
-    """Losses of an uninterrupted run, and of a run that is stopped after 4 iterations and goes on in another way."""
+    """Losses of an uninterrupted run, and of a run that goes on in another way from its checkpoint ``at`` an iteration.
+
+    With ``stops`` the uninterrupted run never saves, so a save that disturbs a run is seen; another one stops there.
+    """
     whole_log, resumed_log, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
     common: dict[str, Any] = {"train_iters": iterations}
-    unsaved = {**common, **first, "async_save": None, "log_json_file": whole_log}
-    stopped = {**common, **first, "save": saved, "exit_interval": 4, "log_json_file": resumed_log}
-    train(world[0], tiny_flags(prefix, **unsaved), tiny_flags(prefix, **stopped), env=env)
-    train(world[1], tiny_flags(prefix, **{**common, **resumed, "load": saved, "log_json_file": resumed_log}), env=env)
-    return _losses(whole_log), _losses(resumed_log)
+    whole = {**common, **first, "log_json_file": whole_log}
+    last = {**common, **resumed, "load": saved, "ckpt_step": at, "log_json_file": resumed_log}
+    if stops:
+        stopped = {**whole, "save": saved, "exit_interval": at, "log_json_file": resumed_log}
+        train(world[0], unevaluated(prefix, **{**whole, "async_save": None}), unevaluated(prefix, **stopped), env=env)
+    else:
+        train(world[0], unevaluated(prefix, **whole, save=saved, save_interval=at), env=env)
+    train(world[1], unevaluated(prefix, **last), env=env)
+    losses, resumed_losses = _losses(whole_log), _losses(resumed_log)
+    first_losses = {} if stops else {iteration: values for iteration, values in losses.items() if iteration <= at}
+    assert resumed_losses.keys().isdisjoint(first_losses)
+    return losses, first_losses | resumed_losses
 
 
 GROWING: dict[str, Any] = {
@@ -143,6 +160,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
             "eval_interval": 3,
+            "eval_iters": 1,
             "compress": ["pp-forward=delta,bits=3,predict=token,eval=on,rounding=stochastic"],
         },
     ),
@@ -280,6 +298,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "pipeline_model_parallel_size": 2,
             "sample_order": "fixed",
             "eval_interval": 3,
+            "eval_iters": 1,
             "compress": [
                 "dp-grad=stable-topk,density=0.2,interval=3",
                 "pp-forward=delta,bits=3,cache=9",
@@ -323,6 +342,17 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+STOPPED = (
+    "one process with dropout, ramp-up and a cosine",
+    "fp16 with skipped steps, sharded",
+    "compressors with state at every point",
+    "parameters gathered as differences",
+    "delayed gradients, compressed, fp16",
+    "a pipeline without a flush, compressed",
+)
+"""Compared with a run that never saves; the others save on their way."""
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: str) -> None:
     world_size, changes = SAME[name]
@@ -330,8 +360,18 @@ def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: 
     # Lost state of a compressor may show later: when it chooses anew, and much later when a sample returns or a rank
     # moves.
     late = "sample_order" in changes or "edgc" in str(changes.get("compress"))
-    iterations = 16 if late else 8 if {"compress", "fp16"} & changes.keys() else 6
-    losses, resumed_losses = _stop_and_go_on(prefix, tmp_path, (world_size, world_size), changes, resumed, iterations)
+    soon = "fp16" in changes or any(word in str(changes.get("compress")) for word in ("interval", "quantized-adam"))
+    at, iterations = (8, 16) if late else (4, 8 if soon else 6)
+    losses, resumed_losses = _stop_and_go_on(
+        prefix,
+        tmp_path,
+        (world_size, world_size),
+        changes,
+        resumed,
+        iterations,
+        at=at,
+        stops=name in STOPPED,
+    )
     left_out = changes.get("iterations_to_skip") == "4"
     assert len(losses) >= (iterations - left_out if "train_tokens" not in changes else 8)
     assert resumed_losses == losses
@@ -373,9 +413,9 @@ def test_a_plug_in_with_a_controller_and_a_memory_resumes_exactly(prefix: Path, 
 def test_a_plug_in_resumes_at_another_layout(prefix: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Its memory finds its parameters again, its controller its numbers; where a memory cannot, that is said."""
     changes, saved = _plug_in(tmp_path, "dp-grad"), tmp_path / "saved"
-    train(4, tiny_flags(prefix, **changes, train_iters=12, exit_interval=6, save=saved))
+    train(4, unevaluated(prefix, **changes, train_iters=12, exit_interval=6, save=saved))
     ranks = 4 if layout else 2
-    flags = tiny_flags(prefix, **changes, **layout, train_iters=12, load=saved, save=tmp_path / "then")
+    flags = unevaluated(prefix, **changes, **layout, train_iters=12, load=saved, save=tmp_path / "then")
     lines = run_cli(ranks, [SCRIPT, *flags]).check().stdout
     assert ("norms" in lines) == bool(layout)
     assert ("is left out" in lines) == bool(layout)
@@ -391,11 +431,11 @@ def test_a_plug_in_resumes_at_another_layout(prefix: Path, tmp_path: Path, layou
 
 def test_a_controllers_state_without_a_controller_is_named(prefix: Path, tmp_path: Path) -> None:
     changes, saved = _plug_in(tmp_path, "dp-grad"), tmp_path / "saved"
-    train(2, tiny_flags(prefix, **changes, train_iters=4, save=saved))
-    dense = run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=6, load=saved)]).check()
+    train(2, unevaluated(prefix, **changes, train_iters=4, save=saved))
+    dense = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved)]).check()
     lost = "warning: the state of dp-grad=large-rows's controller has no place in this run and is left out"
     assert lost in dense.stdout
-    flags = tiny_flags(prefix, train_iters=6, load=saved, compress=["dp-grad=edgc,rank=4"])
+    flags = unevaluated(prefix, train_iters=6, load=saved, compress=["dp-grad=edgc,rank=4"])
     other = run_cli(2, [SCRIPT, *flags]).check()
     assert lost in other.stdout
     assert "holds no state of the controller of dp-grad=edgc: it starts anew" in other.stdout
@@ -403,10 +443,10 @@ def test_a_controllers_state_without_a_controller_is_named(prefix: Path, tmp_pat
 
 def test_delayed_gradients_without_a_delay_are_named(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    train(2, tiny_flags(prefix, train_iters=4, delay=1, save=saved))
-    at_once = run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=6, load=saved)]).check()
+    train(2, unevaluated(prefix, train_iters=4, delay=1, save=saved))
+    at_once = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved)]).check()
     assert "the gradients of iteration 4 are never applied, since --delay is 0 now" in at_once.stdout
-    late = run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=6, load=saved, delay=1)]).check()
+    late = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved, delay=1)]).check()
     assert "never applied" not in late.stdout
 
 
@@ -414,14 +454,14 @@ def test_a_checkpoint_of_an_earlier_version_resumes(prefix: Path, tmp_path: Path
     """Its only controller had another name, and nothing said when the variances were frozen."""
     changes = {"compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8,stage-slack=0"]}
     whole_log, saved = tmp_path / "whole.jsonl", tmp_path / "saved"
-    train(2, tiny_flags(prefix, **changes, train_iters=16, log_json_file=whole_log))
-    train(2, tiny_flags(prefix, **changes, train_iters=16, exit_interval=4, save=saved))
+    train(2, unevaluated(prefix, **changes, train_iters=16, log_json_file=whole_log))
+    train(2, unevaluated(prefix, **changes, train_iters=16, exit_interval=4, save=saved))
     path = saved / "iter_0000004" / "common.json"
     common = json.loads(path.read_text())
     common["rank_controller"] = common.pop("controllers")["dp-grad"]["state"]
     del common["variance_frozen_at"]
     reseal(path.parent, {path.name: json.dumps(common).encode()})
-    train(2, tiny_flags(prefix, **changes, train_iters=16, load=saved, log_json_file=tmp_path / "then.jsonl"))
+    train(2, unevaluated(prefix, **changes, train_iters=16, load=saved, log_json_file=tmp_path / "then.jsonl"))
     expected = {iteration: values for iteration, values in _losses(whole_log).items() if iteration > 4}
     assert _losses(tmp_path / "then.jsonl") == expected
 
@@ -431,11 +471,11 @@ def test_a_dense_run_continues_with_radius(prefix: Path, tmp_path: Path) -> None
     at density 1."""
     dense = tmp_path / "dense"
     whole_log, radius, full = (tmp_path / f"{name}.jsonl" for name in ("whole", "radius", "full"))
-    train(2, tiny_flags(prefix, train_iters=12, log_json_file=whole_log))
-    train(2, tiny_flags(prefix, train_iters=12, exit_interval=4, save=dense))
+    train(2, unevaluated(prefix, train_iters=12, log_json_file=whole_log))
+    train(2, unevaluated(prefix, train_iters=12, exit_interval=4, save=dense))
     for log, density in ((radius, 0.1), (full, 1)):
         spec = f"dp-grad=stable-topk,density={density},interval=4"
-        flags = tiny_flags(prefix, train_iters=12, load=dense, save=tmp_path / log.stem, compress=[spec])
+        flags = unevaluated(prefix, train_iters=12, load=dense, save=tmp_path / log.stem, compress=[spec])
         train(2, [*flags, "--log-json-file", str(log)])
     expected = {iteration: values for iteration, values in _losses(whole_log).items() if iteration > 4}
     assert _losses(full).keys() == _losses(radius).keys() == expected.keys()

@@ -255,7 +255,7 @@ def test_a_schedule_of_batch_sizes_resumes_exactly(prefix: Path, tmp_path: Path)
         "lr_decay_tokens": 600,
         "lr_warmup_tokens": 100,
     }
-    losses = _stop_and_go_on(prefix, tmp_path, (2, 2), flags, flags, iterations=0)
+    losses = _stop_and_go_on(prefix, tmp_path, (2, 2), flags, flags, iterations=0, stops=True)
     assert losses[0] == losses[1]
     events = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
     sizes = [event["global_batch_size"] for event in events if event["kind"] == "train"]
