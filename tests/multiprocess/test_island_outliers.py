@@ -271,7 +271,7 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
     island.rounds.checkpoint_folder, island.rounds.linger_seconds = "/saved/island_0", 60.0
     served = [store]
     del store
-    threading.Timer(1.0, served.clear).start()
+    threading.Timer(0.3, served.clear).start()
     began = time.monotonic()
     island.rounds.finish(4)
     assert time.monotonic() - began < 20
@@ -282,34 +282,35 @@ def test_an_island_that_waits_for_late_ones_ends_with_the_store() -> None:
 
 def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "MAX_JOIN_ATTEMPTS", 1)
-    store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
-    started = threading.Event()
+    served, changes = [serve("127.0.0.1", 0)], _outer("identity,every=4")
+    port, started = served[0].port, threading.Event()
 
     def first() -> None:
-        islands = meet(store.port, 0, 2, quorum=1, seconds=0.7)
+        islands = meet(port, 0, 2, quorum=1, seconds=0.7)
         assert islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 0, 2)
         train_island(island, 4)
         started.set()
         assert island.rounds is not None
         island.rounds.sync.outer.momentum[0].view(-1)[0] = float("nan")
-        island.rounds.checkpoint_folder, island.rounds.linger_seconds = (
-            "",
-            5.0,
-        )  # the other island builds its model meanwhile
+        # The other island builds its model meanwhile.
+        island.rounds.checkpoint_folder, island.rounds.linger_seconds = "", 60.0
         island.rounds.finish(4)
         islands.leave()
 
     def second() -> None:
-        early = meet(store.port, 1, 2, quorum=1)
+        early = meet(port, 1, 2, quorum=1)
         assert early.begin_generation(0, False, {})
         early.leave()
         assert started.wait(60)
-        islands = meet(store.port, 1, 2, quorum=1)
+        islands = meet(port, 1, 2, quorum=1)
         assert not islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 1, 2)
         assert island.rounds is not None
-        island.rounds.join()
+        try:
+            island.rounds.join()
+        finally:
+            served.clear()  # the first island waits no longer
 
     with pytest.raises(CommunicationError, match=r"joining .* has failed 1 times; the last time: .* some of it is not"):
         in_threads([first, second])
