@@ -46,13 +46,34 @@ dist.destroy_process_group()
 """
 
 
+NETLAB = """
+import runpy, sys
+sys.path[:0] = [{repo!r}, {repo!r} + "/tools"]
+from benchmarks.lab import hosts
+hosts.END_SECONDS = 1.0
+sys.executable = {python!r}
+runpy.run_path({repo!r} + "/tools/netlab.py", run_name="__main__")
+"""
+"""tools/netlab.py, which does not wait long for processes that ignore a signal."""
+
+
 @contextmanager
-def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A laboratory that is always removed after the test; its ranks are in its control groups."""
+def _started(
+    tmp_path: Path, script: str, *arguments: str, python: str = INTERPRETER
+) -> Iterator[subprocess.Popen[str]]:
+    """A laboratory that is always removed after the test; its ranks are in its control groups.
+
+    Args:
+        tmp_path: folder of the script.
+        script: text of a Python program.
+        arguments: of the laboratory.
+        python: what starts its launchers and ranks. Those of the forking Python are not in the control groups.
+    """
     path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
     path.write_text(script)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
-    command = [INTERPRETER, str(REPO / "tools" / "netlab.py"), *arguments, "--", str(path)]
+    env = {**os.environ, "PYTHON_EXEC": python}
+    program = NETLAB.format(repo=str(REPO), python=python)
+    command = [INTERPRETER, "-c", program, *arguments, "--", str(path)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -72,7 +93,7 @@ def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 def test_ranks_on_cuda_have_separate_hosts_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +120,8 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
 
     The counters include the frames around 1448 bytes each, and frames that acknowledge every second of them.
     """
-    with _started(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100") as lab:
+    arguments = ("--hosts", "2", "--rate", "50mbit", "--timeout", "100")
+    with _started(tmp_path, REDUCE, *arguments, python=sys.executable) as lab:
         out, err = lab.communicate(timeout=120)
         remains = _remains_of(lab.pid)
     assert lab.returncode == 0, err
@@ -235,20 +257,21 @@ def test_hosts_do_not_wait_long_for_a_failed_host(
     (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
     killed = f"{fail}os.kill(os.getppid(), signal.SIGKILL)\n{SLEEP.format('', str(mark))}"
     (tmp_path / "killed.py").write_text(killed)
-    monkeypatch.delenv("PYTHON_EXEC")
-    monkeypatch.setattr(sys, "executable", INTERPRETER)  # a rank's parent is its torchrun
-    monkeypatch.setattr("benchmarks.lab.hosts.GRACE_SECONDS", 1.0)
-    monkeypatch.setattr("benchmarks.lab.hosts.END_SECONDS", 1.0)
+    monkeypatch.setattr("benchmarks.lab.hosts.GRACE_SECONDS", 0.6)
+    monkeypatch.setattr("benchmarks.lab.hosts.END_SECONDS", 0.5)
     with netlab.Lab([None, None]) as hosts:
+        assert hosts.run([str(tmp_path / "exit.py")], timeout=0.1) == 124
+        assert "netlab: time-out after 0.1 s" in capfd.readouterr().err
         for script, status in (("exit.py", 1), ("killed.py", 137)):
+            if script == "killed.py":  # a rank's parent must be its torchrun
+                monkeypatch.delenv("PYTHON_EXEC")
+                monkeypatch.setattr(sys, "executable", INTERPRETER)
             assert hosts.run([str(tmp_path / script)]) == status
             message = f"netlab: host 1 ended with status {status}; waiting up to 1 s for the others"
             assert message in capfd.readouterr().err
             for host in range(2):
                 inside = subprocess.run(["ip", "netns", "pids", hosts.host(host)], capture_output=True, text=True)
                 assert (inside.returncode, inside.stdout) == (0, "")
-        assert hosts.run([str(tmp_path / "exit.py")], timeout=0.5) == 124
-        assert "netlab: time-out after 0.5 s" in capfd.readouterr().err
 
 
 MEMBER = """
@@ -296,9 +319,9 @@ def test_ranks_end_when_another_machine_vanishes(
 BUSY = """
 import os, time
 start, used = time.monotonic(), time.process_time()
-while time.monotonic() < start + 2:
+while time.monotonic() < start + 1:
     pass
-print(f"share {(time.process_time() - used) / 2:.3f} of {os.environ['RANK']}", flush=True)
+print(f"share {time.process_time() - used:.3f} of {os.environ['RANK']}", flush=True)
 """
 
 
