@@ -31,7 +31,7 @@ ADAPTING: dict[str, Any] = {
     "compress_adapt": True,
     "max_loss_increase": 5,
 }
-STAGES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "pipeline_model_parallel_size": 2}
+STAGES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "pipeline_model_parallel_size": 2}
 
 
 def _train(prefix: Path, log: Path, compress: list[str], world_size: int = 4, **changes: Any) -> CliResult:
@@ -101,7 +101,7 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
 
 
 IN_LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "tensors": ({"tensor_model_parallel_size": 2}, {"tp-forward", "tp-backward"}),
+    "tensors": ({"tensor_model_parallel_size": 2, "global_batch_size": 4}, {"tp-forward", "tp-backward"}),
     "experts": (
         {"num_experts": 4, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 32},
         {point.value for point in EXPERT_POINTS},
