@@ -127,6 +127,8 @@ def count_vocab_entries(config: RunConfig) -> int:
         built = build_tokenizer(config.tokenizer)
     except UserError as error:
         if config.tokenizer.tokenizer_type == "GPT2BPETokenizer":
+            if config.tokenizer.vocab_size is None:
+                print(f"note: {error}. GPT-2's {GPT2_VOCAB:,} entries are assumed; --vocab-size gives another number")
             return config.tokenizer.vocab_size or GPT2_VOCAB
         raise UserError(f"{error}; or give the number of its entries with --vocab-size") from error
     return model_entries(config.tokenizer, built)

@@ -106,6 +106,22 @@ def test_too_many_stages_are_not_drawn(
     assert "--draw-schedule: 32 passes on 2 pipeline ranks are too many for a picture" in error_line()
 
 
+def test_a_note_says_that_the_vocabulary_is_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A vocabulary of another size moves another number of bytes."""
+    words = [*_files(tmp_path), "--no-search"]
+    content = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    missing = {name: str(tmp_path / name) for name in ("vocab_file", "merge_file")}
+    content["tokenizer"] = {"tokenizer_type": "GPT2BPETokenizer", **missing}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(words) == 0
+    note, *_ = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: ")
+    assert note.endswith("GPT-2's 50,257 entries are assumed; --vocab-size gives another number")
+    assert missing["vocab_file"] in note
+    assert main([*words, "--vocab-size", "3000"]) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
 def test_the_vocabulary_size_replaces_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*_files(tmp_path), "--no-search", "--json", str(tmp_path / "plan.json")]
 
