@@ -201,7 +201,8 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     head, *words = [word.strip() for word in text.split(",")]
     point_name, equals, name = (head_word.strip().lower() for head_word in head.partition("="))
     if not equals or not name:
-        raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
+        near = "" if equals else nearest(point_name, ["auto"])
+        raise UserError(f"write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32{near}")
     points = {point.value: point for point in Point if point.compressible}
     if point_name not in points:
         near = nearest(point_name, list(points))

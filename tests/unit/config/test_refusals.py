@@ -285,6 +285,7 @@ BY_ITERATIONS = [
     ("--compress dp-grad=powersgd,rank=0", 2, ["--compress", "rank=0", "at least 1"]),
     ("--compress dp-grad=powersgd,rank=many", 2, ["--compress", "rank=many", "is not an integer"]),
     ("--compress powersgd", 2, ["--compress powersgd", "POINT=NAME"]),
+    ("--compress auot", 2, ["--compress auot", "POINT=NAME", "the nearest is auto"]),
     ("--compress dp-gard=powersgd", 2, ["--compress dp-gard=powersgd", "the nearest is dp-grad"]),
     ("--compress dp-grad=powersgd --compress dp-grad=none", 2, ["dp-grad", "given twice"]),
     ("--compress dp-grad=powersgd,rank=2,rank=3", 2, ["rank", "given twice"]),
