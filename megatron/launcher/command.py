@@ -93,7 +93,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:
-    """An error in flags on which torch would fail without a reason, or hang; None if there is none."""
+    """An error on which torch would fail without a reason, or hang; None if there is none."""
     processes = f"--nproc-per-node {arguments.nproc_per_node}"
     try:
         if run.determine_local_world_size(arguments.nproc_per_node) < 1:
@@ -113,6 +113,9 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
     has_number = arguments.rdzv_backend == STATIC and not arguments.standalone
     if has_number and not 0 <= arguments.node_rank < address.nodes:
         return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
+    script = arguments.training_script
+    if not (arguments.module or arguments.no_python or arguments.run_path or os.path.exists(script)):
+        return f"{script}: no such script; give its path as seen from {os.getcwd()}"
     return None
 
 

@@ -33,6 +33,14 @@ def _failure(folder: Path, exitcode: int, reason: str | None, printed: bool) -> 
     return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
 
 
+@pytest.fixture(autouse=True)
+def folder_of_script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder holds x.py."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "x.py").touch()
+    monkeypatch.chdir(folder)
+
+
 @pytest.fixture
 def launch_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
     """Run the launcher; torch raises an error. Return the exit status."""
@@ -107,6 +115,26 @@ def test_invalid_flags_are_refused(
     monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
     assert launch.main([*flags.split(), "x.py"]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("flags", ["", "--nproc-per-node 2", "--islands 2 --nproc-per-node 2"])
+def test_a_missing_script_is_refused(
+    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not once by each rank's Python."""
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
+    assert launch.main([*flags.split(), "pretrain_gtp.py", "--lr", "1"]) == 2
+    assert (
+        capsys.readouterr().err == f"error: pretrain_gtp.py: no such script; give its path as seen from {Path.cwd()}\n"
+    )
+
+
+@pytest.mark.parametrize("words", [["-m", "timeit"], ["--no-python", "true"]])
+def test_modules_and_programs_need_no_script(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("torch.distributed.run.run", started.append)
+    assert launch.main(words) == 0
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 4 --rdzv-backend c10d --node-rank 7"])
