@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _LONGEST = 20_000
 
@@ -23,6 +25,30 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """First line of an error's text that is not blank, without spaces around it, or its type if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
+
+
+def describe_failure(error: BaseException, file: str | None = None) -> str:
+    """Type, first line and place of an unexpected error, as in ``ValueError: bad (mine.py, line 12)``.
+
+    Args:
+        error: the error.
+        file: a file of the user's, whose last line that was run is the place, if any was; otherwise the place is where
+            the error was raised.
+    """
+    name, line = type(error).__name__, first_line(error)
+    text = name if line == name else f"{name}: {line}"
+    # The place of a failed import is the statement, not importlib.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and Path(frame.filename).parent.name != "importlib"
+    ]
+    if file is not None:
+        path = Path(file).resolve()
+        frames = [frame for frame in frames if Path(frame.filename).resolve() == path] or frames
+    if not frames or isinstance(error, SyntaxError):  # which says its place
+        return text
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 class ErrorList:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, describe_failure
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.registry import Registry
 
@@ -30,7 +30,7 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
     for entry_point in installed():
         _register(registry, entry_point.load, f"entry point {entry_point.name}")
     for name in modules:
-        _register(registry, lambda path=name: _load_register(path), f"--compress-module {name}")
+        _register(registry, lambda path=name: _load_register(path), f"--compress-module {name}", name)
     return registry
 
 
@@ -40,15 +40,14 @@ def installed() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def _register(registry: Registry, load: object, source: str) -> None:
+def _register(registry: Registry, load: object, source: str, file: str | None = None) -> None:
     assert callable(load)
     try:
         load()(registry)
     except UserError:
         raise
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{source} cannot be used: {type(error).__name__}: {first_line}") from error
+        raise UserError(f"{source} cannot be used: {describe_failure(error, file)}") from error
 
 
 def _load_register(name: str) -> object:

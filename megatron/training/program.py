@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.base.errors import UserError, first_line
+from megatron.base.errors import UserError, describe_failure, first_line
 from megatron.base.start import launcher_pid
 from megatron.compression.options import CompressorFault
 from megatron.distributed.errors import CommunicationError
@@ -214,7 +214,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
             )
             return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_BUG)
         text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
-        return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
+        return ranks.fail(text, EXIT_BUG, reason=describe_failure(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
