@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import describe_failure
 from megatron.compression.api import Codec, Payload, RoundCompressor, SampleKey
 from megatron.compression.approximation import dense
 from megatron.compression.error_feedback import (
@@ -27,6 +28,7 @@ from megatron.compression.lockstep import run_lockstep
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration
+from megatron.compression.results import NOT_DECODED, NOT_SUMMED, check_finite, check_fit
 from megatron.compression.state import CompressorState
 
 MESSAGE_SHAPES: tuple[tuple[int, ...], ...] = ((6, 2, 8), (40, 1, 16), (5, 3, 7))
@@ -65,8 +67,7 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
         except CompressorFault as fault:
             faults[promise] = f"{promise}, {case}: {fault}"
         except Exception as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            faults[promise] = f"{promise}, {case}: {type(error).__name__}: {first_line}"
+            faults[promise] = f"{promise}, {case}: {describe_failure(error)}"
     if faults:
         raise CompressorFault("\n".join(faults.values()))
 
@@ -167,14 +168,12 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
     """
     payload = codec.encode(x, sender, key)
     received = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
-    actual, expected = (f"{tuple(message.wire.shape)} {message.wire.dtype}" for message in (payload, received))
-    _require(actual == expected, f"encode makes a message of {actual}, but empty_payload has room for {expected}")
-    for name, message in (("encode", payload), ("empty_payload", received)):
-        _require(message.wire.is_contiguous(), f"the message of {name} is not contiguous")
-        count = message.wire.numel() * message.wire.element_size()
-        _require(message.nbytes == count, f"nbytes of {name} is {message.nbytes}, and the message has {count} bytes")
+    check_fit(payload, received)
     received.wire.copy_(payload.wire)
-    return codec.decode(received, x.shape, x.dtype, receiver, key)
+    decoded = codec.decode(received, x.shape, x.dtype, receiver, key)
+    if bool(torch.isfinite(x).all()):
+        check_finite(decoded, NOT_DECODED)
+    return decoded
 
 
 def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -187,7 +186,6 @@ def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) 
         same_kind = (y.shape, y.dtype) == (x.shape, x.dtype)
         _require(same_kind, f"decode returns {tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}")
         _require(torch.equal(x, original), "encode changes its input")
-        _require(bool(torch.isfinite(y).all()), "finite numbers decode to non-finite numbers")
         _require(not codec.traits.exact or torch.equal(y, x), "CodecTraits.exact is set, but decoded numbers differ")
         for state in ends:
             state.commit()
@@ -280,6 +278,7 @@ def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: Mess
             payload = codec.encode(x, sender, message)
             in_flight.append((payload, payload.wire.clone()))
             decoded += codec.decode(Payload(payload.wire.clone()), x.shape, x.dtype, receiver, message)
+        check_finite(decoded, NOT_DECODED)
         unchanged = all(torch.equal(payload.wire, sent) for payload, sent in in_flight)
         _require(unchanged, "a message changes when the next message is encoded")
         residual = sender.get(RESIDUAL)
@@ -296,12 +295,15 @@ def make_inputs(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.
 
 
 def _full_sum(totals: Sequence[Tensor], shares: bool) -> Tensor:
-    """The complete sum; with ``shares``, concatenated from the ranks' shares."""
+    """The complete sum, which is finite; with ``shares``, concatenated from the ranks' shares."""
     if not shares:
+        check_finite(totals[0], NOT_SUMMED)
         _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
         return totals[0]
     rank_shares = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
-    return torch.cat(rank_shares).view(totals[0].shape)
+    total = torch.cat(rank_shares).view(totals[0].shape)
+    check_finite(total, NOT_SUMMED)
+    return total
 
 
 def check_sum(
@@ -341,6 +343,7 @@ def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dty
     for state in states:
         state.rollback()
     repeated = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
+    check_finite(repeated, NOT_SUMMED)
     _require(torch.equal(skipped, repeated), f"a skipped step changes the state{_STAGED}")
     other = run_lockstep(make(), [x.clone() for x in xs], resumed)[0].total
     _require(torch.equal(repeated, other), f"a run resumed from a checkpoint computes a different sum{_STATE_ADVICE}")

@@ -16,6 +16,7 @@ from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, 
 from megatron.compression.approximation import subtract
 from megatron.compression.health import measure, squared_norms
 from megatron.compression.identity import IdentityRounds
+from megatron.compression.results import check_aggregate
 from megatron.compression.state import CompressorState, combine_keys
 
 RESIDUAL = "residual"
@@ -74,7 +75,7 @@ class ErrorFeedback(RoundCompressor):
             input_k = squared_norms(x, self.traits.batched)
         if self.kind == "aggregate":
             peers = replace(peers, sharded=False)  # the residual needs the whole sum
-        inner = yield from self.inner.rounds(x, state, peers)
+        inner = check_aggregate((yield from self.inner.rounds(x, state, peers)), x, self.inner)
         return _MeasuredAggregate(inner.total, inner.local, inner, gradient_k, input_k)
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor
 from megatron.compression.approximation import dense
 from megatron.compression.options import CompressorFault
+from megatron.compression.results import check_aggregate, check_request
 from megatron.compression.state import CompressorState
 
 
@@ -73,9 +74,10 @@ def _run_rounds(
         aggregates: list[Aggregate] = []
         for rank, generator in enumerate(generators):
             try:
-                requests.append(next(generator) if results is None else generator.send(results[rank]))
+                request = next(generator) if results is None else generator.send(results[rank])
+                requests.append(check_request(request, compressor))
             except StopIteration as stop:
-                aggregates.append(stop.value)
+                aggregates.append(check_aggregate(stop.value, xs[rank], compressor))
         if aggregates:
             if requests:
                 raise CompressorFault("some ranks ask for a round that others do not")

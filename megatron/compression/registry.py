@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +98,10 @@ class Registry:
         """Add a compressor.
 
         Raises:
-            ValueError: when the name is taken, or a ladder is too long.
+            ValueError: when the name is taken or cannot be written in a spec, or a ladder is too long.
         """
+        if re.fullmatch("[a-z0-9][a-z0-9_.-]*", name) is None:
+            raise ValueError(f"the name {name!r}: use lower-case letters, digits and hyphens, such as my-compressor")
         if name in self._entries:
             raise ValueError(f"a compressor named {name!r} is registered already; choose another name")
         for point, rungs in registration.ladder.items():

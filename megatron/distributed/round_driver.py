@@ -12,6 +12,7 @@ from megatron.compression.api import Aggregate, Level, Op, Peers, Request, Round
 from megatron.compression.approximation import Approximation
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
+from megatron.compression.results import check_aggregate, check_request
 from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, Pending, num_bytes
 from megatron.distributed.ledger import Ledger
@@ -94,11 +95,12 @@ class PackedReduction:
         requests: dict[int, Request] = {}
         with self.ledger.encoding(self.point):
             for index, result in results.items():
-                generator = self._generators[index]
+                generator, reduction = self._generators[index], self.reductions[index]
                 try:
-                    requests[index] = next(generator) if result is None else generator.send(result)
+                    request = next(generator) if result is None else generator.send(result)
+                    requests[index] = check_request(request, reduction.compressor)
                 except StopIteration as stop:
-                    self._aggregates[index] = stop.value
+                    self._aggregates[index] = check_aggregate(stop.value, reduction.x, reduction.compressor)
             self._serve(requests)
 
     def _serve(self, requests: dict[int, Request]) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
 from megatron.compression.identity import IdentityCodec
+from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
+from megatron.compression.results import check_fit
 from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, Pending, num_bytes
 from megatron.distributed.layout import Layout
@@ -35,7 +37,8 @@ class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
     ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank, ``sent``
-    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message.
+    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``checked`` the
+    boundaries with a message whose size was compared with the receiver's buffer.
     """
 
     point: Point
@@ -46,6 +49,7 @@ class Direction:
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
     iteration: int | None = None
+    checked: set[int] = field(default_factory=set)
 
     def states(self) -> Iterator[CompressorState]:
         """Codec states of this rank's senders and receivers."""
@@ -189,7 +193,11 @@ class PipelineChannel:
             wide = x.detach().to(dtype)
             state = direction.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
+            is_first = not state.tensors and not state.counters and position.boundary not in direction.checked
             payload = self.ledger.audited(direction.point, codec).encode(wide, state, key)
+        if is_first:
+            direction.checked.add(position.boundary)
+            self._check_size(direction, codec, wide, payload, key)
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(direction.point, position, wide, codec, payload, state, key))
         _, receiver = self._ends(direction, position)
@@ -198,6 +206,18 @@ class PipelineChannel:
         direction.sending.append((payload, pending))
         while direction.sending and direction.sending[0][1].done():
             self.ledger.wait_for(direction.point, direction.sending.popleft()[1])
+
+    def _check_size(self, direction: Direction, codec: Codec, x: Tensor, payload: Payload, key: Hashable) -> None:
+        """Check that the first message of a run fits its receiver, which would decode the rest of its buffer, too.
+
+        Raises:
+            CompressorFault: with the point, when it does not.
+        """
+        room = codec.empty_payload(x.shape, x.dtype, x.device, CompressorState(), key)
+        try:
+            check_fit(payload, room)
+        except CompressorFault as fault:
+            raise CompressorFault(f"{direction.point.value}: {fault}") from fault
 
     def expect(self, message: Message) -> None:
         """Announce a message that will be sent soon, so that the codec can prefetch."""

@@ -6,6 +6,7 @@ import runpy
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from megatron.compression.lockstep import run_lockstep
 from megatron.compression.options import CompressorFault
 from megatron.compression.plugins import build_registry
 from megatron.compression.registry import Registration
+from megatron.compression.results import NOT_DECODED, NOT_SUMMED
 from megatron.compression.state import CompressorState
 from tests.support.documented import REPO, python_blocks
 
@@ -52,6 +54,15 @@ class _Halved(Codec):
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
         return payload.wire.to(dtype)
+
+
+class _Undefined(_Halved):
+    """Keeps no state."""
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return payload.wire.to(dtype) * torch.nan
 
 
 class _Long(_Halved):
@@ -172,9 +183,39 @@ class _Private(_Plain):
         return Aggregate(total, x * share)
 
 
+class _Infinite(_Plain):
+    """Keeps no state."""
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        total = yield Request(x.clone())
+        return Aggregate(total * torch.nan, x.clone())
+
+
+class _Cropped(_Plain):
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        total = yield Request(x.clone())
+        return Aggregate(total[:, :-1], x.clone())
+
+
+class _Bare(_Plain):
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Any]:
+        return (yield Request(x.clone()))
+
+
+class _Unasked(_Plain):
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Any, Tensor, Aggregate]:
+        total = yield x.clone()
+        return Aggregate(total, x.clone())
+
+
 @pytest.mark.parametrize(
     ("rounds", "message"),
     [
+        (_Infinite, "sum, a sum of (2, 12, 8): finite numbers have a sum that is not finite"),
+        (_Cropped, "sum, a sum of (2, 12, 8): _Cropped.rounds returns an Aggregate.total of (2, 11, 8) for (2, 12, 8)"),
+        (_Bare, "sum, a sum of (2, 12, 8): _Bare.rounds returns a Tensor; return Aggregate(total, local)"),
+        (_Unasked, "sum, a sum of (2, 12, 8): _Unasked.rounds yields a Tensor; yield Request(tensor)"),
+        (_Unasked, "error feedback of sums, a sum of (2, 12, 8): _Unasked.rounds yields a Tensor"),
         (_Boastful, "sum, a sum of (2, 12, 8): the ranks' Aggregate.local do not add up to Aggregate.total"),
         (_Boastful, "error feedback of sums, a sum of (2, 12, 8): over six steps, sums and residuals do not add up"),
         (_Uneven, "the ranks ask for different operations, levels, shapes or dtypes in one round"),
@@ -186,6 +227,16 @@ def test_a_sum_that_breaks_a_promise_is_named(rounds: type[RoundCompressor], mes
     with pytest.raises(CompressorFault) as caught:
         check_compressor(Registration(_Options, rounds=rounds))
     assert any(message in line for line in str(caught.value).splitlines())
+
+
+def test_numbers_that_are_not_finite_break_no_other_promise() -> None:
+    """NaN differs from itself, but the state is as it was, and all ranks have the same sum."""
+    with pytest.raises(CompressorFault) as caught:
+        check_compressor(Registration(_Options, rounds=_Infinite))
+    assert {line.rpartition(": ")[2] for line in str(caught.value).splitlines()} == {NOT_SUMMED}
+    with pytest.raises(CompressorFault) as caught:
+        check_compressor(Registration(_Options, codec=_Undefined))
+    assert {line.rpartition(": ")[2] for line in str(caught.value).splitlines()} == {NOT_DECODED}
 
 
 def test_compressors_that_keep_their_promises_pass() -> None:

@@ -47,6 +47,13 @@ def test_a_taken_name_is_refused() -> None:
     assert registry["none"] is BUILTIN["none"]
 
 
+@pytest.mark.parametrize("name", ["", "row sign", "row,sign", "RowSign"])
+def test_a_name_that_no_spec_can_have_is_refused(name: str) -> None:
+    """Specs are split at commas and spaces, and read in lower case."""
+    with pytest.raises(ValueError, match=f"the name '{name}': use lower-case letters, digits and hyphens, such as"):
+        Registry(BUILTIN).register(name, Registration(_Options, codec=IdentityCodec))
+
+
 def test_the_builtin_table_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         BUILTIN["none"] = Registration(IdentityConfig)  # type: ignore[index]

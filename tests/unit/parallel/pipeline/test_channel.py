@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.compression.api import Codec, Payload
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.identity import IdentityCodec
+from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
+from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
@@ -80,3 +83,30 @@ def test_stages_of_a_spec_are_the_ranks_of_the_senders(covered: int) -> None:
         for boundary, sender in senders[way.point].items():
             codec = channel._codec(way, Position(0, boundary, 0, 2))
             assert isinstance(codec, IdentityCodec) == (sender >= covered)
+
+
+class _ShortCodec(Codec):
+    """A codec whose messages do not fill the receiver's buffer."""
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(shape.numel() + 4, dtype=torch.uint8, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        return Payload(x.flatten().to(torch.uint8))
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return payload.wire[: shape.numel()].to(dtype).view(shape)
+
+
+def test_a_message_that_does_not_fill_the_buffer_of_its_receiver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver would decode what happened to be in the rest of its buffer."""
+    channel, _ = _channel()
+    monkeypatch.setattr(channel, "_codec", lambda way, position: _ShortCodec())
+    message = Message(channel.forward, Position(0, 1, 0, 2), None)
+    expected = r"pp-forward: encode makes a message of \(256,\) torch\.uint8, but empty_payload has room for"
+    with pytest.raises(CompressorFault, match=expected + r" \(260,\) torch\.uint8"):
+        channel.send(message, torch.zeros(SHAPE))
