@@ -295,7 +295,7 @@ class IslandStart:
         )
 
     def _agree(self, key: str, entry: Any, choose: Callable[[Mapping[int, Any]], Start]) -> Start:
-        """Agrees on a decision with all others, or with those that arrive in time.
+        """Agree on a decision with all others, or with those that arrive in time.
 
         Args:
             key: name of the decision.

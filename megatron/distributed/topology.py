@@ -173,7 +173,7 @@ def build_topology(
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Makes groups outside the mesh. All ranks must make the same calls in the same order."""
+    """Maker of groups outside the mesh. All ranks must make the same calls in the same order."""
 
     rank: int
     backend: str
