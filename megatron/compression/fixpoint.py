@@ -358,6 +358,8 @@ _LADDER = {
         Rung("bits=2,rotation=64,error-feedback=on", (1.134, 1.805, 1.405), residual=0.683),
     ),
     Point.PARAM_GATHER: (Rung("bits=4,group=2048", (0.061, 0.013, -0.038)),),
+    Point.TP_FWD: (Rung("bits=8", (-0.038, -0.018, 0.038)),),
+    Point.TP_BWD: (Rung("bits=8", (0.085, 0.063, -0.109)),),
 }
 
 

@@ -97,7 +97,7 @@ class CostBook:
         self.config = config
         self.cluster = cluster
         self.vocab_size = vocab_size
-        # The run_dry step is past all warm-ups, regardless of their length.
+        # The dry run is past all warm-ups, regardless of their length.
         self._length = RunLength(config.training.planned_iters or 1_000_000, lambda epochs: 1)
         self.imbalance = imbalance
         self._backend = DryBackend(cluster.device)
@@ -361,6 +361,6 @@ def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
         if not texts:
             raise
         raise UserError(
-            f"--compress {' '.join(texts)}: cannot be run_dry, since what it sends depends on the numbers "
+            f"--compress {' '.join(texts)}: cannot be planned, since what it sends depends on the numbers "
             f"({first_line(error)}); leave it out, or time it in a short run"
         ) from error

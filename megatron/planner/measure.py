@@ -257,7 +257,7 @@ def _update_seconds(elements: int, backend: LiveBackend) -> float:
 
 
 def without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """Configure the same model for measuring: tensor-parallel as run_dry if there are several ranks, no pipeline."""
+    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
     choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)

@@ -144,7 +144,7 @@ def test_a_folder_in_use_is_refused(
 def test_a_run_saves_nothing_after_losing_its_folder(
     prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FolderLock, "lost", lambda self: "--save was taken over by another run")
+    monkeypatch.setattr(FolderLock, "explain_loss", lambda self: "--save was taken over by another run")
     before = complete_iterations(saved)
     assert main(tiny_flags(prefix, train_iters=4, save=saved, load=saved)) == 2
     assert "error: --save was taken over" in capsys.readouterr().err
