@@ -56,10 +56,8 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
     """
     options = registration.config() if options is None else options
     faults: dict[str, str] = {}
-    for promise, case, check in (
-        *_list_message_checks(registration, options),
-        *_list_sum_checks(registration, options),
-    ):
+    checks = (*_list_message_checks(registration, options), *_list_sum_checks(registration, options))
+    for promise, case, check in checks:
         if promise in faults:
             continue
         try:
@@ -296,13 +294,12 @@ def make_inputs(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.
 
 def _full_sum(totals: Sequence[Tensor], shares: bool) -> Tensor:
     """The complete sum, which is finite; with ``shares``, concatenated from the ranks' shares."""
-    if not shares:
-        check_finite(totals[0], NOT_SUMMED)
-        _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
-        return totals[0]
-    rank_shares = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
-    total = torch.cat(rank_shares).view(totals[0].shape)
+    total = totals[0]
+    if shares:
+        parts = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
+        total = torch.cat(parts).view(total.shape)
     check_finite(total, NOT_SUMMED)
+    _require(shares or all(torch.equal(each, total) for each in totals), "the ranks have different sums")
     return total
 
 

@@ -47,13 +47,7 @@ from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.growth import predict_growth
 from megatron.planner.measure import fill_in_measured, measure_all, without_pipeline
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import (
-    compare_with_one_node,
-    draw_prediction,
-    explain_difference,
-    format_breakdown,
-    format_table,
-)
+from megatron.planner.report import compare_with_one_node, draw_prediction, explain_gain, format_breakdown, format_table
 from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
@@ -127,9 +121,10 @@ def count_vocab_entries(config: RunConfig) -> int:
         built = build_tokenizer(config.tokenizer)
     except UserError as error:
         if config.tokenizer.tokenizer_type == "GPT2BPETokenizer":
-            if config.tokenizer.vocab_size is None:
-                print(f"note: {error}. GPT-2's {GPT2_VOCAB:,} entries are assumed; --vocab-size gives another number")
-            return config.tokenizer.vocab_size or GPT2_VOCAB
+            if config.tokenizer.vocab_size is not None:
+                return config.tokenizer.vocab_size
+            print(f"note: {error}. GPT-2's {GPT2_VOCAB:,} entries are assumed; --vocab-size gives another number")
+            return GPT2_VOCAB
         raise UserError(f"{error}; or give the number of its entries with --vocab-size") from error
     return model_entries(config.tokenizer, built)
 
@@ -150,8 +145,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
             return None
     machine = fill_in_measured(values, cluster)
     write_whole(path, write_cluster(machine).encode(), "--cluster")
-    corrections = {name: value for name, value in values.items() if name in machine.corrections}
-    outliers = [f"{name} {value:.3g}" for name, value in corrections.items() if value > MAX_USUAL_RATIO]
+    outliers = [f"{k} {v:.3g}" for k, v in values.items() if k in machine.corrections and v > MAX_USUAL_RATIO]
     if outliers:
         print(f"note: {', '.join(outliers)} times what the rates give: is the machine busy, or the model very small?")
     return machine
@@ -276,7 +270,7 @@ def show(
     print(f"{format_table(result.best, memory)}\n")
     print(f"the fastest:\n{format_breakdown(result.best[0], predictor.cluster, config)}")
     if len(result.best) > 1:
-        print(f"the runner-up is {explain_difference(result.best[0], result.best[1])}")
+        print(f"the runner-up is {explain_gain(result.best[0], result.best[1])}")
     print(compare_with_one_node(predictor, result.best[0]), end="")
     _write_configuration(options, result.best[0], config)
     return [*predictions, *result.best], result.best[0]

@@ -197,7 +197,7 @@ def _shares(values: Mapping[str, float], total: float, render: Callable[[float],
     return ", ".join(f"{name} {render(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
 
 
-def explain_difference(best: Prediction, other: Prediction) -> str:
+def explain_gain(best: Prediction, other: Prediction) -> str:
     """Explain why ``best`` is faster than ``other`` by the parts of a step that differ most."""
     names = dict.fromkeys([*best.parts, *other.parts])
     gained = {name: other.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
