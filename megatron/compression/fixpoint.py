@@ -360,6 +360,10 @@ _LADDER = {
     Point.PARAM_GATHER: (Rung("bits=4,group=2048", (0.061, 0.013, -0.038)),),
     Point.TP_FWD: (Rung("bits=8", (-0.038, -0.018, 0.038)),),
     Point.TP_BWD: (Rung("bits=8", (0.085, 0.063, -0.109)),),
+    Point.EP_DISPATCH_FWD: (Rung("bits=8", (-0.004, 0.083, -0.282)),),
+    Point.EP_DISPATCH_BWD: (Rung("bits=8", (0.207, -0.24, -0.136)),),
+    Point.EP_COMBINE_FWD: (Rung("bits=8", (0.334, -0.106, -0.325)),),
+    Point.EP_COMBINE_BWD: (Rung("bits=8", (0.316, 0.008, -0.041)),),
 }
 
 

@@ -193,7 +193,7 @@ class PipelineChannel:
             wide = x.detach().to(dtype)
             state = direction.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
-            is_first = not state.tensors and not state.counters and position.boundary not in direction.checked
+            is_first = position.boundary not in direction.checked and state == CompressorState()
             payload = self.ledger.audited(direction.point, codec).encode(wide, state, key)
         if is_first:
             direction.checked.add(position.boundary)

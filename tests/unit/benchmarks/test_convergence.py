@@ -116,7 +116,8 @@ def test_the_candidates_of_the_automatic_choice_are_cases() -> None:
     cases = ladder_cases()
     assert cases["dp-grad=fixpoint,bits=4,error-feedback=on"] == ["dp-grad=fixpoint,bits=4,error-feedback=on"]
     assert cases["param-gather=fixpoint,bits=4,group=2048"][1] == "--use-distributed-optimizer"
-    assert {family(case).baseline for case in cases} == {"dense", "replicas, dense", "tensors, dense"}
+    baselines = {"dense", "replicas, dense", "tensors, dense", "expert pair, dense"}
+    assert {family(case).baseline for case in cases} == baselines
     assert ladder_cases("pp-") == {case: words for case, words in cases.items() if case.startswith("pp-")} != {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,3 +111,13 @@ def test_a_message_that_does_not_fill_the_buffer_of_its_receiver_is_refused(monk
     expected = r"pp-forward: encode makes a message of \(256,\) torch\.uint8, but empty_payload has room for"
     with pytest.raises(CompressorFault, match=expected + r" \(260,\) torch\.uint8"):
         channel.send(message, torch.zeros(SHAPE))
+
+
+def test_messages_of_a_codec_with_restored_samples_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their size depends on the samples, which a fresh state does not have."""
+    channel, link = _channel()
+    monkeypatch.setattr(channel, "_codec", lambda way, position: _ShortCodec())
+    monkeypatch.setattr(link, "send", lambda x, dst, tag=0: Mock())
+    channel.forward.sent[1] = CompressorState()
+    channel.forward.sent[1].cache("samples", 4).visit(0, SHAPE[-1])
+    channel.send(Message(channel.forward, Position(0, 1, 0, 2), None), torch.zeros(SHAPE))
