@@ -144,6 +144,8 @@ def read(options: argparse.Namespace) -> Weights:
         if options.iteration is not None:
             raise UserError(f"--iteration {options.iteration}: {folder} is a Hugging Face folder, which has none")
         weights = read_hf(folder)
+    elif not folder.is_dir():
+        raise UserError(f"--load {folder}: there is no such folder")
     else:
         raise UserError(
             f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"

@@ -37,7 +37,10 @@ _PASS_POINTS = (Point.PP_FWD, Point.PP_BWD, *INNER_POINTS)
 _ROUNDING = 1e-9
 """Share by which rounding may raise a lower bound."""
 
-NOTHING_TO_CHOOSE = "--compress auto: no point without a spec has both traffic and a compressor to choose"
+NOTHING_TO_CHOOSE = (
+    "--compress auto: no point without a spec has both traffic and a compressor to choose; a single process has no "
+    "traffic (start several with tools/launch.py)"
+)
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
         if point.candidate is None:
             lines.append(f"  {name:<13} nothing: {point.reason}")
         else:
-            cost = f"saves {point.saved_s:.3g} s, loss at most {point.candidate.increase:.2f}% higher"
+            cost = f"predicted to save {point.saved_s:.3g} s, loss at most {point.candidate.increase:.2f}% higher"
             lines.append(f"  {name:<13} {point.candidate.spec.partition('=')[2]}: {cost}")
     for trial in result.trials:
         specs_text = " ".join(trial.specs) or "nothing"

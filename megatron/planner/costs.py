@@ -361,6 +361,6 @@ def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
         if not texts:
             raise
         raise UserError(
-            f"--compress {' '.join(texts)}: cannot be planned, since what it sends depends on the numbers "
-            f"({first_line(error)}); leave it out, or time it in a short run"
+            f"--compress {' '.join(texts)}: cannot be planned ({first_line(error)}); correct it, or if its messages "
+            "depend on the values of the input, leave it out, or time it in a short run"
         ) from error

@@ -307,3 +307,4 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "hf" / "mine.txt").write_text("mine")
     assert "is not empty" in refusal(capsys, saved, tmp_path / "hf", "hf")
     assert "holds neither a checkpoint" in refusal(capsys, tmp_path, tmp_path / "x", "hf")
+    assert "there is no such folder" in refusal(capsys, tmp_path / "missing", tmp_path / "x", "hf")
