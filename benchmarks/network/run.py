@@ -57,6 +57,7 @@ TABLE = Table(
     Column("tokens/s", "tokens_per_s", ".0f"),
     Column("compute s", "compute_s", ".2f"),
     Column("on the slowest", "slowest_compute_s", ".2f"),
+    Column("update s", "update_s", ".2f"),
     Column("coding s", "coded_s", ".3f"),
     Column("exposed s", "waited_s", ".2f"),
     Column("MB a host", "host_mb", ".2f"),
@@ -76,6 +77,7 @@ class Measurement:
         tokens_per_s: tokens per second of the whole run.
         compute_s, coded_s, waited_s: seconds of an iteration, means over the ranks.
         slowest_compute_s: seconds of computing on the slowest rank, which no schedule goes below.
+        update_s: seconds of the optimizer's update, the mean over the ranks; None for a peer.
         host_mb: MB that a host sends in an iteration, by its interface's counter; the largest over the hosts.
         loss: loss of the last step.
         predicted_s: the planner's time of an iteration; None for a case that it does not know.
@@ -90,6 +92,7 @@ class Measurement:
     tokens_per_s: float
     compute_s: float
     slowest_compute_s: float
+    update_s: float | None
     coded_s: float
     waited_s: float
     host_mb: float
@@ -278,8 +281,8 @@ def measure(
                 median = {key: statistics.median(answer[key] for answer in answers) for key in answers[0]}
                 measurement = Measurement(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
-                    median["compute_s"], median["slowest_compute_s"], median["coded_s"], median["waited_s"],
-                    sent_mb, answers[-1]["loss"],
+                    median["compute_s"], median["slowest_compute_s"], median.get("update_s"), median["coded_s"],
+                    median["waited_s"], sent_mb, answers[-1]["loss"],
                     predicted(bench, case, cluster and linked(cluster, rate)),
                     {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
                 )  # fmt: skip

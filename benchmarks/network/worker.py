@@ -92,6 +92,7 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
             figures[kind] = sum(account[kind] for account in accounts.values())
         nested = sum(accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in _IN_LAYERS if p in accounts)
         figures["compute_s"] = inside - nested
+        figures["update_s"] = timers("optimizer", 1).elapsed()
         for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "control", *_IN_LAYERS):
             figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
         return figures
@@ -120,6 +121,7 @@ def main() -> None:
     init_process_group(env, backend, 30)
     # Groups split by node, for two-level sums and two-stage exchanges.
     topology = build_topology(make_layout(config, env.world_size), device, env.node, {"dp", "ep"})
+    topologies = {topology.layout: topology}
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     engines: Engines | None = None
@@ -138,8 +140,12 @@ def main() -> None:
             if case.peer:
                 step = peer_step(case.peer, case.rank, plan, config, topology, batches)
             else:
-                engines = build_engines(config_of(plan, case, env.world_size), topology, plan["vocab"])
-                step = our_step(engines, topology, batches)
+                case_config = config_of(plan, case, env.world_size)
+                layout = make_layout(case_config, env.world_size)  # a schedule may have virtual stages
+                if layout not in topologies:
+                    topologies[layout] = build_topology(layout, device, env.node, {"dp", "ep"})
+                engines = build_engines(case_config, topologies[layout], plan["vocab"])
+                step = our_step(engines, topologies[layout], batches)
         taken: list[dict[str, float]] = []  # gathered after the last, as ranks wait for each other then
         for _ in range(command.get("steps", 0)):
             assert step is not None

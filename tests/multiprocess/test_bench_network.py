@@ -97,3 +97,12 @@ def test_bytes_of_two_level_sums_between_hosts(tmp_path: Path) -> None:
     formula_mb = bench.parameters * (4 / 8 + 4 / 64) / PAYLOAD / 1e6
     assert two_levels.host_mb == pytest.approx(formula_mb, rel=0.05)
     assert flat.host_mb == pytest.approx(2 * formula_mb, rel=0.05)
+
+
+def test_a_schedule_with_two_chunks_on_a_stage_has_its_own_mesh(tmp_path: Path) -> None:
+    """Both have the same losses; chunks in V form send twice as many messages."""
+    _need_hosts()
+    cases = FP32, NetworkCase("zero bubble, V form", schedule="zb-v")
+    plain, v_form = measure("toy", Bench(2, 1, 1, 2, (4, 64, 32), 2, (), cases), [], 1, tmp_path)
+    assert v_form.loss == pytest.approx(plain.loss, rel=1e-4)
+    assert 1.5 < v_form.host_mb / plain.host_mb < 3.0

@@ -156,7 +156,7 @@ def test_the_network_section_records_the_missing_rows(tmp_path: Path, monkeypatc
     """Beside their limits; without hosts it ends with the reason."""
     setting, log = Setting("cuda", tmp_path), RowLog(tmp_path / "rows.jsonl")
     row_keys = network.keys(setting)[3:11]
-    named = Measurement("", "", None, "", 2.0, 8.0, 1.0, 1.1, 0.1, 0.5, 100.0, 5.0, None)
+    named = Measurement("", "", None, "", 2.0, 8.0, 1.0, 1.1, 0.2, 0.1, 0.5, 100.0, 5.0, None)
 
     def measure(name: str, bench: Any, setups: Any, *_: Any, unshaped: bool, is_wanted: Any, **__: Any) -> Any:
         links = {"unshaped": None} if unshaped else {}
