@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -124,31 +123,19 @@ def saved_kind(root: str | Path, iteration: Iteration) -> str:
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    model = saved_section(root, iteration, "model")
+    model = saved_sections(root, iteration).get("model", {})
     classes = model.get("task_classes", 0)
     return describe_model_type(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
 
 
-def saved_section(root: str | Path, iteration: Iteration, section: str, flag: str | None = None) -> Mapping[str, Any]:
-    """Read a section of a checkpoint's configuration, by field; empty if missing.
-
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-        section: name of the section, such as "model".
-        flag: flag that named it; None for the tracker's.
+def saved_sections(root: str | Path, iteration: Iteration) -> dict[str, Mapping[str, Any]]:
+    """Read the sections of a checkpoint's configuration, such as "model", by name and field.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    values = _parsed(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}").get(section)
-    return values if isinstance(values, dict) else {}
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str, location: str) -> Mapping[str, Any]:
-    """The sections of a configuration, to be read only: a run that resumes asks for six of them in turn."""
-    return parse_yaml(text, location)
+    content = parse_yaml(load_config_yaml(root, iteration), f"{root}, iteration {iteration}")
+    return {name: values for name, values in content.items() if isinstance(values, dict)}
 
 
 def saved_config(

@@ -128,8 +128,8 @@ class CompressorState:
 
     @property
     def empty(self) -> bool:
-        """Whether the state holds neither tensors nor counters."""
-        return not self.export_tensors() and not self.counters
+        """Whether the state holds neither tensors, nor counters, nor samples."""
+        return not self.tensors and not self.counters and not any(map(len, self._caches.values()))
 
 
 def end_states(states: Iterable[CompressorState], keep: bool) -> None:

@@ -353,7 +353,7 @@ def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
     """Run a dry run.
 
     Raises:
-        UserError: when a compressor depends on the values of its input, which a dry run does not have.
+        UserError: when a compressor fails, as it does if it depends on the values of its input, which a dry run lacks.
     """
     try:
         return run()

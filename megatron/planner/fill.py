@@ -214,10 +214,8 @@ def _message_traffic(stages: Stages, choice: Choice, point: Point) -> float:
         if point is Point.PP_BWD:
             # Late messages matter only to codecs that are refused with auto.
             schedule = FIRST if choice.schedule == AUTO else choice.schedule
-            max_in_flight = stages.config.parallel.pipeline_max_in_flight
-            late = _count_late_messages(schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight)[
-                chunk
-            ]
+            order = choice.pp, rank, choice.chunks, choice.micro_batches, stages.config.parallel.pipeline_max_in_flight
+            late = _count_late_messages(schedule, *order)[chunk]
         for count, is_late in ((late, True), (choice.micro_batches - late, False)):
             on = stages.compresses(choice, point, rank, is_late)
             total += count * stages.book.message(choice, point, on).nbytes

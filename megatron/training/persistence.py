@@ -16,7 +16,7 @@ from megatron.base.values import Values
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, newest_before, saved_iterations
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_tensors, saved_section, saved_shapes
+from megatron.checkpoint.load import load_tensors, saved_sections, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
     DELAYED,
@@ -44,7 +44,7 @@ from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
-from megatron.training.changed_samples import SECTIONS, sample_warnings
+from megatron.training.changed_samples import sample_warnings
 from megatron.training.loss_guard import LossGuard
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
@@ -259,8 +259,8 @@ class RunCheckpoints:
         def unused(name: str) -> bool:
             return name.startswith(ignored_prefixes) and not name.startswith(weights)
 
-        saved_model = run_together(self.group, lambda: saved_section(root, iteration, "model"))
-        differing = differing_flags(self.run_config.model, saved_model, self.config.moe_use_upcycling)
+        sections = run_together(self.group, lambda: saved_sections(root, iteration))
+        differing = differing_flags(self.run_config.model, sections.get("model", {}), self.config.moe_use_upcycling)
         load = partial(load_tensors, root, iteration, tensors, self.group, log=self.log)
         load(allow_unexpected=unused, differing=differing.keys(), reads_data=reads_data)
         self._sync_weights(saved_main)
@@ -296,9 +296,6 @@ class RunCheckpoints:
                 "taken all the same; --use-checkpoint-args takes its flags, too"
             )
         if not self.config.finetune:
-            sections = run_together(
-                self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS}
-            )
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
 

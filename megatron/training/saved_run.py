@@ -14,7 +14,7 @@ from megatron.base.stateful import under_todays_names
 from megatron.base.user_text import Note
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
-from megatron.checkpoint.load import load_common, saved_kind, saved_section, saved_shapes
+from megatron.checkpoint.load import load_common, saved_kind, saved_sections, saved_shapes
 from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
 from megatron.config.checkpoint import CheckpointConfig
@@ -122,7 +122,8 @@ def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: d
         UserError: on every rank, when it is of another optimizer, or is damaged.
     """
     configured = config.optimizer.optimizer
-    saved = run_together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", configured)
+    sections = run_together(group, lambda: saved_sections(root, iteration))
+    saved = sections.get("optimizer", {}).get("optimizer", configured)
     if saved != configured:
         raise UserError(
             f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {configured}, or "

@@ -37,8 +37,8 @@ class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
     ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank, ``sent``
-    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``checked`` the
-    boundaries with a message whose size was compared with the receiver's buffer.
+    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``crossed`` the
+    boundaries that this rank has sent a message over.
     """
 
     point: Point
@@ -49,7 +49,7 @@ class Direction:
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
     iteration: int | None = None
-    checked: set[int] = field(default_factory=set)
+    crossed: set[int] = field(default_factory=set)
 
     def states(self) -> Iterator[CompressorState]:
         """Codec states of this rank's senders and receivers."""
@@ -193,10 +193,10 @@ class PipelineChannel:
             wide = x.detach().to(dtype)
             state = direction.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
-            is_first = position.boundary not in direction.checked and state == CompressorState()
+            is_fresh = position.boundary not in direction.crossed and state.empty
             payload = self.ledger.audited(direction.point, codec).encode(wide, state, key)
-        if is_first:
-            direction.checked.add(position.boundary)
+        direction.crossed.add(position.boundary)
+        if is_fresh:
             self._check_size(direction, codec, wide, payload, key)
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(direction.point, position, wide, codec, payload, state, key))
@@ -208,7 +208,7 @@ class PipelineChannel:
             self.ledger.wait_for(direction.point, direction.sending.popleft()[1])
 
     def _check_size(self, direction: Direction, codec: Codec, x: Tensor, payload: Payload, key: Hashable) -> None:
-        """Check that the first message of a run fits its receiver, which would decode the rest of its buffer, too.
+        """Check that a message from an empty state fits its receiver, which would decode the rest of its buffer, too.
 
         Raises:
             CompressorFault: with the point, when it does not.

@@ -117,7 +117,9 @@ def test_messages_of_a_codec_with_restored_samples_are_not_compared(monkeypatch:
     """Their size depends on the samples, which a fresh state does not have."""
     channel, link = _channel()
     monkeypatch.setattr(channel, "_codec", lambda way, position: _ShortCodec())
-    monkeypatch.setattr(link, "send", lambda x, dst, tag=0: Mock())
+    send = Mock()
+    monkeypatch.setattr(link, "send", send)
     channel.forward.sent[1] = CompressorState()
     channel.forward.sent[1].cache("samples", 4).visit(0, SHAPE[-1])
     channel.send(Message(channel.forward, Position(0, 1, 0, 2), None), torch.zeros(SHAPE))
+    send.assert_called_once()
