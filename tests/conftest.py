@@ -39,19 +39,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
-        *("asplos23", "auto_compression", "bench_gpu", "bench_memory", "bench_network", "evaluate_lm", "faults"),
-        *(
-            "damaged_files",
-            "finetune_example",
-            "generation_server",
-            "gradient_records",
-            "jube",
-            "lsf",
-            "netlab",
-            "slurm",
-            "sockets",
-            "trace",
-        ),
+        *("asplos23", "auto_compression", "bench_gpu", "bench_memory", "bench_network", "damaged_files"),
+        *("evaluate_lm", "faults", "finetune_example", "generation_server", "gradient_records", "island_ends"),
+        *("island_faults", "island_outliers", "island_rounds", "islands", "jube", "lsf", "netlab", "slurm"),
+        *("sockets", "trace"),
     )
 )
 """Files of tests/multiprocess that mostly wait, for processes to start or for limits to pass."""
