@@ -93,6 +93,9 @@ class Observer:
     def on_receive(self, point: Point, position: Position, x: Tensor) -> None:
         """Called when a message between stages has been decoded."""
 
+    def on_schedule(self, name: str) -> None:
+        """Called when the run has chosen the pipeline schedule of the next steps."""
+
     def findings(self, iteration: int) -> Iterable[Finding]:
         """Reports of a step, counted from 1. Every rank must call it; the last rank's reports are written."""
         return ()

@@ -121,6 +121,9 @@ class Trace(Observer):
         self._iteration = iteration
         self._iteration_start = self._clock.mark()
 
+    def on_schedule(self, name: str) -> None:
+        self.schedule = f"auto: {name}"
+
     def end_step(self) -> None:
         """End the step; write the file after the last recorded step."""
         if self._iteration is None:

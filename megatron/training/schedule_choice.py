@@ -42,13 +42,16 @@ class ScheduleChoice(Observer):
 
     Args:
         engines: this rank's engines.
+        settling_steps, measured_steps: number of steps before those that are measured, and of these.
 
     Steps are measured after the warm-ups of the compressors of pipeline messages.
     """
 
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
-        self._steps_left = STEPS
+    def __init__(
+        self, engines: Engines, settling_steps: int = _SETTLING_STEPS, measured_steps: int = _MEASURED_STEPS
+    ) -> None:
+        self._engines, self._measured_steps = engines, measured_steps
+        self._steps_left = settling_steps + measured_steps
         self._measures = False
         self._seconds: dict[str, list[float]] = {name: [] for name in _PASSES}
         self._coding: dict[tuple[str, str], list[float]] = {
@@ -70,7 +73,7 @@ class ScheduleChoice(Observer):
     def begin_step(self, iteration: int) -> None:
         plan = self._engines.plan
         is_steady = iteration >= 0 and all(plan.activation(point).is_active(iteration) for point in _POINTS)
-        self._measures = is_steady and self._steps_left <= _MEASURED_STEPS
+        self._measures = is_steady and self._steps_left <= self._measured_steps
         self._steps_left -= is_steady
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
@@ -124,6 +127,8 @@ class ScheduleChoice(Observer):
         )
         engines.pipeline.measured = measured
         candidates = measured.candidates(micro_batches)
+        for observer in engines.ledger.observers:
+            observer.on_schedule(str(candidates[0]))
         fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
         slowest_s = [
             f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, rows[:, :3].amax(0).tolist(), strict=True)

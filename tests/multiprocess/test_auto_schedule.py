@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     logs = {}
     for schedule in ("1f1b", "zb-h1", "auto"):
         logs[schedule] = tmp_path / f"{schedule}.jsonl"
-        more = {"pipeline_max_in_flight": 8} if schedule == "auto" else {}
+        more: dict[str, Any] = {}
+        if schedule == "auto":
+            steps = {"profile_step_start": ITERATIONS - 1, "profile_step_end": ITERATIONS}
+            more = {"pipeline_max_in_flight": 8, "profile_trace": tmp_path / "traces", **steps}
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
@@ -66,6 +70,10 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
         report,
     )
     assert "gpipe" in report  # all micro-batches fit into the limit
+    traces = sorted((tmp_path / "traces").glob("*.json"))
+    titles = {json.loads(path.read_text())["otherData"]["schedule"] for path in traces}
+    assert len(traces) == world_size
+    assert titles == {f"auto: {report.partition('; ')[0]}"}
     assert _losses(logs["auto"]) == _losses(logs["zb-h1"]) == _losses(logs["1f1b"])
     assert len(_losses(logs["auto"])) == ITERATIONS
 
