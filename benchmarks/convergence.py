@@ -4,6 +4,7 @@
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
     make bench-convergence ARGS="--ladder"        the candidates of --compress auto
     make bench-convergence ARGS="--ladder tp-"    those of tensor parallelism
+    make bench-convergence ARGS="--ladder --model 2x96 --iterations 250"    in short runs of another model
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
 replicas; compressed tensor parallelism on 2 ranks; a model with experts on 4 replicas that share them, or 2; sums in
@@ -25,6 +26,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import join_for_help, parse_names, runs
@@ -102,8 +104,26 @@ def continuation_file(log: Path) -> Path:
     return log.with_suffix(".continuation")
 
 
-def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int, continues: bool = True) -> None:
-    """Trains a case with a seed, and measures its continuations if asked to, unless that is done."""
+def train(
+    out: Path,
+    case: str,
+    words: Sequence[str],
+    seed: int,
+    iterations: int,
+    continues: bool = True,
+    model: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Trains a case with a seed, and measures its continuations if asked to, unless that is done.
+
+    Args:
+        out: folder of data and logs.
+        case: name of the case.
+        words: specs and flags of the case.
+        seed: seed of weights and samples.
+        iterations: length of the run.
+        continues: whether to measure continuations.
+        model: flags of the model that differ from ``MODEL``.
+    """
     log = log_of(out, case, seed, iterations)
     if runs.has_ended(log) and (continuation_file(log).exists() or not continues):
         return
@@ -112,7 +132,7 @@ def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
     specs = [word for word in words if not is_flag(word)]
-    flags = runs.flags({**values, **kind.flags, "save": saved, "no-save-optim": True}, specs, out, log)
+    flags = runs.flags({**values, **kind.flags, **model, "save": saved, "no-save-optim": True}, specs, out, log)
     flags += filter(is_flag, words)
     output = out / "logs" / f"{log.stem}.log"
     runs.train(flags, f"{case}, seed {seed}", log, output, ranks=kind.ranks, nodes=kind.nodes, islands=kind.islands)
@@ -128,14 +148,19 @@ def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int
 
 
 def train_all(
-    out: Path, cases: Mapping[str, Sequence[str]], seeds: Sequence[int], iterations: int, continues: bool
+    out: Path,
+    cases: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    iterations: int,
+    continues: bool,
+    model: Mapping[str, int],
 ) -> list[str]:
     """Trains all cases with all seeds; prints the reasons of failed runs and returns their names."""
     failed = []
     for seed in seeds:
         for case, words in cases.items():
             try:
-                train(out, case, words, seed, iterations, continues)
+                train(out, case, words, seed, iterations, continues, model)
             except SystemExit as error:
                 print(error, file=sys.stderr, flush=True)
                 failed.append(f"{case} (seed {seed})")
@@ -261,10 +286,20 @@ def draw(finished: Sequence[Outcome], path: Path) -> None:
     save_figure(figure, path)
 
 
+def _read_model(text: str) -> dict[str, int]:
+    """Flags of a model from LAYERSxWIDTH."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LAYERSxWIDTH, such as 2x96")
+    return {"num-layers": int(sizes[1]), "hidden-size": int(sizes[2])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("bench_out/convergence")
-    parser.add_argument("--out", type=Path, default=folder, help=f"folder of data and logs ({folder})")
+    parser.add_argument(
+        "--out", type=Path, default=None, help=f"folder of data and logs ({folder}, with --model {folder}-LAYERSxWIDTH)"
+    )
     parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {join_for_help(CASES, ';')} (all)")
     parser.add_argument(
         "--case",
@@ -283,6 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated (1,2,3)")
     parser.add_argument("--iterations", type=int, default=1000, help="of each run (1000)")
+    parser.add_argument("--model", type=_read_model, default={}, metavar="LAYERSxWIDTH", help="size of the GPT (4x64)")
     parser.add_argument(
         "--train-bytes", type=int, default=1_200_000, help="text to train on; less means more epochs (1200000)"
     )
@@ -293,16 +329,19 @@ def main() -> None:
         user_cases = dict(map(read_case, options.case))
     except ValueError as error:
         parser.error(f"--case {error}")
-    candidates = {} if options.ladder is None else ladder_cases(options.ladder)
+    hidden_size = options.model.get("hidden-size", MODEL["hidden-size"])
+    candidates = {} if options.ladder is None else ladder_cases(options.ladder, hidden_size)
     alone = [*user_cases, *candidates]
     baselines = ";".join(dict.fromkeys(family(case).baseline for case in alone)) or None
     names = parse_names(parser, "--cases", options.cases or baselines, CASES, ";")
     cases = {name: CASES[name] for name in names} | user_cases | candidates
+    if options.out is None:
+        options.out = Path("-".join([str(folder), *filter(None, ["x".join(map(str, options.model.values()))])]))
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
     failed = []
     if not options.table:
         runs.prepare(out, options.train_bytes)
-        failed = train_all(out, cases, seeds, options.iterations, not options.no_continuations)
+        failed = train_all(out, cases, seeds, options.iterations, not options.no_continuations, options.model)
     finished = outcomes(out, cases, seeds, options.iterations)
     if options.table and not finished:
         parser.error(

@@ -122,15 +122,16 @@ CASES |= {
 }
 
 
-def ladder_cases(points: str = "") -> dict[str, list[str]]:
+def ladder_cases(points: str = "", hidden_size: int = 64) -> dict[str, list[str]]:
     """The candidates of ``--compress auto`` at the points whose names begin with ``points``, each by itself, named by
-    their specs, behind the layout's first word. Without the fused embedding, whose losses are those of the plain one.
+    their specs for a hidden size, behind the layout's first word. Without the fused embedding, whose losses are those
+    of the plain one.
     """
     return {
         f"{_layout_of(point, spec)}{spec}": [spec, *([SHARDED] if point is Point.PARAM_GATHER else [])]
         for name, registration in BUILTIN.items()
         for point, rungs in registration.ladder.items()
-        for spec in (rung.spec(point, name, MODEL["hidden-size"]) for rung in rungs)
+        for spec in (rung.spec(point, name, hidden_size) for rung in rungs)
         if point is not Point.EMBED_GRAD and spec.startswith(points)
     }
 

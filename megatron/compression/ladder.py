@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.compression.points import Point
@@ -36,19 +37,29 @@ class Rung:
     Args:
         options: the setting, as in a spec after the compressor's name; or a function of the hidden size that
             returns it.
-        increases: increase of the validation loss, in percent, of each run with this setting over the uncompressed run
-            of the same seed. At least two.
-        residual: mean norm of the residual over that of the gradient in those runs; None without error feedback. Used
-            at ``dp-grad``.
+        increases: by the number of iterations of a run, the increase of the validation loss, in percent, of each run
+            with this setting over the uncompressed run of the same seed. At least two for each length.
+        residual: mean norm of the residual over that of the gradient in the longest of those runs; None without error
+            feedback. Used at ``dp-grad``.
+
+    Between two measured lengths, costs are interpolated over the logarithm of the iterations; beyond them, they are
+    those of the nearest. A compressor delays training by some iterations, so a short run, which ends while the loss
+    still falls fast, may pay more.
     """
 
     options: str | Callable[[int], str]
-    increases: tuple[float, ...]
+    increases: Mapping[int, tuple[float, ...]]
     residual: float | None = None
 
     def __post_init__(self) -> None:
-        if len(self.increases) < 2 or not all(map(math.isfinite, self.increases)):
-            raise ValueError(f"a rung has the increases of at least two runs, not {self.increases}")
+        if not isinstance(self.increases, Mapping) or not self.increases or min(self.increases) < 1:
+            raise ValueError(
+                "a rung has increases by the number of iterations, such as {1000: (0.31, 0.12)}, not "
+                f"{self.increases!r}"
+            )
+        for values in self.increases.values():
+            if len(values) < 2 or not all(map(math.isfinite, values)):
+                raise ValueError(f"a rung has the increases of at least two runs, not {values}")
         if self.residual is not None and not (0.0 < self.residual < math.inf):
             raise ValueError(f"the residual of a rung is a positive share of the gradient, not {self.residual}")
 
@@ -57,12 +68,19 @@ class Rung:
         options = self.options if isinstance(self.options, str) else self.options(hidden_size)
         return f"{point.value}={name}{options and ','}{options}"
 
-    @property
-    def highest_increase(self) -> float:
-        """Upper end of the interval of the mean increase, in percent; at least 0."""
-        return max(interval_of_mean(self.increases)[1], 0.0)
+    def highest_increase(self, iterations: int | None) -> float:
+        """Upper end of the interval of the mean increase in a run of a length, in percent; at least 0."""
+        return max(self._interpolate(lambda values: interval_of_mean(values)[1], iterations), 0.0)
 
-    @property
-    def mean_increase(self) -> float:
-        """Mean increase, in percent; at least 0."""
-        return max(statistics.fmean(self.increases), 0.0)
+    def mean_increase(self, iterations: int | None) -> float:
+        """Mean increase in a run of a length, in percent; at least 0."""
+        return max(self._interpolate(statistics.fmean, iterations), 0.0)
+
+    def _interpolate(self, summary: Callable[[Sequence[float]], float], iterations: int | None) -> float:
+        """Interpolate a summary of the measured increases; that of the longest runs if the length is unknown."""
+        lengths = sorted(self.increases)
+        iterations = min(max(iterations or lengths[-1], lengths[0]), lengths[-1])
+        upper = bisect(lengths, iterations, hi=len(lengths) - 1)
+        longer, shorter = lengths[upper], lengths[max(upper - 1, 0)]
+        share = math.log(iterations / shorter) / math.log(longer / shorter) if longer > shorter else 0.0
+        return (1 - share) * summary(self.increases[shorter]) + share * summary(self.increases[longer])

@@ -39,7 +39,8 @@ class CompressionConfig:
         "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or the "
         "tokens to experts and back: experts=default. --list-compressors prints all points and compressors. auto "
         "measures this machine and its links at the start, and chooses the fastest compressors within "
-        "--max-loss-increase for all points without a spec.",
+        "--max-loss-increase for all points without a spec, and whether to use --overlap-grad-reduce and "
+        "--pipeline-schedule auto.",
         repeatable=True,
         metavar="POINT=SPEC|auto",
         common="compress",
@@ -63,8 +64,8 @@ class CompressionConfig:
     )
     compress_adapt: bool = option(
         False,
-        "Choose the compressors of --compress auto again when links become slower: the run saves a checkpoint, "
-        "chooses, and continues. It chooses at once if it resumes from a run without this flag.",
+        "Choose the compressors of --compress auto again when links become much slower or faster: the run saves "
+        "a checkpoint, chooses, and continues. It chooses at once if it resumes from a run without this flag.",
         only_if=(_AUTO_CHOICE,),
     )
     compress_module: list[str] = option(  # noqa: RUF009

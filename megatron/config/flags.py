@@ -42,11 +42,13 @@ class ParsedSections:
     sections: section name -> dataclass instance.
     notes: lines to show the user once (flags without effect, old names).
     explicit: dotted names (`section.field`) of the fields set by flags or the YAML file.
+    flag_fields: those set by flags.
     """
 
     sections: dict[str, Any]
     notes: list[str]
     explicit: set[str]
+    flag_fields: set[str]
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,13 @@ class ParsedRun:
     config: RunConfig
     notes: list[str]
     explicit: set[str]
+    flag_fields: set[str]
+
+    @classmethod
+    def from_sections(cls, parsed: ParsedSections) -> ParsedRun:
+        """The run of the sections of a command line."""
+        config = RunConfig(**parsed.sections)
+        return cls(config=config, notes=parsed.notes, explicit=parsed.explicit, flag_fields=parsed.flag_fields)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
         """Resolve the configuration; automatic choices and settings without effect are added to `notes`."""
@@ -123,7 +132,7 @@ class FlagParser:
             )
             for section, cls in self.table.own_sections.items()
         }
-        parsed = ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
+        parsed = ParsedSections(sections=sections, notes=notes, explicit=set(explicit), flag_fields=set(flags.values))
         if check:
             for name, values in parsed.sections.items():
                 missing = missing_flags(name, values)
@@ -258,7 +267,12 @@ def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
 def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:
     """`parse_args` with an existing parser."""
     parsed = parser.parse(argv, check=False)
-    return ParsedRun(config=RunConfig(**parsed.sections), notes=parsed.notes, explicit=parsed.explicit)
+    return ParsedRun(
+        config=RunConfig(**parsed.sections),
+        notes=parsed.notes,
+        explicit=parsed.explicit,
+        flag_fields=parsed.flag_fields,
+    )
 
 
 class _PrintAction(argparse.Action):

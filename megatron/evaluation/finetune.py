@@ -215,6 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
         job = Job(data.datasets, pretrained, data.judge, {"task": task_flags})
-        train(ranks, config, [*parsed.notes, *data.notes], job)
+        train(ranks, config, [*parsed.notes, *data.notes], parsed.flag_fields, job)
 
     return run_program(body)

@@ -24,7 +24,7 @@ class CandidateSpec:
 
     Args:
         spec: value of ``--compress``.
-        increase: upper end of its measured increase of the validation loss, in percent.
+        increase: upper end of its measured increase of the validation loss in a run of this length, in percent.
         mean_increase: mean of that increase.
         residual: norm of the residual over that of the gradient, as measured; None without error feedback.
     """
@@ -63,7 +63,7 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         if why_no_traffic(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
-            for candidate in list_candidates(registry, name, point, config.model.hidden_size):
+            for candidate in list_candidates(registry, name, point, config.model.hidden_size, length):
                 spec = read_specs([candidate.spec], registry, length)[point]
                 refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
                 if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
@@ -71,10 +71,18 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
     return ladders
 
 
-def list_candidates(registry: Registry, name: str, point: Point, hidden_size: int) -> list[CandidateSpec]:
-    """List the settings of a compressor that may be chosen at a point."""
+def list_candidates(
+    registry: Registry, name: str, point: Point, hidden_size: int, length: RunLength
+) -> list[CandidateSpec]:
+    """List the settings of a compressor that may be chosen at a point, with their costs in a run of a length."""
+    iterations = length.train_iters
     return [
-        CandidateSpec(rung.spec(point, name, hidden_size), rung.highest_increase, rung.mean_increase, rung.residual)
+        CandidateSpec(
+            rung.spec(point, name, hidden_size),
+            rung.highest_increase(iterations),
+            rung.mean_increase(iterations),
+            rung.residual,
+        )
         for rung in registry[name].ladder.get(point, ())
     ]
 

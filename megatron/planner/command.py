@@ -39,7 +39,7 @@ from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.planner.auto import CompressorSearch, report
+from megatron.planner.auto import AutoSearch, report
 from megatron.planner.candidates import candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
 from megatron.planner.cluster import MAX_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
@@ -49,6 +49,7 @@ from megatron.planner.measure import fill_in_measured, measure_all, without_pipe
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import compare_with_one_node, draw_prediction, explain_gain, format_breakdown, format_table
 from megatron.planner.search import SPEC_SETS, search, with_experts
+from megatron.planner.settings import free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
@@ -252,10 +253,12 @@ def show(
     if config.compression.is_auto:
         budget = config.compression.max_loss_increase
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
-        auto_choice = CompressorSearch(predictor, baseline.choice, ladders, budget, memory).choose()
+        auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, ()).choose()
         chosen = auto_choice.chosen.prediction
-        print(f"\n{report(auto_choice, budget, suggestions(predictor, chosen))}\n\n{format_table([chosen], memory)}")
+        suggested = suggestions(predictor, chosen, free_settings(baseline.choice, ()))
+        print(f"\n{report(auto_choice, budget, suggested)}\n\n{format_table([chosen], memory)}")
         print(format_breakdown(chosen, predictor.cluster, warns_of_loss=False))
+        print(compare_with_one_node(predictor, chosen), end="")
         _write_configuration(options, chosen, config)
         return [*predictions, chosen], chosen
     if options.no_search:
@@ -298,8 +301,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--write writes what the search finds; leave out --no-search")
     parsed = parse_args(["--config", options.config])
     check_planned_model(parsed, f"--config {options.config}")
-    config = parsed.config
-    config = _with_auto(config, options)
+    config = _with_auto(parsed.config, options)
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
         config = dataclasses.replace(config, tokenizer=tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from megatron.base.errors import UserError
@@ -19,16 +19,17 @@ _NOTE_ON_DELAY = " (every gradient is applied a step late, which costs loss: see
 _ISLANDS_SPEC = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
 
 
-def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
+def suggestions(predictor: Predictor, prediction: Prediction, considered: Collection[str] = ()) -> list[str]:
     """Describe the settings that would save enough time.
 
     Args:
         predictor: predictor of the model on the cluster.
         prediction: prediction of the run as it is.
+        considered: fields of ``ParallelConfig`` that were chosen already; see ``free_settings``.
     """
     lines = []
     memory_limit = max(predictor.cluster.device.memory_gib * 2**30, prediction.memory_bytes)
-    for flags, note, choice, least_gain in _alternatives(predictor, prediction.choice):
+    for flags, note, choice, least_gain in _alternatives(predictor, prediction.choice, considered):
         if refusal_reason(predictor.config, choice) is not None:
             continue
         try:
@@ -41,9 +42,11 @@ def suggestions(predictor: Predictor, prediction: Prediction) -> list[str]:
     return lines
 
 
-def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, str, Choice, float]]:
+def _alternatives(
+    predictor: Predictor, choice: Choice, considered: Collection[str]
+) -> Iterator[tuple[str, str, Choice, float]]:
     """Flags, a note on them, the choice with them, and the share of an iteration that they must save."""
-    if choice.dp > 1 and not choice.overlaps_reduction:
+    if choice.dp > 1 and not choice.overlaps_reduction and "overlap_grad_reduce" not in considered:
         yield "--overlap-grad-reduce", "", replace(choice, overlap=True), _MIN_GAIN
     if choice.dp > 1 and not choice.delay:
         flags = "--delay 1 in place of --overlap-grad-reduce" if choice.overlap else "--delay 1"
@@ -56,7 +59,8 @@ def _alternatives(predictor: Predictor, choice: Choice) -> Iterator[tuple[str, s
         flags = "--delay 1 --no-pipeline-flush --pipeline-schedule eager-1f1b"
         yield flags, _NOTE_ON_DELAY, eager, _MIN_GAIN_OF_DELAY
     if choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b":
-        yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _MIN_GAIN
+        if "pipeline_schedule" not in considered:
+            yield "--pipeline-schedule zb-h1", "", replace(choice, schedule="zb-h1"), _MIN_GAIN
         if predictor.config.model.num_layers % (2 * choice.pp) == 0:
             yield "--pipeline-schedule zb-v", "", replace(choice, schedule="zb-v", chunks=2), _MIN_GAIN
     nodes = predictor.cluster.gpus // predictor.cluster.gpus_per_node

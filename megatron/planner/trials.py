@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, pvariance, variance
 
-from megatron.planner.auto import WORTHWHILE
+from megatron.planner.compressor_search import WORTHWHILE
 
 MAX_SECONDS = 15.0
 """When the rounds after the first have taken this long, and are as many as ``_SETTLED_ROUNDS``, sets whose gain is

@@ -1,13 +1,14 @@
-"""``--compress auto``: the choice of compressors by rates measured on this machine before the first step."""
+"""``--compress auto``: choice of compressors and settings by rates measured on this machine before the first step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,19 +28,14 @@ from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
-from megatron.planner.auto import (
-    NOTHING_TO_CHOOSE,
-    AutoChoice,
-    CompressorSearch,
-    CompressorSet,
-    fit_together,
-    report,
-)
+from megatron.planner.auto import NOTHING_TO_CHOOSE, AutoChoice, AutoSearch, fit_together, report
 from megatron.planner.candidates import Ladders, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import NOT_PLANNED, make_choice, resolve_for_planning
 from megatron.planner.cluster import Cluster, Device
+from megatron.planner.compressor_search import CompressorSet
 from megatron.planner.measure import fill_in_measured, measure_all
 from megatron.planner.predict import Predictor
+from megatron.planner.settings import FREE_SETTINGS, Settings, flags_of, free_settings, unset_by_user
 from megatron.planner.suggestions import suggestions
 from megatron.training.loss_guard import LossGuard
 from megatron.training.saved_run import SavedRun
@@ -79,25 +75,30 @@ def check_auto(config: RunConfig, world_size: int) -> None:
 
 
 def keep_choice(
-    config: RunConfig, topology: Topology, saved: SavedRun | None, log: Callable[[str], None]
-) -> RunConfig | None:
-    """The configuration with the specs of the user and those that the checkpoint's run chose; None if ``--compress
-    auto`` has to choose. A collective call.
+    config: RunConfig,
+    topology: Topology,
+    saved: SavedRun | None,
+    fixed: Collection[str],
+    log: Callable[[str], None],
+) -> tuple[RunConfig, Settings] | None:
+    """The configuration with the specs and settings of the user and those that the checkpoint's run chose, and these
+    settings; None if ``--compress auto`` has to choose. A collective call.
 
     Args:
         config: resolved configuration.
         topology: the ranks.
         saved: the checkpoint that the run begins with, if any.
+        fixed: dotted names (``section.field``) of the fields that flags set.
         log: prints lines for the user, on one rank.
 
     Raises:
         UserError: on every rank, when the checkpoint's values are damaged.
     """
     if not config.compression.is_auto:
-        return config
+        return config, {}
     if saved is None or config.checkpoint.finetune:
         return None
-    return run_together(topology.control.pg, lambda: _kept_config(config, topology, saved, log))
+    return run_together(topology.control.pg, lambda: _kept_config(config, topology, saved, fixed, log))
 
 
 def choose_compressors(
@@ -105,10 +106,11 @@ def choose_compressors(
     topology: Topology,
     env: LaunchEnvironment,
     vocab_size: int,
+    fixed: Collection[str],
     time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool], Sequence[SetTime]] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
-    """Choose the compressors of ``--compress auto``. A collective call.
+    """Choose the compressors of ``--compress auto``, and settings that change no result. A collective call.
 
     The planner predicts all sets of compressors with measured rates; then training steps are timed with the best and
     without any.
@@ -118,12 +120,13 @@ def choose_compressors(
         topology: the ranks.
         env: environment of this process.
         vocab_size: entries of the vocabulary.
+        fixed: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps with several configurations of predicted times, the first without compressors;
             with or without the engines of all at the same time. None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
-        The configuration with the chosen specs, the same on all ranks; and the choice, if there was any.
+        The configuration with the chosen specs and settings, the same on all ranks; and the choice, if there was any.
 
     Raises:
         UserError: on every rank, when the run cannot be predicted.
@@ -131,12 +134,12 @@ def choose_compressors(
     group, user_specs = topology.control.pg, config.compression.spec_texts
     if time_sets is None:
         log("--compress auto: chooses nothing, since no step is left to train")
-        return with_specs(config, [], topology), None
+        return with_choice(config, [], {}, topology), None
     cluster = _describe_cluster(topology, env)
     ladders = run_together(group, lambda: read_ladders(config, make_choice(config, cluster.gpus), cluster))
     if not ladders:
         log(NOTHING_TO_CHOOSE)
-        return with_specs(config, [], topology), None
+        return with_choice(config, [], {}, topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
     specs = [*user_specs, *candidate_specs(filter_by_budget(ladders, config.compression.max_loss_increase))]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
@@ -144,10 +147,10 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
-    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders))
+    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, fixed))
     contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
-    trial_configs = [with_specs(config, contender.specs, topology) for contender in contenders]
+    trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
     trials = [
         dataclasses.replace(contender, trial_s=set_time.seconds, gains=set_time.gains)
@@ -156,11 +159,12 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     result = run_together(group, lambda: search.choose(trials))
-    suggested = suggestions(search.predictor, result.chosen.prediction)
+    considered = free_settings(make_choice(config, cluster.gpus), fixed)
+    suggested = suggestions(search.predictor, result.chosen.prediction, considered)
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     (chosen,) = _agree_on_sets(group, [result.chosen], search)
-    return with_specs(config, chosen.specs, topology), result
+    return with_choice(config, chosen.specs, chosen.settings, topology), result
 
 
 def describe_choice(
@@ -169,9 +173,10 @@ def describe_choice(
     plan: CompressionPlan,
     loss_guard: LossGuard | None = None,
     time_check: StepTimeCheck | None = None,
+    settings: Settings = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Describe the chosen specs, or their replacements, for checkpoints, with the layout and the budget that they
-    were chosen for, and the results of their checks; empty without ``--compress auto``."""
+    """Describe the chosen specs, or their replacements, and settings for checkpoints, with the layout and the budget
+    that they were chosen for, and the results of their checks; empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}
@@ -181,6 +186,7 @@ def describe_choice(
     return {
         "specs": list(specs.values()),
         "turned_off": turned_off,
+        "settings": list(settings),
         "layout": _layout_sizes(layout),
         "max_loss_increase": compression.max_loss_increase,
         "adapts": compression.compress_adapt,
@@ -238,10 +244,10 @@ def _layout_sizes(layout: Layout) -> list[int]:
 
 
 def _kept_config(
-    config: RunConfig, topology: Topology, saved: SavedRun, log: Callable[[str], None]
-) -> RunConfig | None:
-    """The configuration with the specs that the checkpoint's run chose, except at points with a spec of the user; None
-    to choose again.
+    config: RunConfig, topology: Topology, saved: SavedRun, fixed: Collection[str], log: Callable[[str], None]
+) -> tuple[RunConfig, Settings] | None:
+    """The configuration with the specs and settings that the checkpoint's run chose, except those that the user has
+    given, and these settings; None to choose again.
 
     Raises:
         UserError: when the checkpoint's values are damaged.
@@ -259,6 +265,7 @@ def _kept_config(
     user_points = named_points(config.compression.spec_texts)
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
+    settings = unset_by_user(_saved_settings(values), fixed)
     reason, kept_config = "", None
     if config.compression.compress_adapt and not values.flag("adapts", False):
         reason = "--compress-adapt is given"
@@ -268,17 +275,26 @@ def _kept_config(
         reason = f"--max-loss-increase is below {budget:g}"
     else:
         try:
-            kept_config = with_specs(config, kept_specs, topology)
+            kept_config = with_choice(config, kept_specs, settings, topology)
         except UserError as error:
             reason = f"its choice no longer fits ({error})"
-    specs_text = " ".join(kept_specs) or "nothing"
+    specs_text = " ".join([*kept_specs, *flags_of(settings)]) or "nothing"
     log(
         f"--compress auto: chooses again, since {reason}; the checkpoint's run had {specs_text}"
         if kept_config is None
         else f"--compress auto: keeps the choice of the checkpoint's run: {specs_text}"
         + (f"; turned off since: {', '.join(turned_off)}" if turned_off else "")
     )
-    return kept_config
+    return None if kept_config is None else (kept_config, settings)
+
+
+def _saved_settings(choice: Values) -> Settings:
+    """Settings that were switched on; none in choices of earlier versions."""
+    names = choice.texts("settings") if choice.has("settings") else []
+    unknown = [name for name in names if name not in FREE_SETTINGS]
+    if unknown:
+        raise choice.wrong(f"settings: unknown {', '.join(unknown)}")
+    return {name: FREE_SETTINGS[name] for name in names}
 
 
 def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
@@ -300,23 +316,26 @@ def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
-def _search(config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders) -> CompressorSearch:
+def _search(
+    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, fixed: Collection[str]
+) -> AutoSearch:
     predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
     choice, memory_gib = make_choice(config, cluster.gpus), cluster.device.memory_gib
-    return CompressorSearch(predictor, choice, ladders, budget, memory_gib)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, fixed)
 
 
 def _agree_on_sets(
-    group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: CompressorSearch
+    group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: AutoSearch
 ) -> list[CompressorSet]:
     """The sets that rank 0 has selected. All ranks predict by the same rates, but their libraries may round
     differently."""
-    texts = gather_texts(group, json.dumps([candidate_set.specs for candidate_set in selected]))
-    return run_together(group, lambda: [search.find_set(specs) for specs in json.loads(texts[0])])
+    texts = gather_texts(group, json.dumps([(each.specs, dict(each.settings)) for each in selected]))
+    return run_together(group, lambda: [search.find_set(*entry) for entry in json.loads(texts[0])])
 
 
-def with_specs(config: RunConfig, chosen_specs: list[str], topology: Topology) -> RunConfig:
-    """The resolved configuration with chosen specs beside those of the user."""
+def with_choice(config: RunConfig, chosen_specs: list[str], settings: Settings, topology: Topology) -> RunConfig:
+    """The resolved configuration with chosen specs beside those of the user, and chosen settings."""
     compression = config.compression.with_choice(config.compression.spec_texts, chosen_specs)
-    config = dataclasses.replace(config, compression=compression)
+    parallel = dataclasses.replace(config.parallel, **settings)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, compression=compression, parallel=parallel)
     return config.resolve(topology.layout.world_size, cuda_available=torch.cuda.is_available())

@@ -312,7 +312,7 @@ class RunCertificate:
         return AutoDecision(
             specs_in_use(described),
             choice.chosen.prediction.seconds,
-            choice.uncompressed.prediction.seconds,
+            choice.plain.prediction.seconds,
             choice.chosen.trial_s,
             measured_s,
             report(choice, config.compression.max_loss_increase).splitlines(),

@@ -83,7 +83,7 @@ class LossGuard:
     Args:
         engines: engines of this rank.
         batches: this rank's micro-batches of the held-out samples.
-        length: length of the run, for warm-ups in fractions of it.
+        length: length of the run, for costs by length and warm-ups in fractions of it.
         saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
     """
 
@@ -109,7 +109,7 @@ class LossGuard:
 
         for text in compression.chosen_specs:
             spec, point = read(text), Point(point_name(text))
-            ladder = list_candidates(registry, spec.name, point, engines.config.model.hidden_size)
+            ladder = list_candidates(registry, spec.name, point, engines.config.model.hidden_size, length)
             if text not in [candidate.spec for candidate in ladder]:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.

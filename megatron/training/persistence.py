@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,7 @@ from megatron.distributed.agreement import raise_together, run_together
 from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
+from megatron.planner.settings import Settings
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
@@ -60,6 +62,7 @@ class RunCheckpoints:
         lock: lock of the folder of ``--save``, on rank 0.
         certificate: collects the statements of ``--certificate``; None without.
         loss_guard, time_check: checks of compressors that the run has chosen; None without any.
+        settings: settings that it has chosen.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class RunCheckpoints:
         certificate: RunCertificate | None = None,
         loss_guard: LossGuard | None = None,
         time_check: StepTimeCheck | None = None,
+        settings: Settings = MappingProxyType({}),
     ) -> None:
         self.run_config = config = engines.config
         self.config = config.checkpoint
@@ -95,7 +99,7 @@ class RunCheckpoints:
             engines.outer,
         )
         self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
-        describe = partial(describe_choice, config, layout, engines.plan, loss_guard, time_check)
+        describe = partial(describe_choice, config, layout, engines.plan, loss_guard, time_check, settings)
         self.stateful_parts.register_value(CHOICE, describe, None, Scope.DESCRIPTION)
         self.stateful_parts.register("certificate", self.certificate_record, Scope.LOGS)
         self.saver: CheckpointSaver | None = None

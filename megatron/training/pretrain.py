@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -83,18 +83,19 @@ def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> in
     def body(ranks: Ranks) -> None:
         parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        train(ranks, resolve(parsed, env), parsed.notes)
+        train(ranks, resolve(parsed, env), parsed.notes, parsed.flag_fields)
 
     return run_program(body)
 
 
-def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], job: Job = Job()) -> None:
+def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], fixed: Collection[str] = (), job: Job = Job()) -> None:
     """Join the other ranks and train.
 
     Args:
         ranks: the ranks of the command.
         config: the resolved configuration.
         notes: notes on the flags.
+        fixed: dotted names (``section.field``) of the fields that flags set.
         job: data and starting point.
 
     Raises:
@@ -118,7 +119,7 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], job: Job = Job(
             {**{name: getattr(config, name) for name in run_sections()}, **job.sections},
             peer_timeout_seconds=parallel.peer_timeout_seconds,
         )
-        run(ranks, config, notes, lock, job)
+        run(ranks, config, notes, fixed, lock, job)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -159,7 +160,12 @@ def fit_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -
 
 
 def run(
-    ranks: Ranks, config: RunConfig, notes: Sequence[str], lock: FolderLock | None = None, job: Job = Job()
+    ranks: Ranks,
+    config: RunConfig,
+    notes: Sequence[str],
+    fixed: Collection[str] = (),
+    lock: FolderLock | None = None,
+    job: Job = Job(),
 ) -> None:
     """Build everything and train.
 
@@ -167,6 +173,7 @@ def run(
         ranks: the ranks of the command, which have met.
         config: the resolved configuration.
         notes: notes on the flags.
+        fixed: dotted names (``section.field``) of the fields that flags set.
         lock: lock of the folder that rank 0 saves to.
         job: data and starting point.
 
@@ -211,7 +218,18 @@ def run(
         run_together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         parts = RunParts(
-            env, topology, plan, datasets, vocab_size, length, islands, lock, job.sections, job.pretrained, log
+            env,
+            topology,
+            plan,
+            datasets,
+            vocab_size,
+            length,
+            islands,
+            lock,
+            job.sections,
+            job.pretrained,
+            fixed,
+            log,
         )
         chosen = choose_or_keep(parts, config, saved)
         if job.chooses_only:

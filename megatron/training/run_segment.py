@@ -1,14 +1,14 @@
 """A run from its start, or from a choice of its compressors, to its end or to the next choice.
 
-When links become slower, a run with ``--compress-adapt`` saves itself, chooses as at its start, and goes on as a run
-that resumes from that checkpoint.
+When links become slower or faster, a run with ``--compress-adapt`` saves itself, chooses as at its start, and goes on
+as a run that resumes from that checkpoint.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
 from megatron.planner.auto import AutoChoice
+from megatron.planner.settings import Settings
 from megatron.training.announce import log_engines, rank_0_log
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.auto_compression import SavedChecks, choose_compressors, keep_choice, restore_choice
@@ -35,6 +36,7 @@ from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
 from megatron.training.saved_run import SavedRun
+from megatron.training.schedule_choice import STEPS, ScheduleChoice
 from megatron.training.signals import ExitReason
 from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
@@ -56,6 +58,7 @@ class RunParts:
         lock: lock of the folder that rank 0 saves to.
         sections: more sections of the flags, by name.
         pretrained: folder and iteration of a language model that a new run starts from.
+        fixed: dotted names (``section.field``) of the fields that flags set.
         log: prints lines for the user, on the last rank.
     """
 
@@ -69,6 +72,7 @@ class RunParts:
     lock: FolderLock | None
     sections: Mapping[str, Any]
     pretrained: tuple[str, Iteration] | None
+    fixed: Collection[str]
     log: Callable[[str], None]
 
     def build_engines(self, config: RunConfig) -> Engines:
@@ -88,9 +92,10 @@ class ChosenRun:
     """A run with its compressors.
 
     Args:
-        config: resolved configuration with the specs of the user and those that were chosen.
+        config: resolved configuration with the specs and settings of the user and those that were chosen.
         saved: the checkpoint that it begins with, if any.
         choice: the choice of ``--compress auto``, if it was made now.
+        settings: the chosen settings.
         is_kept: whether the choice is the checkpoint's.
         choice_s: seconds that a choice within the run took.
     """
@@ -98,6 +103,7 @@ class ChosenRun:
     config: RunConfig
     saved: SavedRun | None
     choice: AutoChoice | None = None
+    settings: Settings = field(default_factory=dict)
     is_kept: bool = False
     choice_s: float = 0.0
 
@@ -115,9 +121,10 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
     """
     start, topology, log, consumed = time.perf_counter(), parts.topology, rank_0_log(parts.topology), 0
-    kept_config = None if again else keep_choice(config, topology, saved, log)
-    if kept_config is not None:
-        return ChosenRun(kept_config, saved, is_kept=config.compression.is_auto)
+    kept = None if again else keep_choice(config, topology, saved, parts.fixed, log)
+    if kept is not None:
+        kept_config, settings = kept
+        return ChosenRun(kept_config, saved, settings=settings, is_kept=config.compression.is_auto)
     if saved is not None:
         consumed = saved.progress.consumed_samples
         if not again:
@@ -125,8 +132,12 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
             free_memory()
     timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed)
     used_timer = timer if parts.trains(config, saved) else None
-    chosen_config, choice = choose_compressors(config, topology, parts.env, parts.vocab_size, used_timer, log)
-    return ChosenRun(chosen_config, saved, choice, choice_s=time.perf_counter() - start if again else 0.0)
+    chosen_config, choice = choose_compressors(
+        config, topology, parts.env, parts.vocab_size, parts.fixed, used_timer, log
+    )
+    settings = {} if choice is None else choice.chosen.settings
+    choice_s = time.perf_counter() - start if again else 0.0
+    return ChosenRun(chosen_config, saved, choice, settings, choice_s=choice_s)
 
 
 def _check_checkpoint(parts: RunParts, config: RunConfig, saved: SavedRun) -> None:
@@ -178,7 +189,10 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         reporter = Reporter(engines, plan, progress, timers)
         if run.is_kept or run.choice is not None:
             chosen, adapts = None if run.choice is None else run.choice.chosen, config.compression.compress_adapt
-            reporter.step_time_check = StepTimeCheck(chosen, engines.plan, adapts, checks.s_per_token, run.choice_s)
+            warmup_iters = engines.plan.warmup_iters
+            if ScheduleChoice.is_needed(engines):  # its steps have another schedule
+                warmup_iters = STEPS + max(warmup_iters, 0 if saved is None else saved.progress.iteration)
+            reporter.step_time_check = StepTimeCheck(chosen, warmup_iters, adapts, checks.s_per_token, run.choice_s)
         guard = None
         if parts.trains(config, saved) and LossGuard.is_needed(engines):
             batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))
@@ -188,7 +202,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check)
         log = rank_0_log(topology)
         checkpoints = RunCheckpoints(
-            engines, schedule, progress, log, parts.lock, certificate, guard, reporter.step_time_check
+            engines, schedule, progress, log, parts.lock, certificate, guard, reporter.step_time_check, run.settings
         )
         island_folders = folders_of_others(config, saved, topology, engines.sync_warmup.steps)
         if saved is not None:

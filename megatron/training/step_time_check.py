@@ -6,15 +6,14 @@ import statistics
 from collections import deque
 
 from megatron.distributed.observer import Finding
-from megatron.distributed.policy import CompressionPlan
-from megatron.planner.auto import CompressorSet
+from megatron.planner.compressor_search import CompressorSet
 from megatron.training.metrics import StepMetrics
 
 _SETTLING_STEPS, _FIRST_STEPS = 2, 5
 """Steps whose times are not compared, and the steps whose median time is the expected one from then on."""
 
-_LATEST_STEPS, _SLOWDOWN = 20, 1.5
-"""A lower median of so many steps that exceeds the expected time by this factor is reported."""
+_LATEST_STEPS, _CHANGE = 20, 1.5
+"""Steps whose median time is compared, and by what factor it differs from the expected time when that is reported."""
 
 _TRAINING_PER_CHOICE = 50.0
 """Minimum training time between two choices, relative to the time that a choice takes: choices then take at most 2% of
@@ -22,25 +21,26 @@ a run, even where other programs slow a machine down again and again."""
 
 
 class StepTimeCheck:
-    """Report of the time of the first steps beside the expected time, and of later steps that take much longer.
+    """Report of the time of the first steps beside the expected time, and of later steps that take much longer or less.
 
-    Later steps are compared per token, since batches and sequences may grow.
+    Later steps are compared per token, since batches and sequences may grow. Larger batches take less time per token,
+    so a step is only faster if it takes less time than a step of the first size.
 
     Args:
         chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
-        plan: the compressors of the run; steps of their warm-ups are not measured.
-        adapts: whether the run chooses again when steps take much longer.
+        warmup_iters: first iterations of the run, which are not measured.
+        adapts: whether the run chooses again when steps take much longer or less.
         expected_s_per_token: seconds of a step over its tokens in the run that saved the checkpoint.
         choice_s: seconds that a choice within the run took; 0 for the choice at its start.
 
     ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` is true when
-    steps have become much slower and the run should choose again.
+    steps have become much slower or faster and the run should choose again.
     """
 
     def __init__(
         self,
         chosen: CompressorSet | None,
-        plan: CompressionPlan,
+        warmup_iters: int,
         adapts: bool = False,
         expected_s_per_token: float | None = None,
         choice_s: float = 0.0,
@@ -49,10 +49,11 @@ class StepTimeCheck:
         self.measured_s: float | None = None
         self.needs_choice = False
         self._seconds_left = _TRAINING_PER_CHOICE * choice_s
-        self._warmup_iters = plan.warmup_iters
+        self._warmup_iters = warmup_iters
         self._first_steps: list[StepMetrics] = []
         self.expected_s_per_token = expected_s_per_token
-        self._latest_s_per_token: deque[float] = deque(maxlen=_LATEST_STEPS)
+        self._expected_tokens: int | None = None
+        self._latest_steps: deque[StepMetrics] = deque(maxlen=_LATEST_STEPS)
 
     def after_step(self, step: StepMetrics) -> Finding | None:
         """Count a step with its seconds."""
@@ -64,36 +65,48 @@ class StepTimeCheck:
             if len(self._first_steps) < _SETTLING_STEPS + _FIRST_STEPS:
                 return None
             return self._compare_first_steps()
-        self._latest_s_per_token.append(_s_per_token(step))
-        latest_s_per_token = statistics.median_low(self._latest_s_per_token)
-        if len(self._latest_s_per_token) < _LATEST_STEPS or latest_s_per_token < _SLOWDOWN * self.expected_s_per_token:
+        if self._expected_tokens is None:
+            self._expected_tokens = _tokens(step)
+        self._latest_steps.append(step)
+        if len(self._latest_steps) < _LATEST_STEPS or (self._adapts and self._seconds_left > 0.0):
             return None
-        if self._adapts and self._seconds_left > 0.0:
+        return self._compare_latest_steps(self.expected_s_per_token, self._expected_tokens)
+
+    def _compare_latest_steps(self, expected_s_per_token: float, expected_tokens: int) -> Finding | None:
+        latest_s_per_token = statistics.median_low(map(_s_per_token, self._latest_steps))
+        highest_s_per_token = statistics.median_high(
+            step.seconds_per_iteration / min(_tokens(step), expected_tokens) for step in self._latest_steps
+        )
+        if latest_s_per_token >= _CHANGE * expected_s_per_token:
+            kind, text = "slowdown", "up from {:.3g} s: links or devices are slower"
+        elif highest_s_per_token <= expected_s_per_token / _CHANGE:
+            kind, text = "speedup", "down from {:.3g} s: links or devices are faster"
+        else:
             return None
-        tokens = step.global_batch_size * step.seq_length
-        values = {"expected_s": self.expected_s_per_token * tokens, "measured_s": latest_s_per_token * tokens}
-        self._latest_s_per_token.clear()
+        tokens = _tokens(self._latest_steps[-1])
+        expected_s, measured_s = expected_s_per_token * tokens, latest_s_per_token * tokens
+        self._latest_steps.clear()
         if self._adapts:
             # The checkpoint keeps the time that was expected: a run that resumes before it has chosen notices as well.
             self.needs_choice, remedy = True, "the compressors are chosen again"
         else:
-            self.expected_s_per_token = latest_s_per_token
+            self.expected_s_per_token, self._expected_tokens = latest_s_per_token, tokens
             remedy = "to choose again, stop the run and resume it with --compress-adapt"
-        line = (
-            f"--compress auto: an iteration takes {values['measured_s']:.3g} s by now, up from "
-            f"{values['expected_s']:.3g} s: links or devices are slower; {remedy}"
-        )
-        return Finding("slowdown", values, line)
+        line = f"--compress auto: an iteration takes {measured_s:.3g} s by now, {text.format(expected_s)}; {remedy}"
+        return Finding(kind, {"expected_s": expected_s, "measured_s": measured_s}, line)
 
     def restart(self) -> None:
         """Expect the time of the next steps, after a change of compressors."""
-        self._chosen, self.expected_s_per_token = None, None
+        self._chosen, self.expected_s_per_token, self._expected_tokens = None, None, None
         self._first_steps.clear()
-        self._latest_s_per_token.clear()
+        self._latest_steps.clear()
 
     def _compare_first_steps(self) -> Finding | None:
         steps = self._first_steps[_SETTLING_STEPS:]
-        self.expected_s_per_token = statistics.median(map(_s_per_token, steps))
+        self.expected_s_per_token, self._expected_tokens = (
+            statistics.median(map(_s_per_token, steps)),
+            _tokens(steps[0]),
+        )
         if self._chosen is None:
             return None
         self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)
@@ -104,5 +117,9 @@ class StepTimeCheck:
         return Finding("auto_compression", values, line)
 
 
+def _tokens(step: StepMetrics) -> int:
+    return step.global_batch_size * step.seq_length
+
+
 def _s_per_token(step: StepMetrics) -> float:
-    return step.seconds_per_iteration / (step.global_batch_size * step.seq_length)
+    return step.seconds_per_iteration / _tokens(step)

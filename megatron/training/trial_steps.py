@@ -23,6 +23,7 @@ from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.flushless import flush_pipeline
 from megatron.training.run_plan import RunPlan
+from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.step import open_loader, take_full_batch, train_step
 from megatron.training.timers import Timers
 
@@ -63,7 +64,8 @@ def time_sets(
         configs: resolved configurations with each set, the first without compressors; may be empty.
         predicted_s: predicted seconds of an iteration with each set.
         all_at_once: keep the engines of all sets; otherwise those of a set are built for each of its steps, and the
-            first step of new engines is not timed.
+            first step of new engines is not timed. Only kept engines measure passes and messages for
+            ``--pipeline-schedule auto``; others use its first schedule.
 
     Returns:
         The time with each set; the same on all ranks.
@@ -71,10 +73,10 @@ def time_sets(
     Raises:
         UserError: on every rank, when engines cannot be built.
     """
-    trials = [_Trial(topology, vocab_size, length, plan, consumed_samples, config) for config in configs]
-    rounds = TrialRounds(predicted_s)
     # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
     all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
+    trials = [_Trial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
+    rounds = TrialRounds(predicted_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
         times: dict[int, float] = {}
@@ -103,6 +105,7 @@ class _Trial:
     Args:
         topology, vocab_size, length, plan, consumed_samples: see ``time_sets``.
         config: resolved configuration, with the compressors.
+        measures_schedule: whether new engines choose their schedule with ``--pipeline-schedule auto``.
     """
 
     def __init__(
@@ -113,13 +116,14 @@ class _Trial:
         plan: RunPlan,
         consumed_samples: int,
         config: RunConfig,
+        measures_schedule: bool,
     ) -> None:
         precision = config.precision
         if precision.fp16:  # the steps that search for a loss scale update nothing
             precision = dataclasses.replace(precision, loss_scale=1.0)
         self._config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
         self._topology, self._vocab_size, self._length = topology, vocab_size, length
-        self._plan, self._consumed_samples = plan, consumed_samples
+        self._plan, self._consumed_samples, self._measures_schedule = plan, consumed_samples, measures_schedule
         self.engines: Engines | None = None
         self._batches: Sequence[Batch] = ()
         self._steps = 0
@@ -133,7 +137,16 @@ class _Trial:
         with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
             self._batches = run_together(group, partial(take_full_batch, engines, loader))
         self._steps = 0
+        if self._measures_schedule and ScheduleChoice.is_needed(engines):
+            choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
+            while not choice.is_due:
+                self._take_step(engines)
+            choice.decide(len(self._batches))
         return engines
+
+    def _take_step(self, engines: Engines) -> None:
+        train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
+        self._steps += 1
 
     def time_step(self) -> float:
         """Take a step; return its seconds on the slowest rank, the same on all ranks."""
@@ -142,9 +155,8 @@ class _Trial:
         engines, control = self.engines, self._topology.control
         control.barrier()
         start = time.perf_counter()
-        train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
+        self._take_step(engines)
         engines.ledger.clock.synchronize()
-        self._steps += 1
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
 
     def drop_engines(self) -> None:

@@ -54,7 +54,7 @@ class ScaledCodec(CastCodec):
 
 
 def register(registry):
-    rungs = (Rung("factor=1.0", (0.001, 0.001)), Rung("factor=0.02", (0.002, 0.002)))
+    rungs = (Rung("factor=1.0", {1000: (0.001, 0.001)}), Rung("factor=0.02", {1000: (0.002, 0.002)}))
     registry.register("scaled", Registration(ScaledConfig, codec=ScaledCodec, ladder={Point.PP_FWD: rungs}))
 """
 

@@ -15,7 +15,7 @@ from megatron.distributed.topology import Topology
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.planner.auto import AutoChoice
 from megatron.training import pretrain, run_segment
-from megatron.training.auto_compression import with_specs
+from megatron.training.auto_compression import with_choice
 from megatron.training.metrics import StepMetrics
 from megatron.training.step_time_check import StepTimeCheck
 from tests.multiprocess.test_resume import _losses
@@ -41,9 +41,10 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
         gc.collect()
         buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
-        positions.append(args[2].args[-1])
+        positions.append(args[3].args[-1])
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
-        return with_specs(config, specs, topology), cast(AutoChoice, SimpleNamespace(chosen=None))
+        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
+        return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
 
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]

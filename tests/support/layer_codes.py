@@ -17,7 +17,7 @@ TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 
 def register(registry: Registry) -> None:
     """Register ``codes``."""
-    rungs = Rung("bits=8", (0.001, 0.001)), Rung("bits=4", (0.002, 0.002))
+    rungs = Rung("bits=8", {1000: (0.001, 0.001)}), Rung("bits=4", {1000: (0.002, 0.002)})
     ladder = dict.fromkeys((*TP_POINTS, *EXPERT_POINTS), rungs)
     codes = Registration(FixpointSumConfig, codec=FixpointCodec, rounds=FixpointRounds, ladder=ladder)
     registry.register("codes", codes)

@@ -283,13 +283,14 @@ def test_the_candidates_of_the_automatic_choice_are_current() -> None:
     """Their table has what the compressors declare, in the order of the points."""
     text = DOCUMENTS["docs/results/loss.md"].partition("## Candidates of the automatic choice")[2]
     rows = [
-        f"| `{rung.spec(point, name, 64)}` | {', '.join(f'{increase:+.3f}%' for increase in rung.increases)} "
-        f"| {fmean(rung.increases):+.3f}% | {rung.highest_increase:.2f}% "
+        f"| `{rung.spec(point, name, 64)}` | {iterations:,} | {', '.join(f'{value:+.3f}%' for value in values)} "
+        f"| {fmean(values):+.3f}% | {rung.highest_increase(iterations):.2f}% "
         f"| {'-' if rung.residual is None else f'{rung.residual:g}'} |"
         for point in Point
         if point is not Point.EMBED_GRAD
         for name, registration in sorted(BUILTIN.items())
         for rung in registration.ladder.get(point, ())
+        for iterations, values in sorted(rung.increases.items())
     ]
     assert rows
     assert re.findall(r"^\| `.*$", text, re.MULTILINE) == rows

@@ -69,7 +69,7 @@ def test_a_case_that_fails_leaves_the_others(
 ) -> None:
     """The table has the others; the reason is printed, and the status is that of a failure."""
 
-    def train(out: Path, case: str, words: Any, seed: int, iterations: int, continues: bool) -> None:
+    def train(out: Path, case: str, words: Any, seed: int, iterations: int, continues: bool, model: Any) -> None:
         if case == "CB+FE":
             raise SystemExit("error: it is refused")
         _log(log_of(out, case, seed, iterations), 4.0, 8000.0)
@@ -86,6 +86,29 @@ def test_a_case_that_fails_leaves_the_others(
     assert f"| PowerSGD | `{CASES['PowerSGD'][0]}` | 2 | 4.0000" in captured.out
     assert "PowerSGD: sends exactly in the first 40 of 2 iterations (warmup=40)" in captured.out
     assert (tmp_path / "table.md").read_text().count("\n") == 6
+
+
+def test_another_model_has_its_own_folder_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: dict[str, list[str]] = {}
+
+    def train(flags: list[str], name: str, log: Path, output: Path, **layout: Any) -> None:
+        trained[name] = flags
+        _log(log, 4.0, 8000.0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(convergence.runs, "train", train)
+    monkeypatch.setattr(convergence.runs, "prepare", lambda *args: None)
+    words = ["--ladder", "dp-grad=p", "--model", "2x96", "--seeds", "1", "--iterations", "2", "--no-continuations"]
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    convergence.main()
+    assert (tmp_path / "bench_out" / "convergence-2x96" / "table.md").exists()
+    assert "dp-grad=powersgd,rank=24,factors=fixpoint8,warmup=0.04, seed 1" in trained
+    for flags in trained.values():
+        assert flags[flags.index("--num-layers") + 1] == "2"
+        assert flags[flags.index("--hidden-size") + 1] == "96"
+    monkeypatch.setattr("sys.argv", ["bench", "--model", "2"])
+    with pytest.raises(SystemExit):
+        convergence.main()
 
 
 def test_each_case_is_compared_with_the_baseline_of_its_family(tmp_path: Path) -> None:

@@ -105,6 +105,15 @@ def test_an_empty_command_line_gives_the_defaults() -> None:
     assert parsed.notes == []
 
 
+def test_fields_of_flags_are_told_from_those_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel: {pipeline_schedule: 1f1b}\n")
+    parsed = parse_args(["--config", str(path), "--overlap-grad-reduce", "false", "--pp-mode", "gpipe"])
+    assert parsed.explicit == {"parallel.pipeline_schedule", "parallel.overlap_grad_reduce"}
+    assert parsed.flag_fields == parsed.explicit
+    assert parse_args(["--config", str(path)]).flag_fields == set()
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

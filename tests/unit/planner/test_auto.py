@@ -19,17 +19,10 @@ from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
 from megatron.compression.points import EXPERT_POINTS, Point
-from megatron.planner.auto import (
-    MAX_TRIALS,
-    TRIAL_MARGIN,
-    WORTHWHILE,
-    AutoChoice,
-    CompressorSearch,
-    fit_together,
-    report,
-)
+from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, fit_together, report
 from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import Choice
+from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch
 from megatron.planner.predict import Prediction, Predictor
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
@@ -96,7 +89,7 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
             saved_s[spec], needed[spec] = saved, gib
             ladders[point] = [*ladders.get(point, []), CandidateSpec(spec, increase)]
     fake = FakePredictor(saved_s, needed, slack)
-    search = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)
+    search = AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)])
     result = search.choose()
 
     allowed: list[tuple[float, float]] = []
@@ -138,11 +131,11 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
         assert sum(each.seconds > compressed[MAX_TRIALS - 1] for each in contenders[1:]) <= 1
 
 
-def _search_of(saved_s: dict[str, float], increases: dict[str, float]) -> CompressorSearch:
+def _search_of(saved_s: dict[str, float], increases: dict[str, float]) -> AutoSearch:
     """A search with one point and a base of 1 s."""
     fake = FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0))
     ladder = [CandidateSpec(spec, increases[spec]) for spec in saved_s]
-    return CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 1.0, 2.0)
+    return AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 1.0, 2.0)])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ def test_candidates_that_alone_exceed_the_budget_are_neither_measured_nor_predic
     ladders: dict[Point, Sequence[CandidateSpec]] = {Point.DP_GRAD: dear, Point.PP_FWD: dear[:1]}
     assert candidate_specs(filter_by_budget(ladders, 1.0)) == ["dp-grad=bold"]
     fake = FakePredictor({"dp-grad=bold": 0.3}, {"dp-grad=bold": 0.0})
-    search = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 1.0, 2.0)
+    search = AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 1.0, 2.0)])
     result = search.choose()
     assert _chosen(result) == {Point.DP_GRAD: "dp-grad=bold"}
     assert result.points[1].reason == "each compressor costs more than 1% of loss"
@@ -212,19 +205,25 @@ def _chosen(result: AutoChoice) -> dict[Point, str]:
     return {choice.point: choice.candidate.spec for choice in result.points if choice.candidate is not None}
 
 
-def _auto(cluster: Any, budget: float = 100.0, specs: tuple[str, ...] = (), **parallel: Any) -> AutoChoice:
+def _auto(
+    cluster: Any,
+    budget: float = 100.0,
+    specs: tuple[str, ...] = (),
+    explicit: Sequence[str] = ("parallel.overlap_grad_reduce", "parallel.pipeline_schedule"),
+    **parallel: Any,
+) -> AutoChoice:
     config = small_run(specs=specs, model={"hidden_size": 256}, parallel=STAGES | parallel)
     predictor, choice = predictor_of(config, cluster)
     ladders = read_ladders(config, choice, cluster)
-    return CompressorSearch(predictor, choice, ladders, budget, memory_gib=40.0).choose()
+    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, explicit).choose()
 
 
 def test_slow_links_are_compressed_and_fast_links_are_not() -> None:
     slow, fast = _auto(SLOW), _auto(FAST)
     assert {Point.PP_FWD, Point.PP_BWD, Point.DP_GRAD} <= _chosen(slow).keys()
-    assert slow.chosen.seconds < 0.5 * slow.uncompressed.seconds
+    assert slow.chosen.seconds < 0.5 * slow.plain.seconds
     assert not _chosen(fast)
-    assert fast.chosen == fast.uncompressed
+    assert fast.chosen == fast.plain
     assert all(point.reason for point in fast.points)
 
 
@@ -307,8 +306,16 @@ def test_the_report_names_each_point_and_the_flags() -> None:
 
 def test_the_highest_increase_is_the_end_of_a_confidence_interval() -> None:
     """0.2 + 2.920 * 0.1 / sqrt(3), by a table of Student's t distribution."""
-    assert Rung("", (0.1, 0.2, 0.3)).highest_increase == pytest.approx(0.2 + 2.920 * 0.1 / math.sqrt(3))
-    assert Rung("", (-1.0, -1.1, -0.9)).highest_increase == 0.0
+    assert Rung("", {9: (0.1, 0.2, 0.3)}).highest_increase(9) == pytest.approx(0.2 + 2.920 * 0.1 / math.sqrt(3))
+    assert Rung("", {9: (-1.0, -1.1, -0.9)}).highest_increase(9) == 0.0
+
+
+def test_costs_between_two_lengths_are_interpolated_over_their_logarithm() -> None:
+    rung = Rung("", {1000: (0.2, 0.2), 250: (0.9, 0.7)})
+    assert [rung.mean_increase(n) for n in (10, 250, 500, 1000, 10_000)] == pytest.approx([0.8, 0.8, 0.5, 0.2, 0.2])
+    end = 0.8 + 6.314 * 0.1
+    assert [rung.highest_increase(n) for n in (10, 500, 1000)] == pytest.approx([end, (end + 0.2) / 2, 0.2])
+    assert rung.highest_increase(None) == pytest.approx(0.2)
 
 
 PLUG_IN = """
@@ -318,7 +325,8 @@ from megatron.compression.ladder import Rung
 from megatron.compression.registry import Registration
 
 def register(registry):
-    ladder = {Point.DP_GRAD: (Rung(lambda hidden: f"warmup={hidden}", (0.1, 0.1)), Rung("", (0.2, 0.4)))}
+    rungs = (Rung(lambda hidden: f"warmup={hidden}", {1000: (0.1, 0.1)}), Rung("", {1000: (0.2, 0.4)}))
+    ladder = {Point.DP_GRAD: rungs}
     registry.register("mine", Registration(CastConfig, rounds=CastRounds, ladder=ladder))
 """
 
@@ -335,13 +343,14 @@ def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ladder", "message"),
     [
-        ('(Rung("", (0.1,)),)', "a rung has the increases of at least two runs"),
-        ('(Rung("", (0.1, 0.2)),) * 9', "mine has 9 rungs at dp-grad; declare at most 8"),
-        ('(Rung("bitz=3", (0.1, 0.2)),)', "mine has no option 'bitz'"),
+        ('(Rung("", (0.1, 0.2)),)', "a rung has increases by the number of iterations, such as {1000: (0.31, 0.12)}"),
+        ('(Rung("", {9: (0.1,)}),)', "a rung has the increases of at least two runs"),
+        ('(Rung("", {9: (0.1, 0.2)}),) * 9', "mine has 9 rungs at dp-grad; declare at most 8"),
+        ('(Rung("bitz=3", {9: (0.1, 0.2)}),)', "mine has no option 'bitz'"),
     ],
 )
 def test_a_ladder_that_cannot_be_is_refused(ladder: str, message: str, tmp_path: Path) -> None:
-    text = PLUG_IN.replace("ladder = {Point.DP_GRAD: ", "ladder = {Point.DP_GRAD: " + ladder + "}  # ", 1)
+    text = PLUG_IN.replace("rungs}", ladder + "}", 1)
     (tmp_path / "mine.py").write_text(text)
     config = small_run(parallel=STAGES)
     compression = dataclasses.replace(config.compression, compress_module=[str(tmp_path / "mine.py")])
@@ -358,4 +367,4 @@ def test_every_rung_is_a_spec_with_evidence() -> None:
             for rung in rungs:
                 registration.check_serves(point, name)
                 assert rung.spec(point, name, 64).startswith(f"{point.value}={name}")
-                assert len(rung.increases) >= 2
+                assert all(len(values) >= 2 for values in rung.increases.values())

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron.compression.points import EXPERT_POINTS
-from megatron.planner.auto import WORTHWHILE, CompressorSearch
+from megatron.planner.auto import AutoSearch
 from megatron.planner.candidates import read_ladders
 from megatron.planner.command import main
+from megatron.planner.compressor_search import WORTHWHILE, CompressorSearch
 from megatron.planner.search import refusal_reason
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run, write_files
@@ -89,7 +90,7 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     within = [each for each in fastest if seconds[each] * (1 - WORTHWHILE) <= seconds[fastest[0]]]
     increases = {candidate.spec: candidate.increase for ladder in ladders.values() for candidate in ladder}
     lowest = min(sum(increases[spec] for spec in specs) for specs in within)
-    assert search.choose().chosen.increase == pytest.approx(lowest)
+    assert AutoSearch([search]).choose().chosen.increase == pytest.approx(lowest)
 
 
 def test_traffic_inside_layers_is_compressed_on_a_described_slow_cluster(

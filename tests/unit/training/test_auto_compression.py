@@ -16,6 +16,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
 from megatron.planner.auto import AutoChoice
+from megatron.planner.settings import FREE_SETTINGS
 from megatron.training import auto_compression
 from megatron.training.auto_compression import (
     CHOICE,
@@ -43,15 +44,17 @@ def _no_trial(configs: Sequence[RunConfig], predicted_s: Sequence[float], all_at
     raise AssertionError("one process has no traffic to compress")
 
 
-def _choose(config: RunConfig, choice: Any, trains: bool = True) -> tuple[RunConfig, AutoChoice | None, list[str]]:
+def _choose(
+    config: RunConfig, choice: Any, trains: bool = True, explicit: Sequence[str] = ()
+) -> tuple[RunConfig, AutoChoice | None, list[str]]:
     saved = cast(SavedRun, SimpleNamespace(common={CHOICE: choice}))
     lines: list[str] = []
-    kept_config = keep_choice(config, single_process(), saved, lines.append)
-    if kept_config is not None:
-        return kept_config, None, lines
+    kept = keep_choice(config, single_process(), saved, explicit, lines.append)
+    if kept is not None:
+        return kept[0], None, lines
     timer = _no_trial if trains else None
-    chosen = choose_compressors(config, single_process(), LaunchEnvironment(0, 1, 0, 1), 100, timer, lines.append)
-    return *chosen, lines
+    env = LaunchEnvironment(0, 1, 0, 1)
+    return *choose_compressors(config, single_process(), env, 100, explicit, timer, lines.append), lines
 
 
 def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
@@ -61,6 +64,20 @@ def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
     assert config.compression.without_choice().compress == ["pp-forward=cast", "auto"]
     assert choice is None
     assert lines == ["--compress auto: keeps the choice of the checkpoint's run: dp-grad=fixpoint,bits=4"]
+
+
+def test_the_settings_of_a_choice_are_kept_unless_the_user_gives_them() -> None:
+    choice = {**KEPT, "settings": ["overlap_grad_reduce", "pipeline_schedule"]}
+    config, _, lines = _choose(tiny_config(AUTO, 1), choice)
+    assert (config.parallel.overlap_grad_reduce, config.parallel.pipeline_schedule) == (True, "auto")
+    assert lines[0].endswith("dp-grad=fixpoint,bits=4 --overlap-grad-reduce --pipeline-schedule auto")
+    config, _, lines = _choose(tiny_config(AUTO, 1), choice, explicit=["parallel.pipeline_schedule"])
+    assert (config.parallel.overlap_grad_reduce, config.parallel.pipeline_schedule) == (True, "1f1b")
+    assert lines[0].endswith("dp-grad=fixpoint,bits=4 --overlap-grad-reduce")
+    described = describe_choice(config, single_process().layout, CompressionPlan({}), settings=FREE_SETTINGS)
+    assert described["settings"] == choice["settings"]
+    with pytest.raises(UserError, match="settings: unknown lr"):
+        _choose(tiny_config(AUTO, 1), {**KEPT, "settings": ["lr"]})
 
 
 def test_compressors_that_were_turned_off_stay_off_where_the_choice_is_kept() -> None:
@@ -100,6 +117,7 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
     assert describe_choice(chosen, layout, plan) == {
         "specs": ["dp-grad=cast"],
         "turned_off": [],
+        "settings": [],
         "layout": [1, 1, 1, 1],
         "max_loss_increase": 0.5,
         "adapts": False,

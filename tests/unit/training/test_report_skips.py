@@ -11,7 +11,6 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
-from megatron.distributed.policy import CompressionPlan
 from megatron.optimizer.step_summary import StopVotes
 from megatron.training.run_plan import RunPlan
 from megatron.training.step_time_check import StepTimeCheck
@@ -61,7 +60,7 @@ def test_the_time_of_each_step_is_checked(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("time.perf_counter", clock)
     run = Run(tmp_path, clock, {"progress_bar": "off"})
     run.begin()
-    check = StepTimeCheck(None, CompressionPlan({}))
+    check = StepTimeCheck(None, 0)
     run.reporter.step_time_check = check
     for iteration in range(1, 31):
         run.step(4.0, 1.0, 1e-3)

@@ -7,11 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.compression.points import Point
-from megatron.compression.spec import Spec
 from megatron.distributed.observer import Finding
-from megatron.distributed.policy import CompressionPlan
-from megatron.planner.auto import CompressorSet
+from megatron.planner.compressor_search import CompressorSet
 from megatron.training.metrics import StepMetrics
 from megatron.training.step_time_check import StepTimeCheck
 
@@ -20,10 +17,8 @@ SKIPPED = 0.25
 
 
 def _check(trial_s: float | None, warmup_iters: int = 0, chosen: bool = True, **options: Any) -> StepTimeCheck:
-    spec = cast(Spec, SimpleNamespace(activation=SimpleNamespace(warmup_iters=warmup_iters)))
     compressors = SimpleNamespace(prediction=SimpleNamespace(seconds=1.5), trial_s=trial_s)
-    plan = CompressionPlan({Point.DP_GRAD: spec})
-    return StepTimeCheck(cast(CompressorSet, compressors) if chosen else None, plan, **options)
+    return StepTimeCheck(cast(CompressorSet, compressors) if chosen else None, warmup_iters, **options)
 
 
 def _findings(check: StepTimeCheck, seconds: list[float], batch: int = 4, first: int = 1) -> dict[int, Finding]:
@@ -69,6 +64,34 @@ def test_larger_batches_are_no_slowdown() -> None:
     check = _check(1.9, chosen=False)
     assert not _findings(check, [2.0] * 30)
     assert not _findings(check, [4.0] * 30, batch=8, first=31)
+
+
+def test_steps_that_take_less_are_reported_once_for_each_speedup() -> None:
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [3.1] * 30)
+    findings = _findings(check, [2.0] * 60, first=31)
+    assert list(findings) == [41]
+    assert findings[41].kind == "speedup"
+    assert findings[41].values == pytest.approx({"expected_s": 3.1, "measured_s": 2.0})
+    assert findings[41].line is not None
+    assert "takes 2 s by now, down from 3.1 s: links or devices are faster" in findings[41].line
+    assert list(_findings(check, [2.0] * 40 + [1.0] * 20, first=91)) == [141]
+
+
+@pytest.mark.parametrize(("batch", "reported"), [(4, True), (8, False), (2, False)])
+def test_less_time_per_token_in_other_batches_is_no_speedup(batch: int, reported: bool) -> None:
+    """The seconds per token of a larger batch fall as it shares a step's messages; half a batch takes half the time."""
+    check = _check(1.9, chosen=False)
+    assert not _findings(check, [2.0] * 30)
+    seconds = {4: 1.2, 8: 2.4, 2: 1.2}[batch]
+    assert bool(_findings(check, [seconds] * 30, batch=batch, first=31)) is reported
+    assert _findings(check, [0.1] * 30, batch=batch, first=61)
+
+
+def test_a_resumed_run_notices_faster_links() -> None:
+    check = _check(1.9, chosen=False, adapts=True, expected_s_per_token=2.0 / 64)
+    ((iteration, finding),) = _findings(check, [1.2] * 20).items()
+    assert (iteration, finding.kind, check.needs_choice) == (20, "speedup", True)
 
 
 def test_a_few_slow_steps_are_no_slowdown() -> None:

@@ -1,0 +1,98 @@
+"""Settings that change the speed of a run but not its results, which ``--compress auto`` may switch on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from megatron.base.errors import UserError
+from megatron.parallel.pipeline.list_schedule import AUTO
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.search import refusal_reason
+
+Settings = Mapping[str, bool | str]
+"""Values by the names of their fields in ``ParallelConfig``."""
+
+FREE_SETTINGS: Settings = {"overlap_grad_reduce": True, "pipeline_schedule": AUTO}
+"""The settings."""
+
+_CHOICE_FIELDS = {"overlap_grad_reduce": "overlap", "pipeline_schedule": "schedule"}
+"""Fields of ``Choice`` by the names of the settings."""
+
+_SECTION = "parallel"
+
+
+def apply_settings(choice: Choice, settings: Settings) -> Choice:
+    """A choice with some settings."""
+    changes = {_CHOICE_FIELDS[name]: value for name, value in settings.items()}
+    return dataclasses.replace(choice, **changes)  # type: ignore[arg-type]
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Flags that switch settings on."""
+    return [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in settings.items()]
+
+
+def unset_by_user(settings: Settings, fixed: Collection[str]) -> dict[str, bool | str]:
+    """The settings that the user has not set.
+
+    Args:
+        settings: the settings.
+        fixed: dotted names (``section.field``) of the fields that flags set.
+    """
+    return {name: value for name, value in settings.items() if f"{_SECTION}.{name}" not in fixed}
+
+
+def free_settings(choice: Choice, fixed: Collection[str]) -> Settings:
+    """The settings that may be switched on in a run: those that concern its layout and that the user has not set."""
+    concerns_run = {
+        "overlap_grad_reduce": choice.dp > 1 and not choice.overlaps_reduction,
+        "pipeline_schedule": choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b" and choice.flush,
+    }
+    return unset_by_user({name: value for name, value in FREE_SETTINGS.items() if concerns_run[name]}, fixed)
+
+
+def find_settings(
+    predictor: Predictor, predictions: Sequence[Prediction], free: Settings, least_gain: float, memory_gib: float
+) -> Settings:
+    """Find the settings that are predicted to save the greatest share of an iteration.
+
+    Args:
+        predictor: predictor of the model on the cluster.
+        predictions: runs with different compressors; the share is the greatest over them.
+        free: settings that may be switched on.
+        least_gain: share that they must save; an additional setting must save a third of it in addition.
+        memory_gib: memory of a device, which the settings may not exceed if the run does not.
+
+    Returns:
+        The settings; empty if none save enough.
+    """
+    best_settings: Settings = {}
+    best_gain = 2 / 3 * least_gain
+    for settings in _subsets(free):
+        gains = [_gain(predictor, prediction, settings, memory_gib) for prediction in predictions]
+        if max(gains) >= best_gain + least_gain / 3:
+            best_settings, best_gain = settings, max(gains)
+    return best_settings
+
+
+def _subsets(settings: Settings) -> Iterator[Settings]:
+    """All subsets but the empty one, the smaller ones first."""
+    for count in range(1, len(settings) + 1):
+        for names in combinations(settings, count):
+            yield {name: settings[name] for name in names}
+
+
+def _gain(predictor: Predictor, prediction: Prediction, settings: Settings, memory_gib: float) -> float:
+    """The share of an iteration that settings are predicted to save; 0 if they cannot be used."""
+    choice = apply_settings(prediction.choice, settings)
+    if refusal_reason(predictor.config, choice) is not None:
+        return 0.0
+    try:
+        changed = predictor.predict(choice)
+    except UserError:
+        return 0.0
+    fits = changed.memory_bytes <= max(memory_gib * 2**30, prediction.memory_bytes)
+    return 1.0 - changed.seconds / prediction.seconds if fits else 0.0

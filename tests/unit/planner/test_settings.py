@@ -1,0 +1,131 @@
+"""Settings that ``--compress auto`` switches on besides compressors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.planner.auto import AutoChoice, AutoSearch, report
+from megatron.planner.candidates import read_ladders
+from megatron.planner.choice import Choice
+from megatron.planner.compressor_search import WORTHWHILE, CompressorSet
+from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, free_settings
+from tests.unit.planner.support import CLUSTER, predictor_of, small_run
+
+NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
+OVERLAP, SCHEDULE = FREE_SETTINGS
+BOTH: dict[str, Any] = {"pipeline_model_parallel_size": 2, "ddp_bucket_size": 100_000}
+REPLICAS: dict[str, Any] = {"ddp_bucket_size": 100_000}
+
+
+def _search(gbit_per_s: float, explicit: Sequence[str] = (), budget: float = 0.5, **parallel: Any) -> AutoSearch:
+    cluster = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=gbit_per_s))
+    config = small_run(model={"hidden_size": 256}, parallel=parallel)
+    predictor, choice = predictor_of(config, cluster)
+    ladders = read_ladders(config, choice, cluster)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, explicit)
+
+
+def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_them() -> None:
+    def free(explicit: Sequence[str] = (), **parallel: Any) -> set[str]:
+        return set(free_settings(predictor_of(small_run(parallel=parallel))[1], explicit))
+
+    assert free(**BOTH) == {OVERLAP, SCHEDULE}
+    assert free(("parallel.pipeline_schedule", "model.num_layers"), **BOTH) == {OVERLAP}
+    assert free(("parallel.overlap_grad_reduce",), **BOTH) == {SCHEDULE}
+    assert free(**REPLICAS) == {OVERLAP}
+    assert free(delay=1) == set()
+    assert free(pipeline_model_parallel_size=8) == {SCHEDULE}
+    assert free(pipeline_model_parallel_size=8, pipeline_schedule="gpipe") == set()
+    assert free(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2) == {OVERLAP}
+    assert free(pipeline_model_parallel_size=8, delay=1, no_pipeline_flush=True) == set()
+
+
+@pytest.mark.parametrize(("gbit_per_s", "parallel"), [(50.0, REPLICAS), (100.0, BOTH), (10.0, BOTH), (0.05, BOTH)])
+def test_the_choice_is_the_gentlest_of_the_fastest_with_and_without_settings(
+    gbit_per_s: float, parallel: dict[str, Any]
+) -> None:
+    """Against predictions of all subsets of the settings with the sets that their searches found."""
+    search = _search(gbit_per_s, **parallel)
+    chosen = search.choose().chosen
+    assert chosen.prediction.seconds == search.predictor.seconds(chosen.prediction.choice)
+    assert chosen.seconds * (1 - WORTHWHILE) <= min(each.seconds for each in search.sets)
+    as_fast = [each for each in search.sets if each.seconds * (1 - WORTHWHILE) <= min(s.seconds for s in search.sets)]
+    assert (bool(chosen.candidates), chosen.increase, len(chosen.settings)) == min(
+        (bool(each.candidates), each.increase, len(each.settings)) for each in as_fast
+    )
+    choice = chosen.prediction.choice
+    assert (choice.overlap, choice.schedule == "auto") == (OVERLAP in chosen.settings, SCHEDULE in chosen.settings)
+
+
+def test_settings_come_before_compressors_that_cost_loss() -> None:
+    """Where overlapping alone hides the reduction, nothing is compressed."""
+    result = _search(50.0, budget=5.0, **REPLICAS).choose()
+    assert dict(result.chosen.settings) == {OVERLAP: True}
+    assert not result.chosen.candidates
+    text = report(result, 5.0)
+    saved_s = result.plain.seconds - result.chosen.seconds
+    assert f"  --overlap-grad-reduce: predicted to save {saved_s:.3g} s, at no cost in loss" in text
+    assert text.endswith("  the same by hand: --overlap-grad-reduce")
+
+
+def test_settings_of_the_user_are_left_alone() -> None:
+    result = _search(50.0, ("parallel.overlap_grad_reduce",), **REPLICAS).choose()
+    assert not result.settings
+    assert not result.chosen.settings
+    assert "--overlap-grad-reduce" not in report(result, 0.5)
+
+
+def test_a_small_gain_switches_nothing_on() -> None:
+    search = _search(50.0, **REPLICAS)
+    predictions = [search.sets[0].prediction]
+    gain = 1 - search.predictor.seconds(apply_settings(predictions[0].choice, {OVERLAP: True})) / predictions[0].seconds
+    free = {OVERLAP: True}
+    assert find_settings(search.predictor, predictions, free, gain - 1e-9, 40.0) == free
+    assert find_settings(search.predictor, predictions, free, gain + 1e-9, 40.0) == {}
+
+
+def test_settings_do_not_exceed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = _search(100.0, **BOTH)
+    prediction, predictor = search.sets[0].prediction, search.predictor
+    free = free_settings(prediction.choice, ())
+    assert find_settings(predictor, [prediction], free, WORTHWHILE, 40.0)
+    predict = predictor.predict
+
+    def predict_large(choice: Choice) -> SimpleNamespace:
+        return SimpleNamespace(seconds=predict(choice).seconds, memory_bytes=2.0**40)
+
+    monkeypatch.setattr(predictor, "predict", predict_large)
+    assert find_settings(predictor, [prediction], free, WORTHWHILE, 40.0) == {}
+
+
+def _timed(search: AutoSearch, seconds: dict[bool, float]) -> AutoChoice:
+    """The choice after trial steps that take as long as given for sets with and without settings."""
+    contenders = search.contenders()
+    plain_s = contenders[0].prediction.seconds
+    trials = [contenders[0]]
+    for each in contenders[1:]:
+        trial_s = seconds[bool(each.settings)] * plain_s
+        trials.append(dataclasses.replace(each, trial_s=trial_s, gains=trial_s < plain_s))
+    return search.choose([dataclasses.replace(trials[0], trial_s=plain_s), *trials[1:]])
+
+
+def test_the_best_set_without_settings_is_timed_too() -> None:
+    """It is chosen if the settings save less than predicted."""
+    search = _search(10.0, budget=5.0, **BOTH)
+    contenders: list[CompressorSet] = search.contenders()
+    assert contenders[0] == search.sets[0]
+    assert contenders[1].settings
+    assert [bool(each.settings) for each in contenders[2:3]] == [False]
+    assert contenders[2].candidates
+    result = _timed(search, {True: 1.1, False: 0.8})
+    assert result.chosen.candidates
+    assert not result.chosen.settings
+    text = report(result, 5.0)
+    assert " s, but trial steps show no gain" in text
+    assert "  not switched on: --" in text
+    assert _timed(search, {True: 0.7, False: 0.8}).chosen.settings
