@@ -81,7 +81,7 @@ class Decoder:
         cache = None if self._space is None else self._space.cache
         x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=cache))
         if cache is not None:
-            cache.start(lengths)
+            cache.set_lengths(lengths)
         if x_sbh is None:
             return None
         last_b = torch.tensor(lengths, device=x_sbh.device) - 1

@@ -93,7 +93,7 @@ class Workspace:
 
     def shrink(self, rows: Sequence[int]) -> None:
         """Drop all rows except ``rows``."""
-        self.cache.keep(rows)
+        self.cache.keep_rows(rows)
         self.replayer.forget()
         self.__post_init__()
 

@@ -49,7 +49,7 @@ class Attention(ShardedModule, ABC):
         self.recompute_core = rank.recompute.recompute_granularity == "selective"
 
     def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
-        """Keys of the dropout masks for this rank's heads, or seed of the fused CUDA kernel.
+        """Keys of the dropout masks of this rank's heads, or the seed of the fused CUDA kernel.
 
         The kernel uses a single random stream for all heads and samples. Unlike other masks, its masks therefore depend
         on the tensor-parallel size and on the micro-batch size.
@@ -61,8 +61,8 @@ class Attention(ShardedModule, ABC):
             seed = keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank, *sites)))
             return AttentionDropout(None, seed)
         heads = self.groups * self.queries_per_group
-        sites_n = ((self.layer, self.site, self.comm.rank * heads + head) for head in range(heads))
-        return AttentionDropout(keys.at(*sites_n), 0)
+        head_sites = ((self.layer, self.site, self.comm.rank * heads + head) for head in range(heads))
+        return AttentionDropout(keys.at(*head_sites), 0)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
@@ -103,8 +103,8 @@ class Attention(ShardedModule, ABC):
 
     @abstractmethod
     def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """Make the mask of positions to attend to, without a cache, (b or 1, 1, s or 1, s'). None for full attention,
-        and for causal attention without other restrictions."""
+        """Make the mask of positions to attend to without a cache, (b or 1, 1, s or 1, s'); None for full attention, or
+        for causal attention without other restrictions."""
 
     def _attend_unfused(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, keys: SiteKeys | None
@@ -224,5 +224,5 @@ class CrossAttention(Attention):
     def _make_mask(self, query: Tensor, context: ForwardContext) -> Tensor | None:
         assert context.memory is not None
         ids_bs = context.memory.segment_ids_bs
-        # Padding queries attend to text, too, because a fully masked row would give NaN.
+        # Padding queries attend to the text, too, because a fully masked row would give NaN.
         return None if ids_bs is None else (ids_bs == 0)[:, None, None]

@@ -7,31 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
+from megatron.models.mlp import ReplicatedLinear
 from megatron.models.norm import Norm
 from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabShard
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
-
-
-class ReplicatedLinear(ShardedModule):
-    """Linear layer with bias, replicated on tensor-parallel ranks: (..., h) -> (..., out).
-
-    Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
-    """
-
-    def __init__(self, rank: RankContext, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty((out_features, rank.config.hidden_size), device=rank.device, dtype=rank.dtype)
-        )
-        self.bias = nn.Parameter(torch.zeros(out_features, device=rank.device, dtype=rank.dtype))
-        for name, param in self.named_parameters():
-            self.specs[name] = ParamSpec(tuple(param.shape), partial_grad=rank.tensor.sequence_parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+from megatron.parallel.tensor.shards import ShardedModule
 
 
 class LMHead(ShardedModule):
@@ -95,13 +77,13 @@ class BertStage(Stage):
             losses_b = F.cross_entropy(self.order_logits(x_sbh), targets.order_b, reduction="none")
             sums.append(LossSum(losses_b.detach().sum(), counts[1]))
             divisor = counts[1] if divisors is None else divisors[1]
-            # On ranks without the first position the binary head reads another one, and gets zero gradients.
+            # On ranks without the first position, the binary head reads another position and gets zero gradients.
             holds_first = 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
             objective = objective + (losses_b * holds_first).sum() / divisor.to(losses_b.dtype)
         return StageLoss(objective, tuple(sums))
 
     def order_logits(self, x_sbh: Tensor) -> Tensor:
-        """Logits (b, 2) of sentences in order or swapped, of normalized outputs with the first position."""
+        """Logits (b, 2) for sentences in order and swapped, from normalized outputs that begin with position 0."""
         logits: Tensor = self.binary_head(x_sbh[0])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

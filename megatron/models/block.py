@@ -18,7 +18,7 @@ from megatron.parallel.tensor.random import SiteKeys
 
 
 def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, comm: TensorComm) -> Tensor:
-    """Dropout of activations, which tensor-parallel ranks replicate or split along the sequence."""
+    """Apply dropout to activations that tensor-parallel ranks replicate or split along the sequence."""
     if p == 0.0 or keys is None:
         return x_sbh
     num_slices = comm.size if comm.sequence_parallel else 1
@@ -146,8 +146,7 @@ class DecoderLayer(TransformerLayer):
     ) -> Tensor:
         residual_sbh = self._add_self_attention(x_sbh, context, positions, dropout)
         keys = None if dropout is None else dropout.cross
-        read = self.cross_attention(self.post_attention_layernorm(residual_sbh), context, keys)
-        residual_sbh = self._add_residual(read, residual_sbh, dropout, 2)
-        return self._add_residual(
-            self.mlp(self.post_cross_attention_layernorm(residual_sbh), context), residual_sbh, dropout, 1
-        )
+        branch = self.cross_attention(self.post_attention_layernorm(residual_sbh), context, keys)
+        residual_sbh = self._add_residual(branch, residual_sbh, dropout, 2)
+        branch = self.mlp(self.post_cross_attention_layernorm(residual_sbh), context)
+        return self._add_residual(branch, residual_sbh, dropout, 1)

@@ -1,4 +1,4 @@
-"""Sequence-level models: classification, regression or multiple choice, from the hidden state of a single position."""
+"""Sequence-level models: classification, regression or multiple choice from the hidden state of a single position."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Pooling:
     """Reduction of hidden states (s, b, h) to the classifier's input (b, h).
 
     Args:
-        of_last: pool the last token before the padding, instead of the first token.
+        pools_last: pool the last token before the padding, instead of the first token.
         activation: activation after a dense layer; None without that layer.
         dropout: whether the model's hidden dropout applies to the classifier's input.
         bias: whether the classifier has a bias.
     """
 
-    of_last: bool = False
+    pools_last: bool = False
     activation: Callable[[Tensor], Tensor] | None = None
     dropout: bool = True
     bias: bool = True
@@ -42,13 +42,13 @@ class Pooling:
 POOLING: Mapping[ModelType, Pooling] = {
     "bert": Pooling(activation=torch.tanh),
     "deberta": Pooling(activation=F.gelu),
-    "gpt": Pooling(of_last=True, dropout=False, bias=False),
+    "gpt": Pooling(pools_last=True, dropout=False, bias=False),
 }
 """Pooling of each kind of model, as in Megatron's and Hugging Face's classifiers."""
 
 
 class ClassificationHead(nn.Module):
-    """Pooling and the classifier: hidden states (s, b, h), or this rank's slice of s, to outputs (b, c).
+    """Pooling and classifier: hidden states (s, b, h), or this rank's slice of s, to outputs (b, c).
 
     Under sequence parallelism the pooled states are summed over the tensor-parallel ranks, so that every rank computes
     the same outputs and full gradients of the head's parameters.
@@ -67,17 +67,17 @@ class ClassificationHead(nn.Module):
 
     def forward(self, x_sbh: Tensor, targets: Targets) -> Tensor:
         begin = self.comm.rank * len(x_sbh) if self.comm.sequence_parallel else 0
-        if self.pooling.of_last:
+        if self.pooling.pools_last:
             assert targets.lengths_b is not None
-            place_b = targets.lengths_b - 1 - begin
-            x_bh = x_sbh[place_b.clamp(0, len(x_sbh) - 1), torch.arange(x_sbh.shape[1], device=x_sbh.device)]
+            position_b = targets.lengths_b - 1 - begin
+            x_bh = x_sbh[position_b.clamp(0, len(x_sbh) - 1), torch.arange(x_sbh.shape[1], device=x_sbh.device)]
         else:
-            place_b = torch.full((x_sbh.shape[1],), -begin, device=x_sbh.device)
+            position_b = torch.full((x_sbh.shape[1],), -begin, device=x_sbh.device)
             x_bh = x_sbh[0]
         if self.comm.sequence_parallel:
             # Ranks without the position need zero gradients instead of None: their layers run backward, too.
-            elsewhere_b = (place_b < 0) | (place_b >= len(x_sbh))
-            x_bh = all_reduce_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
+            is_elsewhere_b = (position_b < 0) | (position_b >= len(x_sbh))
+            x_bh = all_reduce_exact(x_bh.masked_fill(is_elsewhere_b.unsqueeze(1), 0.0), self.comm)
         if self.pooling.activation is not None:
             x_bh = self.pooling.activation(self.pooler(x_bh))
         if self.dropout and targets.dropout is not None:
@@ -106,14 +106,11 @@ class ClassifierStage(Stage):
         if stage_part.last and rank.config.task_head != "none":
             self.classification_head = ClassificationHead(rank)
 
-    def counts(self, targets: Targets) -> Tensor:
-        return targets.mask_bs.sum().unsqueeze(0)
-
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         outputs_bc = self.classification_head(self.final_states(x_sbh), targets)
-        # Of a sample with several sequences, the label of the first counts.
-        each = self.config.sequences_per_sample
-        labels_n, mask_n = targets.labels_bs[::each, 0], targets.mask_bs[::each, 0]
+        # Only the label of a sample's first sequence counts.
+        step = self.config.sequences_per_sample
+        labels_n, mask_n = targets.labels_bs[::step, 0], targets.mask_bs[::step, 0]
         if self.config.task_head == "regression":
             losses_n = (outputs_bc[:, 0] - labels_n.to(outputs_bc.dtype)) ** 2
         else:

@@ -23,8 +23,8 @@ from megatron.parallel.tensor.random import SiteKeys
 from megatron.parallel.tensor.shards import ShardedModule
 
 
-def without_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) -> Tensor:
-    """Activations with padding positions set to zero."""
+def mask_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) -> Tensor:
+    """Set padding positions of activations to zero."""
     if context.segment_ids_bs is None:
         return x_sbh
     padded_sb = (context.segment_ids_bs != 0).t()
@@ -35,17 +35,12 @@ def without_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) ->
 class NormedEmbedding(Embedding):
     """Embeddings that are normalized and masked before dropout."""
 
-    def __init__(
-        self,
-        rank: RankContext,
-        shard: VocabShard,
-        copy: bool = False,
-    ) -> None:
+    def __init__(self, rank: RankContext, shard: VocabShard, copy: bool = False) -> None:
         super().__init__(rank, shard, copy)
         self.layernorm = Norm(rank)
 
-    def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
-        return without_padding(self.layernorm(super()._summed(tokens_bs, context, site)), context, self.comm)
+    def _sum_embeddings(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
+        return mask_padding(self.layernorm(super()._sum_embeddings(tokens_bs, context, site)), context, self.comm)
 
 
 class Convolution(ShardedModule):
@@ -67,9 +62,9 @@ class Convolution(ShardedModule):
     def forward(self, x_sbh: Tensor, out_sbh: Tensor, context: ForwardContext, keys: SiteKeys | None) -> Tensor:
         """Normalized sum of the first layer's output ``out_sbh`` and the convolution of its input ``x_sbh``."""
         convolved_bhs = F.conv1d(x_sbh.permute(1, 2, 0), self.weight, self.bias, padding=self.weight.shape[2] // 2)
-        beside_sbh = without_padding(convolved_bhs.permute(2, 0, 1), context, self.comm)
-        beside_sbh = F.gelu(hidden_dropout(beside_sbh, self.dropout, keys, len(DebertaLayer.sites) - 1, self.comm))
-        return without_padding(self.layernorm(out_sbh + beside_sbh), context, self.comm)
+        branch_sbh = mask_padding(convolved_bhs.permute(2, 0, 1), context, self.comm)
+        branch_sbh = F.gelu(hidden_dropout(branch_sbh, self.dropout, keys, len(DebertaLayer.sites) - 1, self.comm))
+        return mask_padding(self.layernorm(out_sbh + branch_sbh), context, self.comm)
 
 
 class DebertaLayer(Layer):
@@ -95,8 +90,8 @@ class DebertaLayer(Layer):
         dropout: LayerDropout | None,
     ) -> Tensor:
         keys = None if dropout is None else dropout.attention
-        attended = self.self_attention(x_sbh, context, positions, keys)
-        residual_sbh = self.post_attention_layernorm(self._add_residual(attended, x_sbh, dropout, 0))
+        branch = self.self_attention(x_sbh, context, positions, keys)
+        residual_sbh = self.post_attention_layernorm(self._add_residual(branch, x_sbh, dropout, 0))
         out_sbh: Tensor = self.output_layernorm(self._add_residual(self.mlp(residual_sbh), residual_sbh, dropout, 1))
         if self.convolution is None:
             return out_sbh
@@ -117,7 +112,7 @@ class DebertaStage(ClassifierStage):
     def _make_layer(self, rank: RankContext, number: int) -> Layer:
         return DebertaLayer(rank, number)
 
-    def _rotary_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+    def _position_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Relative-position table, and its row for each pair of tokens; the same for all layers."""
         length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
         distances = self.relative_positions(), relative_rows(length, self.config, x_sbh.device)

@@ -87,9 +87,9 @@ class DisentangledAttention(SelfAttention):
         query, key, value = mixed.view(s, b, heads, 3, self.head_dim).permute(3, 1, 2, 0, 4)
         weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
         bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
-        far_query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
-        far_query, far_key = far_query_key.permute(2, 1, 0, 3)
-        inputs = (query, key, value, far_query, far_key, rows_ss, context.of_any_micro_batch(), dropout)
+        position_query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
+        position_query, position_key = position_query_key.permute(2, 1, 0, 3)
+        inputs = (query, key, value, position_query, position_key, rows_ss, context.of_any_micro_batch(), dropout)
         if self.recompute_core and torch.is_grad_enabled():
             out_bnsd = checkpoint(self._disentangled, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -102,18 +102,18 @@ class DisentangledAttention(SelfAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        far_query: Tensor,
-        far_key: Tensor,
+        position_query: Tensor,
+        position_key: Tensor,
         rows_ss: Tensor,
         context: ForwardContext,
         dropout: AttentionDropout | None,
     ) -> Tensor:
         """Attention of queries, keys and values (b, heads, s, d), with relative positions (heads, 2 span, d)."""
         scale = 1.0 / math.sqrt(_TERMS * self.head_dim)
-        query, far_query = query * scale, far_query * scale
+        query, position_query = query * scale, position_query * scale
         shape = (*query.shape[:3], query.shape[2])
-        to_position = (query @ far_key.transpose(-1, -2)).gather(-1, rows_ss.expand(shape))
-        from_position = (key @ far_query.transpose(-1, -2)).gather(-1, rows_ss.t().expand(shape))
+        to_position = (query @ position_key.transpose(-1, -2)).gather(-1, rows_ss.expand(shape))
+        from_position = (key @ position_query.transpose(-1, -2)).gather(-1, rows_ss.t().expand(shape))
         scores = query @ key.transpose(-1, -2) + to_position + from_position.transpose(-1, -2)
         allowed = self._make_mask(query, context)
         if allowed is not None:

@@ -28,12 +28,7 @@ class Embedding(ShardedModule):
         copy: whether this is a tied copy; another stage holds the tables first.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        shard: VocabShard,
-        copy: bool = False,
-    ) -> None:
+    def __init__(self, rank: RankContext, shard: VocabShard, copy: bool = False) -> None:
         super().__init__()
         config = rank.config
         self.comm = rank.tensor
@@ -56,11 +51,11 @@ class Embedding(ShardedModule):
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
         """Embed tokens; ``site`` is the key of the dropout masks and of the messages' compression noise."""
-        x_sbh = self._summed(tokens_bs, context, site)
+        x_sbh = self._sum_embeddings(tokens_bs, context, site)
         keys = None if context.dropout is None else context.dropout.at((site,))
         return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
 
-    def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
+    def _sum_embeddings(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
         x_sbh: Tensor = self.word_embeddings(tokens_bs, site)
         if self.scale is not None:
             x_sbh = x_sbh * self.scale
@@ -118,11 +113,7 @@ class PositionEmbedding(_Table):
 class OutputWeight(ShardedModule):
     """Output projection: a separate parameter, or the last stage's copy of the tied embedding."""
 
-    def __init__(
-        self,
-        rank: RankContext,
-        shard: VocabShard,
-    ) -> None:
+    def __init__(self, rank: RankContext, shard: VocabShard) -> None:
         super().__init__()
         tied, hidden = rank.config.ties_embeddings, rank.config.hidden_size
         self.weight = shard.weight(hidden, rank.device, rank.dtype)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a layer's feed-forward part as many MLPs; each token is routed to a few of them.
+"""Mixture of experts: many MLPs as a layer's feed-forward part; each token is routed to a few of them.
 
 Tokens are sorted by expert, dispatched to the ranks that hold the experts, and combined with their routing weights
 (GShard, Lepikhin et al. 2020). As in an MLP, an expert's inner width is split over the tensor-parallel ranks.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.base.option import is_unset
 from megatron.compression.points import Point
 from megatron.models.context import ForwardContext
-from megatron.models.mlp import ACTIVATIONS, MLP
+from megatron.models.mlp import ACTIVATIONS, MLP, ReplicatedLinear
 from megatron.models.rank_context import RankContext
 from megatron.parallel.expert.dispatcher import ExpertComm, Leg
 from megatron.parallel.expert.permutation import (
@@ -33,7 +33,7 @@ from megatron.parallel.expert.router import Router, Routing
 from megatron.parallel.tensor.collectives import enter_parallel_region, leave_parallel_region
 from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, round_up_rows, supports_grouped_products
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
+from megatron.parallel.tensor.shards import ParamSpec
 
 GroupsLinear = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 """Grouped linear layers of rows sorted by group; see ``grouped_linear``."""
@@ -90,11 +90,11 @@ def _grouped_product(
     biases = [bias for _, bias in layers if bias is not None]
     if not biases:
         return out
-    result: Tensor = _WithBiases.apply(out, torch.stack(biases), counts)
+    result: Tensor = _AddBiases.apply(out, torch.stack(biases), counts)
     return result
 
 
-class _WithBiases(torch.autograd.Function):
+class _AddBiases(torch.autograd.Function):
     """Add the experts' biases (experts, n) to rows (r, n) sorted by expert."""
 
     @staticmethod
@@ -118,20 +118,6 @@ def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple
     return dispatch_leg, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
 
 
-class _Coefficients(ShardedModule):
-    """A linear layer with few outputs, replicated on tensor-parallel ranks: (s, b, h) -> (s, b, outputs)."""
-
-    def __init__(self, rank: RankContext, outputs: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, rank.config.hidden_size, device=rank.device, dtype=rank.dtype))
-        self.bias = nn.Parameter(torch.zeros(outputs, device=rank.device, dtype=rank.dtype)) if bias else None
-        for name, param in self.named_parameters():
-            self.specs[name] = ParamSpec(tuple(param.shape), partial_grad=rank.tensor.sequence_parallel)
-
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        return F.linear(x_sbh, self.weight, self.bias)
-
-
 class Experts(nn.Module):
     """Feed-forward part of a layer with experts: (s, b, h) -> (s, b, h), biases included.
 
@@ -153,14 +139,14 @@ class Experts(nn.Module):
             {str(number): Expert(rank, self.expert_comm.folded) for number in range(first, first + self.local)}
         )
         self.shared: MLP | None = None
-        self.mixing: _Coefficients | None = None
+        self.mixing: ReplicatedLinear | None = None
         width = config.ffn_hidden_size if config.mlp_type == "residual" else config.moe_shared_expert_intermediate_size
         if not is_unset(width):
             self.shared = MLP(replace(rank.at("shared"), config=replace(config, ffn_hidden_size=width)))
             if config.mlp_type == "residual":
-                self.mixing = _Coefficients(rank, 2, True)
+                self.mixing = ReplicatedLinear(rank, 2)
             elif config.moe_shared_expert_gate:
-                self.mixing = _Coefficients(rank, 1, False)
+                self.mixing = ReplicatedLinear(rank, 1, bias=False)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         routing = self.router(x_sbh, context.dropout, context.experts)
@@ -170,19 +156,19 @@ class Experts(nn.Module):
             if comm.sequence_parallel:
                 first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
                 token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
-                out_sbh = self._routed(x_sbh, routing.slice_tokens(token_slice))
+                out_sbh = self._apply_experts(x_sbh, routing.slice_tokens(token_slice))
             else:
                 x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
                 slice_length = -(-len(x_th) // comm.size)
                 token_slice = slice(
                     min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th))
                 )
-                out = self._routed(x_th[token_slice].unsqueeze(1), routing.slice_tokens(token_slice)).squeeze(1)
+                out = self._apply_experts(x_th[token_slice].unsqueeze(1), routing.slice_tokens(token_slice)).squeeze(1)
                 out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
                 out_sbh = leave_parallel_region(out_th.view_as(x_sbh), comm)
         else:
             full_sbh = enter_parallel_region(x_sbh, self.comm)
-            out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
+            out_sbh = leave_parallel_region(self._apply_experts(full_sbh, routing), self.comm)
         if self.shared is not None:
             shared_sbh, bias = self.shared(x_sbh)
             if bias is not None:
@@ -203,10 +189,10 @@ class Experts(nn.Module):
                 weights = routing.losses.new_tensor(loss_weights)
                 # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
                 objective = (routing.losses * weights).sum() / self.comm.size
-                out_sbh = _WithLoss.apply(out_sbh, objective, step.loss_grad)
+                out_sbh = _AttachLoss.apply(out_sbh, objective, step.loss_grad)
         return out_sbh, None
 
-    def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
+    def _apply_experts(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """Combined expert outputs, partial over tensor-parallel ranks unless folded."""
         chosen_tk, holes = routing.experts_tk, routing.kept_tk is not None
         if routing.kept_tk is not None:
@@ -215,9 +201,9 @@ class Experts(nn.Module):
         x_th = x_sbh.flatten(0, 1)
         comm, local, nodes = self.expert_comm, self.local, self.expert_comm.nodes
         if nodes is None:
-            return self._of_ranks(x_th, choices, x_sbh.shape)
-        # A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert
-        # numbers and weights are sent along with the rows.
+            return self._apply_rank_experts(x_th, choices, x_sbh.shape)
+        # A token is sent to a node once, and the sum of its experts' outputs on that node comes back. Expert numbers
+        # and weights are sent along with the rows.
         local_experts, k = comm.ranks.size * local, choices.chosen_tk.shape[1]
         count = partial(comm.count_by_node, experts=self.count, capacity=choices.capacity)
         # Node of each expert, and its index on that node; each with an extra entry for no expert.
@@ -237,12 +223,12 @@ class Experts(nn.Module):
             numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, capacity
         )
         return unpermute(
-            nodes.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg),
+            nodes.move(self._apply_rank_experts(rows, received_choices, rows.shape), combine_leg),
             node_choices.order,
             x_sbh.shape,
         )
 
-    def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
+    def _apply_rank_experts(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
         """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
@@ -250,7 +236,7 @@ class Experts(nn.Module):
         order = make_order(choices.chosen_tk, choices.holes, counts)
         rows = permute(x_th, order)
         if comm.size == 1:
-            rows = self._compute(rows, order.counts)
+            rows = self._apply_local_experts(rows, order.counts)
         else:
             counts_re = order.counts.view(comm.size, self.local)
             received_re = comm.exchange_counts(counts_re)
@@ -261,13 +247,13 @@ class Experts(nn.Module):
             numbers = torch.arange(self.local, device=rows.device).repeat(comm.size)
             repeats = received_re.flatten().to(rows.device)
             by_expert = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
-            back = torch.empty_like(by_expert)
-            back[by_expert] = torch.arange(len(by_expert), device=rows.device)
-            rows = self._compute(rows.index_select(0, by_expert), received_re.sum(0))
-            rows = comm.move(rows.index_select(0, back), combine_leg)
+            by_source = torch.empty_like(by_expert)
+            by_source[by_expert] = torch.arange(len(by_expert), device=rows.device)
+            rows = self._apply_local_experts(rows.index_select(0, by_expert), received_re.sum(0))
+            rows = comm.move(rows.index_select(0, by_source), combine_leg)
         return unpermute(rows, order, shape, choices.weights_tk)
 
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _apply_local_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Outputs of rows sorted by expert. Experts without rows get zero gradients."""
         experts = cast("list[Expert]", list(self.experts.values()))
         ups, downs = [expert.up for expert in experts], [expert.down for expert in experts]
@@ -285,7 +271,7 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
-class _WithLoss(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """Identity; its backward also starts the backward pass of a loss."""
 
     @staticmethod

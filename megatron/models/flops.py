@@ -37,16 +37,16 @@ def benchmark_tflops(
 def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal: bool = True) -> int:
     """Operations that the model itself needs for a training sample (forward and backward of ``seq_length`` tokens).
 
-    A multiply-add counts as two operations. Counted are the matrix products: query, key and value (key and value per
-    query group), attention scores and context, the attention's output, the feed-forward network at its real width
+    A multiply-add counts as two operations. The count covers the matrix products: query, key and value (key and value
+    per query group), attention scores and context, the attention's output, the feed-forward network at its real width
     (three matrices with a gate), and the logits over the padded vocabulary. The backward pass costs two forward passes.
-    Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
+    Recomputation, embedding lookup, normalization, softmax and the optimizer are not counted.
 
     Attention counts the pairs that the mask allows: s(s+1)/2, or fewer within a sliding window, and all pairs if tokens
     attend to later tokens, too. ``causal=False`` counts all s*s pairs anyway, as many published figures do. A decoder
     layer attends to the decoder's earlier tokens and to all of the encoder's tokens, for which it computes keys and
-    values. Of a layer's experts, only those that a token is routed to count. Disentangled attention multiplies queries
-    and keys by the vectors of the distances in a sample; projecting those vectors is a cost per step, not per sample.
+    values. Only the experts that a token is routed to count. Disentangled attention multiplies queries and keys by the
+    vectors of the distances in a sample; projecting those vectors is a cost per step, not per sample.
     """
     s, h = model.seq_length, model.hidden_size
     feed_forward = (3 if model.gated else 2) * h * model.ffn_hidden_size
@@ -56,8 +56,8 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
     mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
-    of_experts = (3 if model.gated else 2) * width + mixing
-    expert_products = sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
+    expert_width = (3 if model.gated else 2) * width + mixing
+    expert_products = sum(h * (expert_width + count) for count in model.expert_layers.values())
     layers += s * ((model.num_layers - len(model.expert_layers)) * feed_forward + expert_products)
     if model.shares_distances:
         layers += model.num_layers * s * min(2 * model.relative_span, 2 * s - 1) * model.pair_products
@@ -65,8 +65,8 @@ def model_flops_per_sample(model: ModelConfig, padded_vocab_size: int, *, causal
     if model.decoder_layers:
         d = model.labels_of(s)
         self_pairs = d * (d + 1) // 2 if causal else d * d
-        reading = 2 * h * model.kv_channels * (d * model.num_attention_heads + s * model.num_query_groups)
-        layer = d * (model.attention_products + feed_forward) + reading + (self_pairs + d * s) * model.pair_products
+        cross = 2 * h * model.kv_channels * (d * model.num_attention_heads + s * model.num_query_groups)
+        layer = d * (model.attention_products + feed_forward) + cross + (self_pairs + d * s) * model.pair_products
         layers += len(model.decoder_layers) * layer
     head = 0
     if model.predicts_words:

@@ -13,9 +13,6 @@ from megatron.parallel.tensor.cross_entropy import head_loss
 class GPTStage(Stage):
     """A stage of GPT."""
 
-    def counts(self, targets: Targets) -> Tensor:
-        return targets.mask_bs.sum().unsqueeze(0)
-
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         weights_bs = token_weights(targets.mask_bs, divisors)
         total, losses_bs = self.token_losses(x_sbh, targets.labels_bs, weights_bs)

@@ -34,13 +34,13 @@ class KVCache:
         device: torch.device,
         block: int = 1,
     ) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows_b = torch.arange(rows, device=device)
         self.capacity = capacity
         self._windows = windows
         self._block = block
         self.lengths: list[int] = []
-        self._seen = 0
+        self._step_extent = 0
         self._lengths_b = torch.zeros(rows, dtype=torch.int64, device=device)
         self._growing_b = torch.ones(rows, dtype=torch.int64, device=device)
         self._growing = set(range(rows))
@@ -68,19 +68,19 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Begin a step of a single position per row; part of the recorded computation."""
-        self._seen = self._extent
-        self._masks = {window: self._masked(window) for window in set(self._windows.values())}
+        self._step_extent = self._extent
+        self._masks = {window: self._make_mask(window) for window in set(self._windows.values())}
 
     def mask(self, layer: int) -> Tensor | None:
         """Mask of the positions that each row's newest position may attend to, (b, 1, 1, positions); None for all."""
         return self._masks.get(self._windows[layer])
 
-    def _masked(self, window: int | None) -> Tensor | None:
+    def _make_mask(self, window: int | None) -> Tensor | None:
         slides = window is not None and max(self.lengths) >= window
-        if self._block == 1 and min(self.lengths) + 1 == self._seen and not slides:
+        if self._block == 1 and min(self.lengths) + 1 == self._step_extent and not slides:
             return None
         newest_b1 = self._lengths_b.unsqueeze(1)
-        positions = torch.arange(self._seen, device=newest_b1.device)
+        positions = torch.arange(self._step_extent, device=newest_b1.device)
         visible = positions <= newest_b1
         if window is not None:
             visible &= positions > newest_b1 - window
@@ -89,13 +89,13 @@ class KVCache:
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions to a layer's keys and values; return the cached keys and values.
 
-        The first call for a layer contains the prompts, padded at the end; each later call a single position per row.
+        The first call for a layer passes the prompts, padded at the end; each later call passes one position per row.
         """
-        if layer not in self._held:
+        if layer not in self._tensors:
             # Zeros: a masked position has weight 0, and 0 times uninitialized memory may be NaN.
             keys, values = (x.new_zeros((*x.shape[:2], self.capacity, x.shape[3])) for x in (key_bgsd, value_bgsd))
-            self._held[layer] = keys, values
-        keys, values = self._held[layer]
+            self._tensors[layer] = keys, values
+        keys, values = self._tensors[layer]
         if not self.lengths:
             length = key_bgsd.shape[2]
             keys[:, :, :length] = key_bgsd
@@ -103,15 +103,15 @@ class KVCache:
             return key_bgsd, value_bgsd
         keys[self._rows_b, :, self._lengths_b] = key_bgsd[:, :, 0]
         values[self._rows_b, :, self._lengths_b] = value_bgsd[:, :, 0]
-        return keys[:, :, : self._seen], values[:, :, : self._seen]
+        return keys[:, :, : self._step_extent], values[:, :, : self._extent_of_step]
 
-    def start(self, lengths: Sequence[int]) -> None:
+    def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the rows' lengths after the prefill."""
         self.lengths = list(lengths)
         self._lengths_b.copy_(torch.tensor(self.lengths, dtype=torch.int64))
 
     def advance(self) -> None:
-        """Advance the lengths of the growing rows by a position."""
+        """Advance the lengths of the growing rows by one position."""
         self.lengths = [length + (row in self._growing) for row, length in enumerate(self.lengths)]
         self._lengths_b += self._growing_b
 
@@ -120,17 +120,17 @@ class KVCache:
         self._growing = set(rows)
         self._growing_b.copy_(torch.tensor([int(row in self._growing) for row in range(self.rows)], dtype=torch.int64))
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows except ``rows``; the remaining rows are copied to new memory and grow."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._rows_b.device)
-        self._held = {n: (keys[index], values[index]) for n, (keys, values) in self._held.items()}
+        self._tensors = {n: (keys[index], values[index]) for n, (keys, values) in self._tensors.items()}
         self._rows_b, self._growing = self._rows_b[: len(rows)], set(range(len(rows)))
         self._lengths_b, self._growing_b = self._lengths_b[index], torch.ones_like(index)
         self.lengths = [self.lengths[row] for row in rows]
 
     def clear(self) -> None:
         """Reset the cache in the same memory."""
-        for keys, values in self._held.values():
+        for keys, values in self._tensors.values():
             keys.zero_()
             values.zero_()
         self.lengths, self._masks = [], {}

@@ -1,4 +1,4 @@
-"""MLPs and their activations."""
+"""MLPs, their activations, and replicated linear layers."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.models.context import ForwardContext
 from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.shards import ShardedModule
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 
 @dataclass(frozen=True)
 class _Gated:
-    """Gated activation of (..., gate and value): ``opened(gate) * value``.
+    """Gated activation of (..., gate and value): ``activate(gate) * value``.
 
     Args:
-        opened: activation of the gate.
-        backward: gradient of ``opened``, an operator of (gradient, gate) that writes to ``grad_input``.
+        activate: activation of the gate.
+        backward: gradient of ``activate``, an operator of (gradient, gate) that writes to ``grad_input``.
     """
 
-    opened: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not x.requires_grad:
-            return self.of_parts(x)
-        result: Tensor = _InOnePiece.apply(x, self)
+            return self.compute(x)
+        result: Tensor = _GatedFunction.apply(x, self)
         return result
 
-    def of_parts(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Compute the activation with autograd's gradient."""
         gate, value = x.chunk(2, dim=-1)
-        return self.opened(gate) * value
+        return self.activate(gate) * value
 
 
-class _InOnePiece(torch.autograd.Function):
+class _GatedFunction(torch.autograd.Function):
     """Gated activation with its gradient written in place: autograd would concatenate the two halves with a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, form: _Gated) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: _Gated) -> Tensor:
         gate, value = x.chunk(2, dim=-1)
-        open_gate = form.opened(gate)
+        open_gate = activation.activate(gate)
         ctx.save_for_backward(x, open_gate)
-        ctx.form = form
+        ctx.activation = activation
         return open_gate * value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, open_gate = ctx.saved_tensors
         if torch.is_grad_enabled():  # double backward
-            return torch.autograd.grad(ctx.form.of_parts(x), x, grad, create_graph=True)[0], None
+            return torch.autograd.grad(ctx.activation.compute(x), x, grad, create_graph=True)[0], None
         (gate, value), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
         grad_gate, grad_value = grad_x.chunk(2, dim=-1)
         torch.mul(grad, open_gate, out=grad_value)
-        ctx.form.backward(grad * value, gate, grad_input=grad_gate)
+        ctx.activation.backward(grad * value, gate, grad_input=grad_gate)
         return grad_x, None
 
 
@@ -75,11 +75,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(ShardedModule):
-    """Feed-forward part: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
+class ReplicatedLinear(ShardedModule):
+    """Linear layer, replicated on tensor-parallel ranks: (..., h) -> (..., out).
 
-    A gated MLP's gate and value are two stacked projections, each split over the ranks, so that its logical weight
-    (2, ffn, h) does not depend on their number.
+    Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
+    """
+
+    def __init__(self, rank: RankContext, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        shape = (out_features, rank.config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=rank.device, dtype=rank.dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=rank.device, dtype=rank.dtype)) if bias else None
+        for name, param in self.named_parameters():
+            self.specs[name] = ParamSpec(tuple(param.shape), partial_grad=rank.tensor.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class MLP(ShardedModule):
+    """Feed-forward part: (s, b, h) -> (s, b, h), and the output bias, which the caller adds.
+
+    The gate and value of a gated MLP are two stacked projections, each split over the ranks, so that the logical weight
+    (2, ffn, h) does not depend on the number of ranks.
     """
 
     def __init__(self, rank: RankContext) -> None:

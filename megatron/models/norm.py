@@ -15,18 +15,13 @@ class Norm(ShardedModule):
 
     ``width`` is the size of that dimension; None for the hidden size.
 
-    With ``apply_layernorm_1p``, the addition of 1 to the weights and the product run in at least fp32.
+    With ``apply_layernorm_1p``, 1 is added to the weights, and the norm computed, in at least fp32.
 
     Parameter gradients are partial sums under sequence parallelism, where each rank sees a slice of the sequence, and
     for ``of_heads``, where each rank has separate heads.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        width: int | None = None,
-        of_heads: bool = False,
-    ) -> None:
+    def __init__(self, rank: RankContext, width: int | None = None, of_heads: bool = False) -> None:
         super().__init__()
         config = rank.config
         hidden = width or config.hidden_size

@@ -1,4 +1,4 @@
-"""The setting in which a rank builds its layers."""
+"""Context in which a rank builds its layers."""
 
 from __future__ import annotations
 

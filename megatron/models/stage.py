@@ -128,7 +128,7 @@ class Stage(nn.Module, ABC):
 
     def _run_layers(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Run layers in sequence; with full recomputation, backward recomputes them."""
-        positions = self._rotary_tables(x_sbh, context)
+        positions = self._position_tables(x_sbh, context)
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
             return self._run_group(layers, x_sbh, context, positions)
@@ -152,7 +152,7 @@ class Stage(nn.Module, ABC):
             x_sbh = layer(x_sbh, context, positions.get(layer.layer), layer.dropout_keys(context))
         return x_sbh
 
-    def _rotary_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+    def _position_tables(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Rotary tables by layer number; empty without rotary embedding."""
         if self.config.position_embedding_type != "rope":
             return {}
@@ -166,9 +166,9 @@ class Stage(nn.Module, ABC):
         tables = {kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())}
         return {n: tables[is_local[n]] for n in self.stage_part.layers}
 
-    @abstractmethod
     def counts(self, targets: Targets) -> Tensor:
         """Count the unmasked labels (tokens or samples) of a micro-batch, for each loss of the model."""
+        return targets.mask_bs.sum().unsqueeze(0)
 
     @abstractmethod
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:

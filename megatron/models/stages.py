@@ -76,14 +76,14 @@ def build_stages(rank: RankContext, layout: Layout, pp: int, vocab_size: int, se
 
 def make_stage(rank: RankContext, stage_part: StagePart, shard: VocabShard) -> Stage:
     """Build a stage of the configured type of model, with uninitialized weights; see ``Stage``."""
-    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
-    of_samples = not rank.config.predicts_words and rank.config.model_type != "deberta"
-    stage_type = ClassifierStage if of_samples else language[rank.config.model_type]
+    types: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
+    is_classifier = not rank.config.predicts_words and rank.config.model_type != "deberta"
+    stage_type = ClassifierStage if is_classifier else types[rank.config.model_type]
     return stage_type(rank, stage_part, shard)
 
 
 def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:
-    """Initialize weights as Megatron: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
+    """Initialize weights as Megatron does: normal(0, std), with layer outputs scaled by 1 / sqrt(2 num_layers).
 
     Norm weights stay 1 and biases 0, as constructed.
     """

@@ -27,7 +27,7 @@ class OutputBias(ShardedModule):
 
 
 class T5Stage(Stage):
-    """A stage of T5: layers of the encoder, of the decoder, or all of both.
+    """A stage of T5: layers of the encoder, of the decoder, or of both.
 
     Encoder layers come first. Every decoder layer attends to the encoder output after its final norm. Decoder stages
     therefore pass both activations as a single tensor (s + s', b, h): the decoder's s positions, then the encoder's s'.
@@ -48,8 +48,8 @@ class T5Stage(Stage):
             self.lm_head = OutputBias(shard, rank.device, rank.dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Encoder tokens (b, s') on the first stage, or the previous stage's output, to activations: (s', b, h) of the
-        encoder, (s + s', b, h) of decoder and encoder, or (s, b, h) of the decoder on the last stage."""
+        """Map encoder tokens (b, s') on the first stage, or the previous stage's output, to activations: (s', b, h) of
+        the encoder, (s + s', b, h) of decoder and encoder, or (s, b, h) of the decoder on the last stage."""
         layers = self._layers()
         if self.encoder_size:
             x_sbh = self.embedding(x, context) if self.stage_part.first else x
@@ -62,19 +62,16 @@ class T5Stage(Stage):
         decoder_context = replace(context, position_ids_bs=None, segment_ids_bs=context.decoder_segment_ids_bs)
         if self.begins_decoder:
             assert context.decoder_tokens_bs is not None
-            read_sbh = x
+            encoder_sbh = x
             x_sbh = self.embedding(context.decoder_tokens_bs, decoder_context, site="decoder-embedding")
         else:
             length = (self.config.decoder_seq_length or 0) // (self.comm.size if self.comm.sequence_parallel else 1)
-            x_sbh, read_sbh = x[:length], x[length:]
+            x_sbh, encoder_sbh = x[:length], x[length:]
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
-        entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
+        entered_sbh = enter_parallel_region(encoder_sbh.to(self.dtype), self.comm.at("memory"))
         memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
         x_sbh = self._run_layers(layers[self.encoder_size :], x_sbh, replace(decoder_context, memory=memory))
-        return x_sbh if self.stage_part.last else torch.cat([x_sbh, read_sbh])
-
-    def counts(self, targets: Targets) -> Tensor:
-        return targets.mask_bs.sum().unsqueeze(0)
+        return x_sbh if self.stage_part.last else torch.cat([x_sbh, encoder_sbh])
 
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         x_sbh = self.final_layernorm(x_sbh)

@@ -70,7 +70,7 @@ Chosen = list[list[int]]
 
 def _chosen(choices: list[tuple[int, Chosen]]) -> mock._patch[Any]:
     """Notes each layer's experts, and those of the tokens."""
-    routed = Experts._routed
+    routed = Experts._apply_experts
 
     def noting(layer: Experts, x_sbh: Tensor, routing: Routing) -> Tensor:
         kept_tk = routing.experts_tk >= 0 if routing.kept_tk is None else routing.kept_tk
@@ -78,7 +78,7 @@ def _chosen(choices: list[tuple[int, Chosen]]) -> mock._patch[Any]:
         choices.append((layer.count, [[e for e, k in zip(*pair, strict=True) if k] for pair in pairs]))
         return routed(layer, x_sbh, routing)
 
-    return mock.patch.object(Experts, "_routed", noting)
+    return mock.patch.object(Experts, "_apply_experts", noting)
 
 
 def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[Any, Any], list[tuple[int, Chosen]]]]:

@@ -114,23 +114,23 @@ def test_finished_rows_do_not_change_the_others() -> None:
 
 def test_finished_rows_stay_in_place_while_others_grow() -> None:
     cache = KVCache({0: None}, 3, 8, CPU, block=4)
-    cache.start([2, 5, 3])
+    cache.set_lengths([2, 5, 3])
     cache.grow_only([0, 2])
     cache.advance()
     assert cache.lengths == cache.positions_b1.flatten().tolist() == [3, 5, 4]
     assert cache.shape == (3, 8)
-    cache.keep([2, 0])
+    cache.keep_rows([2, 0])
     cache.advance()
     assert cache.lengths == cache.positions_b1.flatten().tolist() == [5, 4]
     cache.clear()
-    cache.start([1, 1])
+    cache.set_lengths([1, 1])
     cache.advance()
     assert cache.lengths == cache.positions_b1.flatten().tolist() == [2, 2]
 
 
 def test_recordings_are_freed_with_their_memory() -> None:
     space = Workspaces(Recorder()).workspace(2, 8, lambda capacity: KVCache({0: None}, 2, 8, CPU))
-    space.cache.start([1, 1])
+    space.cache.set_lengths([1, 1])
     results = [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
     space.cache.lengths = [1, 1]  # the same shape again
     results += [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
