@@ -1,17 +1,17 @@
-"""Starts a program's ranks as torchrun does; when they fail, the last line says why.
+"""Launcher of a program's ranks, like torchrun; if they fail, its last line gives the reason.
 
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
-All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
---max-restarts ... On one machine nothing listens but at loopback addresses, on several the first machine listens at
---master-addr (docs/guides/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under
-a launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
+Besides the flags of islands it takes torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
+--max-restarts ... On a single machine, only loopback addresses are listened on; with several, the first machine listens
+on --master-addr (docs/guides/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each
+under its own launcher: if an island fails, the other continues, and the exit status is 0 if either finishes.
 
-SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
-the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
-that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
-was skipped, 5 when the run has diverged, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or
-INFO also shows torchrun's own messages.
+SIGTERM and SIGUSR1 are forwarded to the ranks as SIGTERM. With --exit-signal-handler the ranks save and exit, and the
+launcher exits with status 0; a second signal gives them --shutdown-timeout seconds. The exit status is that of the rank
+that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is lost, 4 when every step was skipped, 5
+when the run has diverged, 128 plus the signal's number for a killed rank. LOGLEVEL=WARNING or INFO also shows
+torchrun's own messages.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from megatron.distributed.errors import CommunicationError
 from megatron.distributed.health import EXIT_PEER_LOST, parse_blamed_ranks
 from megatron.distributed.rendezvous import STATIC, rendezvous_address, use_rendezvous
 from megatron.launcher.islands import (
+    find_islands_problem,
     launch_islands,
     launch_parser,
     prepare_island,
     starts_islands,
-    wrong_islands,
 )
-from megatron.launcher.signals import STOP_SIGNALS, StopSignals, same_process
+from megatron.launcher.signals import STOP_SIGNALS, StopSignals, restore_process_state
 
 NO_FILE = "<N/A>"
 """torch's name for the missing error file of a process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = launch_parser().parse_args(words)
-    problem = _wrong(arguments) or wrong_islands(arguments)
+    problem = _find_problem(arguments) or find_islands_problem(arguments)
     if problem is not None:
         _print_error(problem)
         return 2
-    with same_process():
+    with restore_process_state():
         return _launch(words, arguments)
 
 
 def _launch(words: list[str], arguments: argparse.Namespace) -> int:
-    """Starts the ranks, or a launcher for each island, and waits for them; returns the exit status."""
+    """Start the ranks, or a launcher for each island, and wait for them; return the exit status."""
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # of this process alone
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
+        logging.disable(logging.ERROR)  # in this process only
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack trace for each connection closed by a peer
     if starts_islands(arguments):
         return launch_islands(words, arguments, _print_error)
     try:
@@ -72,8 +72,8 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
     try:
         with StopSignals() as signals:
             names = [name.strip() for name in arguments.signals_to_handle.split(",")]
-            own_names = {stop_signal.name for stop_signal in STOP_SIGNALS}  # which torch's launcher must not handle
-            arguments.signals_to_handle = ",".join(name for name in names if name not in own_names)
+            stop_names = {stop_signal.name for stop_signal in STOP_SIGNALS}  # torch's launcher must not handle them
+            arguments.signals_to_handle = ",".join(name for name in names if name not in stop_names)
             use_rendezvous(arguments, signals.install)
             run.run(arguments)
     except ChildFailedError as error:
@@ -88,12 +88,12 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
         _print_error(f"the ranks cannot be started: {first_line(error)}")
         return 2 if isinstance(error, UserError) else 1
     finally:
-        del island_store  # which serves the islands
+        del island_store  # it served the islands until now
     return 0
 
 
-def _wrong(arguments: argparse.Namespace) -> str | None:
-    """An error on which torch would fail without a reason, or hang; None if there is none."""
+def _find_problem(arguments: argparse.Namespace) -> str | None:
+    """Find an error on which torch would fail without giving a reason, or hang; None if there is none."""
     processes = f"--nproc-per-node {arguments.nproc_per_node}"
     try:
         if run.determine_local_world_size(arguments.nproc_per_node) < 1:
@@ -115,18 +115,18 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
         return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
     script = arguments.training_script
     if not (arguments.module or arguments.no_python or arguments.run_path or os.path.exists(script)):
-        return f"{script}: no such script; give its path as seen from {os.getcwd()}"
+        return f"{script}: no such script; give its path relative to {os.getcwd()}"
     return None
 
 
 def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
-    """Prints the reason why the ranks failed, and returns the exit status.
+    """Print the reason why the ranks failed, and return the exit status.
 
     Args:
         error: torch's report.
         received: the signal that asked the ranks to end, if any.
     """
-    rank, failure = first_failure(error.failures)
+    rank, failure = find_first_failure(error.failures)
     if received is not None and failure.exitcode == -signal.SIGTERM:
         _print_error(f"ended by {received.name}")
         return 128 + received
@@ -136,11 +136,11 @@ def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
+def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Find the rank that failed first: a rank that the others blame, else the first rank that torch saw exit.
 
-    torch's times are in whole seconds, for a killed rank the time at which torch noticed. The others may have ended
-    before that, and torch itself ends the remaining ranks by SIGTERM.
+    torch's times are in whole seconds; for a killed rank, it is the time at which torch noticed. The other ranks may
+    have exited before that, and torch itself terminates the remaining ranks with SIGTERM.
     """
     by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     rank, first = by_time[0]
@@ -152,11 +152,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
-    """The reason why a rank failed; None if the last line on the screen already says it."""
+    """Explain why a rank failed; None if the last line on the screen already gives the reason."""
     message = str(_error_file_content(failure).get("message", ""))
     reason = message.removeprefix("error: ")
-    # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
-    # is about. Other lines are printed among those of other ranks.
+    # A reason common to all ranks is printed by a single rank, as its last line, perhaps with the name of the failing
+    # rank. Other reasons are printed among the lines of other ranks.
     error_files = [_error_file_content(each) for each in error.failures.values()]
     printed = any(
         content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
@@ -168,13 +168,13 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
         return reason
     rank_name = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
-        hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
+        hint = "; it may have run out of memory" if -failure.exitcode == signal.SIGKILL else ""
         return f"{rank_name} was ended by {failure.signal_name()}{hint}"
     return f"{rank_name} ended with status {failure.exitcode}"
 
 
 def _error_file_content(failure: ProcessFailure) -> dict[str, Any]:
-    """The content of a rank's error file."""
+    """Content of a rank's error file; empty if there is none."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Launch of several islands on a machine: a launcher for each, and the meeting place, served by this process."""
+"""Launch of several islands on a machine: a launcher for each, and the islands' store, served by this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ISLAND_FLAGS = (
     "islands-address",
 )
 
-Say = Callable[[str], None]
+PrintError = Callable[[str], None]
 
 
 def launch_parser() -> argparse.ArgumentParser:
@@ -48,20 +48,20 @@ def launch_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--islands",
         type=int,
-        help="Start so many islands on this machine, which share --nproc-per-node out; the program is told, too.",
+        help="Number of islands. Without --island, all start on this machine, with equal shares of --nproc-per-node.",
     )
     group.add_argument(
         "--serve-islands",
         metavar="HOST:PORT",
-        help="Serve the place where islands meet (one of several machines does); other machines reach HOST.",
+        help="Serve the islands' store, on one of several machines; the others must be able to reach HOST.",
     )
-    group.add_argument("--island", type=int, help="Number of the island that is started here, one of several machines.")
-    group.add_argument("--islands-address", metavar="HOST:PORT", help="Where the islands of several machines meet.")
+    group.add_argument("--island", type=int, help="Number of the island to start here, on one of several machines.")
+    group.add_argument("--islands-address", metavar="HOST:PORT", help="Address of the store on another machine.")
     return parser
 
 
-def wrong_islands(arguments: argparse.Namespace) -> str | None:
-    """An error in the flags of islands; None if there is none."""
+def find_islands_problem(arguments: argparse.Namespace) -> str | None:
+    """Find an error in the flags of islands; None if there is none."""
     count, processes = arguments.islands, arguments.nproc_per_node
     for name in ("serve_islands", "islands_address"):
         address = getattr(arguments, name)
@@ -90,13 +90,13 @@ def starts_islands(arguments: argparse.Namespace) -> bool:
 
 
 def prepare_island(arguments: argparse.Namespace) -> object:
-    """Sets the environment of an island's ranks, and serves the meeting place if requested.
+    """Set the environment of an island's ranks, and serve the store if requested.
 
     Returns:
-        An object that must live as long as this process.
+        The store, which must live as long as this process; None if it is served elsewhere.
 
     Raises:
-        UserError: when other machines cannot reach the meeting place at its address.
+        UserError: when other machines cannot reach the store at its address.
         CommunicationError: when the address cannot be used.
     """
     end_with_parent()
@@ -114,13 +114,13 @@ def prepare_island(arguments: argparse.Namespace) -> object:
     return serve(host, port)
 
 
-def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say) -> int:
-    """Starts a launcher for each island, and waits for all of them; a failing island does not stop the others.
+def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, print_error: PrintError) -> int:
+    """Start a launcher for each island, and wait for all of them; a failing island does not stop the others.
 
     Args:
         argv: words of the command line.
         arguments: the parsed command line.
-        say: prints an error.
+        print_error: prints an error.
 
     Returns:
         0 if any island finished; otherwise the status of the first that failed.
@@ -129,10 +129,10 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
     try:
         store = serve(host, port)
     except CommunicationError as error:
-        say(str(error))
+        print_error(str(error))
         return 1
     script = [arguments.training_script, *arguments.training_script_args]
-    words = [*_without_own(argv[: len(argv) - len(script)]), "--standalone"]
+    words = [*_drop_island_flags(argv[: len(argv) - len(script)]), "--standalone"]
     processes = int(arguments.nproc_per_node) // arguments.islands
     words += [f"--nproc-per-node={processes}", f"--islands={arguments.islands}"]
     islands = []
@@ -153,11 +153,11 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
 
     for stop_signal in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop_signal, forward)
-    return _wait(islands, say, partial(note_end, store))
+    return _wait(islands, print_error, partial(note_end, store))
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that its ranks may use, as named by CUDA_VISIBLE_DEVICES."""
+    """Names of the GPUs of this machine that its ranks may use, as in CUDA_VISIBLE_DEVICES."""
     variable = os.environ.get(_VISIBLE)
     if variable is None:
         return [str(number) for number in range(torch.cuda.device_count())]
@@ -166,7 +166,7 @@ def visible_gpus() -> list[str]:
 
 
 def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment variable that gives an island's ranks the GPUs after those of the islands before it.
+    """Environment variable that gives an island's ranks the GPUs after those of the preceding islands.
 
     Args:
         number: number of the island.
@@ -179,8 +179,10 @@ def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
     return {_VISIBLE: ",".join(dict.fromkeys(island_gpus))}
 
 
-def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Callable[[int], object]) -> int:
-    """Waits for the launchers of islands; calls ``on_failure`` with the number of each island that fails."""
+def _wait(
+    islands: Sequence[subprocess.Popen[bytes]], print_error: PrintError, on_failure: Callable[[int], object]
+) -> int:
+    """Wait for the launchers of islands; call ``on_failure`` with the number of each island that fails."""
     statuses: dict[int, int] = {}
     while len(statuses) < len(islands):
         for number, process in enumerate(islands):
@@ -190,13 +192,13 @@ def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Call
             statuses[number] = status if status >= 0 else 128 - status
             if status:
                 on_failure(number)
-                say(f"island {number} ended with status {statuses[number]}")
+                print_error(f"island {number} ended with status {statuses[number]}")
         time.sleep(0.1)
     return 0 if 0 in statuses.values() else next(iter(statuses.values()))
 
 
-def _without_own(words: Sequence[str]) -> list[str]:
-    """torchrun's flags without those that are set anew for each island."""
+def _drop_island_flags(words: Sequence[str]) -> list[str]:
+    """Drop the flags that are set separately for each island."""
     remaining_words: list[str] = []
     skip = False
     for word in words:
@@ -211,9 +213,9 @@ def _without_own(words: Sequence[str]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Ends this launcher soon after the launcher of all islands, if it has one."""
+    """Terminate this launcher soon after the launcher of all islands, if there is one."""
     parent = os.environ.pop(ISLANDS_LAUNCHER, None)
-    if parent is None or not parent.isdecimal() or sys.platform == "linux":  # where the system sends a signal
+    if parent is None or not parent.isdecimal() or sys.platform == "linux":  # on Linux, the kernel sends a signal
         return
 
     def watch() -> None:

@@ -19,75 +19,72 @@ _POLL_SECONDS = 1.0
 
 
 class StopSignals:
-    """Passes the first stop signal on to the ranks, as SIGTERM, and leaves them time to save.
+    """Handlers that forward the first stop signal to the ranks, as SIGTERM, and leave them time to save.
 
-    torch handles a second stop signal, and any other signal: it passes the signal on and kills ranks that have not
-    ended within --shutdown-timeout. Ranks that ended after a stop signal are not restarted.
+    torch handles a second stop signal, and any other signal: it forwards the signal and kills ranks that have not
+    exited within --shutdown-timeout. Ranks that exited after a stop signal are not restarted.
 
     Attributes:
-        received: the signal, once it has come.
+        received: the first stop signal; None before it.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._told: set[int] = set()
-        self._attending = False
+        self._signaled: set[int] = set()
+        self._watching = False
         self._ended = threading.Event()
 
     def __enter__(self) -> StopSignals:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        """Ends the thread; ``same_process`` restores the handlers."""
+        """Stop the thread; ``restore_process_state`` restores the handlers."""
         self._ended.set()
 
     def install(self) -> None:
-        """Installs the handlers; called each time before ranks are started.
+        """Install the handlers; called each time before ranks are started.
 
         Raises:
-            SignalException: when a signal has come.
+            SignalException: when a stop signal was received.
         """
         if self.received is not None:
             raise SignalException("stopped", self.received)
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        if not self._attending:
-            self._attending = True
-            threading.Thread(target=self._attend, name="children", daemon=True).start()
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch_children, name="children", daemon=True).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None or not Path("/proc/self/task").exists():
             self.received = signal.Signals(number)
             raise SignalException(f"got {self.received.name}", signal.SIGTERM)
         self.received = signal.Signals(number)
-        self._tell()
+        self._signal_children()
 
-    def _tell(self) -> None:
-        """Asks each child that has not been asked yet to end."""
-        for pid in set(children(os.getpid())) - self._told:
-            self._told.add(pid)
+    def _signal_children(self) -> None:
+        """Forward the signal to each child that has not received it."""
+        for pid in set(list_children(os.getpid())) - self._signaled:
+            self._signaled.add(pid)
             try:
                 os.killpg(pid, signal.SIGTERM)  # torch gives each rank a process group
             except ProcessLookupError:
-                self._told.discard(pid)  # it has ended, or has no group yet
+                self._signaled.discard(pid)  # it has exited, or has no group yet
 
-    def _attend(self) -> None:
-        """Signals children that were born after the signal, and continues stopped children, for which torch would wait.
-        Linux only."""
+    def _watch_children(self) -> None:
+        """Signal children started after the signal, and continue stopped children, for which torch would wait (Linux
+        only)."""
         while not self._ended.wait(_POLL_SECONDS):
             if self.received is not None:
-                self._tell()
-            for pid in stopped_and_asked_to_end(os.getpid()):
+                self._signal_children()
+            for pid in list_stopped_children(os.getpid()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
-def same_process() -> Iterator[None]:
-    """Restores signal handlers, environment variables and the logging level afterwards.
-
-    torch's launcher changes handlers and variables, and restores none.
-    """
+def restore_process_state() -> Iterator[None]:
+    """Restore signal handlers, environment variables and the logging level afterwards: torch's launcher does not."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     variables, level = dict(os.environ), logging.root.manager.disable
     try:
@@ -102,17 +99,17 @@ def same_process() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def children(parent: int) -> list[int]:
+def list_children(parent: int) -> list[int]:
     """Process ids of the children of a process's main thread; empty without /proc."""
     with suppress(OSError):
         return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return []
 
 
-def stopped_and_asked_to_end(parent: int) -> list[int]:
-    """Children of a process that are stopped and have a pending SIGTERM."""
+def list_stopped_children(parent: int) -> list[int]:
+    """Process ids of children that are stopped and have a pending SIGTERM."""
     stopped_pids = []
-    for pid in children(parent):
+    for pid in list_children(parent):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.distributed.process_group import write_error_file
 from megatron.launcher import command as launch
-from megatron.launcher.signals import stopped_and_asked_to_end
+from megatron.launcher.signals import list_stopped_children
 from tests.support.cli import REPO
 from tests.support.machines import debian
 
@@ -68,7 +68,7 @@ def launch_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException],
         (-15, None, 143, "error: rank 5 (process 4711) was ended by SIGTERM"),
         (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
         (-9, None, 137,
-         "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is"),
+         "error: rank 5 (process 4711) was ended by SIGKILL; it may have run out of memory"),
     ],
 )  # fmt: skip
 def test_a_failed_rank_gives_the_status_and_the_last_line(
@@ -125,7 +125,7 @@ def test_a_missing_script_is_refused(
     monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
     assert launch.main([*flags.split(), "pretrain_gtp.py", "--lr", "1"]) == 2
     assert (
-        capsys.readouterr().err == f"error: pretrain_gtp.py: no such script; give its path as seen from {Path.cwd()}\n"
+        capsys.readouterr().err == f"error: pretrain_gtp.py: no such script; give its path relative to {Path.cwd()}\n"
     )
 
 
@@ -264,9 +264,9 @@ def test_a_stopped_rank_with_a_pending_sigterm_is_found() -> None:
         try:
             child.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-            assert child.pid not in stopped_and_asked_to_end(os.getpid())
+            assert child.pid not in list_stopped_children(os.getpid())
             child.send_signal(signal.SIGTERM)
-            assert child.pid in stopped_and_asked_to_end(os.getpid())
+            assert child.pid in list_stopped_children(os.getpid())
             child.send_signal(signal.SIGCONT)
             assert child.wait(10) == -signal.SIGTERM
         finally:

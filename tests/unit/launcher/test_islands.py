@@ -9,13 +9,13 @@ import pytest
 from megatron.diloco.store import serve
 from megatron.distributed.errors import CommunicationError
 from megatron.launcher.islands import (
+    _drop_island_flags,
     _wait,
-    _without_own,
+    find_islands_problem,
     gpus_of,
     launch_parser,
     starts_islands,
     visible_gpus,
-    wrong_islands,
 )
 
 
@@ -40,7 +40,7 @@ from megatron.launcher.islands import (
 )
 def test_invalid_flags_of_islands_are_one_line(words: str, reason: str | None) -> None:
     arguments = launch_parser().parse_args([*words.split(), "script.py"])
-    wrong = wrong_islands(arguments)
+    wrong = find_islands_problem(arguments)
     if reason is None:
         assert wrong is None
         assert starts_islands(arguments) == ("--island " not in words)
@@ -52,7 +52,7 @@ def test_invalid_flags_of_islands_are_one_line(words: str, reason: str | None) -
 
 def test_islands_get_the_other_flags_of_the_launcher() -> None:
     words = "--islands 2 --max-restarts 1 --nproc-per-node=4 --standalone --serve-islands 127.0.0.1:0 --log-dir x"
-    assert _without_own(words.split()) == ["--max-restarts", "1", "--log-dir", "x"]
+    assert _drop_island_flags(words.split()) == ["--max-restarts", "1", "--log-dir", "x"]
 
 
 @pytest.mark.parametrize(

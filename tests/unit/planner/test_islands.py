@@ -13,7 +13,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
 from megatron.config.flags import parse_args
-from megatron.launcher.islands import launch_parser, wrong_islands
+from megatron.launcher.islands import find_islands_problem, launch_parser
 from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import Choice, configure_first_island
 from megatron.planner.cluster import LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
@@ -167,7 +167,7 @@ def test_the_printed_command_starts_islands(tmp_path: Path) -> None:
         "--config FILE", f"--config {run}"
     ).split()
     arguments = launch_parser().parse_args(words[2:])
-    assert wrong_islands(arguments) is None
+    assert find_islands_problem(arguments) is None
     assert (arguments.island, arguments.islands, arguments.serve_islands) == (0, 2, "HOST:29600")
     assert int(arguments.nnodes) * int(arguments.nproc_per_node) == 4
     parsed = parse_args(arguments.training_script_args).config
