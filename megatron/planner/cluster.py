@@ -180,16 +180,16 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
     # Groups occupy consecutive blocks of ranks; unless blocks fill nodes evenly, some group spans two nodes.
     if cluster.gpus <= node or node % (size * stride) == 0:
         return inside_wire(cluster, size)
-    per_node = _members(size, stride, node)
+    per_node = _count_members(size, stride, node)
     wire = across_wire(cluster, per_node, node / per_node)
     site = cluster.site_gpus
     if cluster.sites == 1 or site % (size * stride) == 0:
         return wire
-    per_site = _members(size, stride, site)
+    per_site = _count_members(size, stride, site)
     return dataclasses.replace(wire, site=site_wire(cluster, per_site, site / per_site))
 
 
-def _members(size: int, stride: int, block: int) -> int:
+def _count_members(size: int, stride: int, block: int) -> int:
     """Maximum number of members of a group of every ``stride``-th rank in a block that does not hold all members."""
     members = min(size, max(1, block // stride)) if stride < block else 1
     return max(size - 1, 1) if members == size else members
@@ -255,7 +255,7 @@ def read_cluster(path: str | Path) -> Cluster:
         for name, content in values.items()
     }
     corrections = built.pop("corrections", {})
-    if not isinstance(corrections, dict) or not all(_positive(value) for value in corrections.values()):
+    if not isinstance(corrections, dict) or not all(_is_positive(value) for value in corrections.values()):
         raise UserError(f"{path}: corrections must hold names and positive numbers")
     for name in corrections:
         if name not in STEP_PARTS and not str(name).startswith(CODING):
@@ -264,7 +264,7 @@ def read_cluster(path: str | Path) -> Cluster:
     return dataclasses.replace(cluster, corrections={str(k): float(v) for k, v in corrections.items()})
 
 
-def assumed_rates(path: str | Path, cluster: Cluster) -> str:
+def format_assumed_rates(path: str | Path, cluster: Cluster) -> str:
     """Format a note on the rates that are missing from a cluster file, with the assumed defaults; "" for none.
 
     Raises:
@@ -291,7 +291,7 @@ def assumed_rates(path: str | Path, cluster: Cluster) -> str:
             for entry in dataclasses.fields(rates)
             if entry.name != "name" and entry.name not in content
         ]
-    return f"note: {path} does not say, and is taken to be: {', '.join(assumed)}\n" if assumed else ""
+    return f"note: {path} lacks some rates; these defaults are assumed: {', '.join(assumed)}\n" if assumed else ""
 
 
 def check_sites(cluster: Cluster) -> None:
@@ -302,8 +302,8 @@ def check_sites(cluster: Cluster) -> None:
     """
     if cluster.sites > 1 and cluster.gpus % (cluster.sites * cluster.gpus_per_node):
         raise UserError(
-            f"sites {cluster.sites}: {cluster.gpus} devices in nodes of {cluster.gpus_per_node} are not as many whole "
-            "nodes a site; change sites, gpus or gpus_per_node in the cluster file, or --gpus"
+            f"sites {cluster.sites}: {cluster.gpus} devices in nodes of {cluster.gpus_per_node} do not divide into "
+            "equal sites of whole nodes; change sites, gpus or gpus_per_node in the cluster file, or --gpus"
         )
 
 
@@ -320,7 +320,7 @@ def _section(kind: type[Any], content: object, context: str) -> Any:
     for name, value in content.items():
         if name not in fields:
             raise UserError(f"{context}: unknown name {name!r}; the names are {', '.join(fields)}")
-        if fields[name].type in ("int", "float") and not _positive(value):
+        if fields[name].type in ("int", "float") and not _is_positive(value):
             raise UserError(f"{context}: {name} must be a positive number, not {value!r}")
         if fields[name].type == "str" and not isinstance(value, str):
             raise UserError(f"{context}: {name} must be text, not {value!r}")
@@ -334,5 +334,5 @@ def _section(kind: type[Any], content: object, context: str) -> Any:
     return kind(**{**content, **integers})
 
 
-def _positive(value: object) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

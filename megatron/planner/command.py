@@ -1,19 +1,19 @@
-"""Predicts what a training run costs on a cluster, and finds the layout, schedule and compressors that make it fastest.
+"""Predicts the cost of a training run on a cluster, and finds its fastest layout, schedule and compressors.
 
-    python tools/plan.py --config run.yaml --cluster cluster.yaml             the run as it is, and the fastest ones
+    python tools/plan.py --config run.yaml --cluster cluster.yaml             the run as it is, and the fastest runs
     python tools/plan.py --config run.yaml --cluster cluster.yaml --no-search the run as it is
     python tools/plan.py --config run.yaml --cluster cluster.yaml --compress auto  compressors for its layout
     python tools/launch.py --nproc-per-node 8 tools/plan.py --config run.yaml --cluster cluster.yaml --measure
 
---config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
-the devices and links; examples/clusters holds some. --measure fills its rates in by a probe of about a minute on the
-machine itself: alone it measures the device, under tools/launch.py the links as well, with the ranks of a node one
-after the other. A device's memory, the sizes of the cluster and what this probe does not measure stay what the file
-says; the file's comments are lost.
+--config takes a file for pretrain_gpt.py --config, such as the config.yaml that training writes beside its checkpoints.
+--cluster describes the devices and links; see examples/clusters. --measure fills in the rates of this machine, with a
+probe of about a minute: run alone it measures the device, under tools/launch.py also the links, with the ranks of a
+node numbered consecutively. Values that it does not measure, such as the memory of a device and the size of the
+cluster, stay as they are in the file; the file's comments are lost.
 
-Predicted are seconds of an iteration and what they are spent on, memory of the fullest device, bytes of each
-communication point, and MFU. The real model and compressors are run on tensors without contents for that, and the real
-pipeline schedules are played through. What a compressor does to the loss is not predicted: see docs/results/loss.md.
+The prediction covers the seconds of an iteration and their breakdown, the memory of the fullest device, the bytes of
+each communication point, and MFU. It runs the real model and compressors on tensors without contents, and simulates
+the real pipeline schedules. The effect of a compressor on the loss is not predicted: see docs/results/loss.md.
 """
 
 from __future__ import annotations
@@ -42,13 +42,21 @@ from megatron.distributed.topology import build_topology
 from megatron.planner.auto import AutoSearch, report
 from megatron.planner.candidates import candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
-from megatron.planner.cluster import MAX_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
+from megatron.planner.cluster import (
+    MAX_GPUS,
+    Cluster,
+    Device,
+    check_sites,
+    format_assumed_rates,
+    read_cluster,
+    write_cluster,
+)
 from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.growth import predict_growth
-from megatron.planner.measure import fill_in_measured, measure_all, without_pipeline
+from megatron.planner.measure import configure_measurement, fill_in_measured, measure_all
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import compare_with_one_node, draw_prediction, explain_gain, format_breakdown, format_table
-from megatron.planner.search import SPEC_SETS, search, with_experts
+from megatron.planner.search import SPEC_SETS, add_expert_sets, search
 from megatron.planner.settings import free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
@@ -71,41 +79,39 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
     cli.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
     cli.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
-    cli.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
-    cli.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
-    cli.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
+    cli.add_argument("--gpus", type=int, metavar="N", help="number of devices (the cluster file's)")
+    cli.add_argument("--no-search", action="store_true", help="only predict the run as it is")
+    cli.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show, each with its best settings (5)")
     cli.add_argument(
         "--specs",
         action="append",
         metavar='"SPEC SPEC"',
-        help="compressors that serve together, as in --compress; once for each set to be searched, in place of the "
-        'usual ones; "" is no compression',
+        help="compressors to search together, as in --compress, instead of the default sets; may be repeated, once for "
+        'each set; "" is no compression',
     )
     cli.add_argument(
         "--compress",
         choices=("auto",),
-        help="choose compressors for the run's layout, as training with --compress auto does, in place of the search",
+        help="instead of searching, choose compressors for the run's layout, as training with --compress auto does",
     )
     cli.add_argument(
         "--max-loss-increase",
         metavar="PERCENT",
-        help="largest increase of the validation loss that --compress auto accepts (the run's: 0.5)",
+        help="largest increase of the validation loss that --compress auto accepts (the run's, by default 0.5)",
     )
-    cli.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, not the tokenizer's")
+    cli.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary (the tokenizer's)")
     cli.add_argument(
         "--expert-imbalance",
         default="1",
         metavar="X|FILE",
-        help="most tokens of an expert over the mean of its layer; or the file of --log-json-file of a run, whose last "
-        "line says it (1)",
+        help="most tokens of an expert over the mean of its layer (1), or the --log-json-file of a run that logged it",
     )
-    cli.add_argument("--json", metavar="FILE", help="write the predictions there, too")
-    cli.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
+    cli.add_argument("--json", metavar="FILE", help="also write the predictions to this file")
+    cli.add_argument("--write", metavar="FILE", help="write the fastest run's configuration to this file")
     cli.add_argument(
         "--draw-schedule",
         metavar="FILE.svg",
-        help="draw the passes of each pipeline rank over time there: of the fastest run; with --no-search, of the run "
-        "as it is",
+        help="draw the passes of each pipeline rank over time: of the fastest run or, with --no-search, of this run",
     )
     return cli
 
@@ -134,10 +140,10 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
     """Measure this machine; the first rank writes and returns the cluster, the other ranks return None."""
     env = LaunchEnvironment.read()
     if env.world_size == 1:
-        values = measure_all(without_pipeline(config, 1), vocab_size, specs, None, 1)
+        values = measure_all(configure_measurement(config, 1), vocab_size, specs, None, 1)
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        resolved = without_pipeline(config, env.world_size)
+        resolved = configure_measurement(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
         topology = build_topology(make_choice(resolved, env.world_size).mesh, pick_device(backend, env.local_rank))
         values = measure_all(resolved, vocab_size, specs, topology, env.num_local_ranks)
@@ -148,7 +154,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
     write_whole(path, write_cluster(machine).encode(), "--cluster")
     outliers = [f"{k} {v:.3g}" for k, v in values.items() if k in machine.corrections and v > MAX_USUAL_RATIO]
     if outliers:
-        print(f"note: {', '.join(outliers)} times what the rates give: is the machine busy, or the model very small?")
+        print(f"note: measured over predicted time: {', '.join(outliers)}; is the machine busy, or the model tiny?")
     return machine
 
 
@@ -164,13 +170,13 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     """
     configured = tuple(config.compression.spec_texts)
     if options.specs is None:
-        sets = [*with_experts(config.model, SPEC_SETS), configured]
+        sets = [*add_expert_sets(config.model, SPEC_SETS), configured]
     elif options.no_search:
-        raise UserError("--specs names what is searched; leave it out, or --no-search")
+        raise UserError("--specs selects what is searched; leave out --specs or --no-search")
     else:
         sets = [tuple(text.split()) for text in options.specs]
     if config.islands.several:
-        # Islands exchange by the run's own spec, unless a set has another.
+        # Islands exchange with the run's spec, unless a set has another.
         outer = tuple(spec for spec in configured if _is_outer(spec))
         sets = [specs if any(map(_is_outer, specs)) else (*specs, *outer) for specs in sets]
     for specs in sets if options.specs is not None else ():
@@ -219,7 +225,7 @@ def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
     return resolve_for_planning(Choice(1, 1, 1, specs=tuple(specs), islands=islands).configure(config), islands)
 
 
-def show(
+def print_predictions(
     predictor: Predictor,
     as_it_is: bool,
     sets: Sequence[tuple[str, ...]],
@@ -301,7 +307,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--write writes what the search finds; leave out --no-search")
     parsed = parse_args(["--config", options.config])
     check_planned_model(parsed, f"--config {options.config}")
-    config = _with_auto(parsed.config, options)
+    config = _apply_auto_flags(parsed.config, options)
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
         config = dataclasses.replace(config, tokenizer=tokenizer)
@@ -313,7 +319,7 @@ def run(options: argparse.Namespace) -> None:
         cluster = Cluster(gpus=env.world_size, gpus_per_node=env.num_local_ranks, device=Device(memory_gib=memory))
     gpus = options.gpus or cluster.gpus
     if gpus % config.islands.islands:
-        raise UserError(f"--islands {config.islands.islands} does not divide the {gpus} devices; take a multiple")
+        raise UserError(f"--islands {config.islands.islands} does not divide the {gpus} devices; use a multiple")
     planned = dataclasses.replace(cluster, gpus=gpus)
     check_sites(planned)
     try:
@@ -327,20 +333,19 @@ def run(options: argparse.Namespace) -> None:
     if options.measure:
         check_writable(options.cluster, "--cluster")
         specs = list(config.compression.spec_texts)
-        specs += (
-            candidate_specs(read_ladders(base, make_choice(base, gpus), planned)) if config.compression.is_auto else []
-        )
+        if config.compression.is_auto:
+            specs += candidate_specs(read_ladders(base, make_choice(base, gpus), planned))
         measured = measure(config, cluster, vocab_size, specs, path)
         if measured is None:
             return
         print(f"measured; written to {path}\n")
         planned = dataclasses.replace(measured, gpus=gpus)
     else:
-        print(assumed_rates(path, planned), end="")
+        print(format_assumed_rates(path, planned), end="")
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
     predictor = Predictor(base, planned, vocab_size, imbalance)
-    predictions, best = show(predictor, refusal is None, sets, config, options)
+    predictions, best = print_predictions(predictor, refusal is None, sets, config, options)
     if options.json:
         text = json.dumps([dataclasses.asdict(prediction) for prediction in predictions], indent=1)
         write_whole(options.json, text.encode(), "--json")
@@ -349,8 +354,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"the schedule is drawn in {options.draw_schedule}")
 
 
-def _with_auto(config: RunConfig, options: argparse.Namespace) -> RunConfig:
-    """The configuration with ``--compress auto`` and ``--max-loss-increase`` of the command line.
+def _apply_auto_flags(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """Apply ``--compress auto`` and ``--max-loss-increase`` of the command line.
 
     Raises:
         UserError: when they contradict other flags.
@@ -393,6 +398,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
-        print(f"plan: error: the model is too large to be planned ({error})", file=sys.stderr)
+        print(f"plan: error: the model is too large to plan ({error})", file=sys.stderr)
         return 2
     return 0

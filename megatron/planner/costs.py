@@ -117,7 +117,7 @@ class CostBook:
         return self._sets[choice.specs]
 
     def _get_or_compute(self, key: tuple[object, ...], texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
-        """The cost of a dry run with the specs ``texts``, run on first use; see ``run_dry``."""
+        """Return the cached cost of a dry run with the specs ``texts``, run on first use; see ``run_dry``."""
         if key not in self._costs:
             self._costs[key] = run_dry(texts, run)
         cost: _T = self._costs[key]
@@ -160,7 +160,7 @@ class CostBook:
             nodes = levels[Level.ACROSS][1] if levels else 0
             expert_load = ExpertLoad(1.0 if balanced else self.imbalance, nodes)
         key = ("piece", name, *self._partition_key(choice, name), choice.micro_batch, recompute, texts, expert_load)
-        if len(texts) > 1:  # one dry run for each compressor, not for each set of them
+        if len(texts) > 1:  # one dry run per compressor, not per set of compressors
             return self._get_or_compute(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
         return self._get_or_compute(
@@ -353,7 +353,8 @@ def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
     """Run a dry run.
 
     Raises:
-        UserError: when a compressor fails, as it does if it depends on the values of its input, which a dry run lacks.
+        UserError: when a compressor fails, for example because it depends on the values of its input, which a dry run
+            lacks.
     """
     try:
         return run()
@@ -362,5 +363,5 @@ def run_dry(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
             raise
         raise UserError(
             f"--compress {' '.join(texts)}: cannot be planned ({first_line(error)}); correct it, or if its messages "
-            "depend on the values of the input, leave it out, or time it in a short run"
+            "depend on the values of the input, leave it out or time it in a short run"
         ) from error

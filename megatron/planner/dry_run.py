@@ -1,7 +1,7 @@
 """Dry runs: the real code on meta tensors, to count the computation, memory and traffic of a step.
 
 Model, buckets, compressors and tensor-parallel collectives are the training code; only the process groups are
-stand-ins, which record the collectives they are asked for. There is no second cost model that could go stale.
+stand-ins, which record the requested collectives. There is no second cost model that could go stale.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class OpRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled, so that dynamo need not be imported and told to keep out of each operation."""
+        """Return False: nothing is compiled, so dynamo need not be imported to skip each operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,9 +302,9 @@ class DryExpertComm(ExpertComm):
         share = self.imbalance / experts
         if total is not None and self.nodes is not None:
             # The share among the choices of this node's experts.
-            everywhere = experts * self.nodes.size
+            all_experts = experts * self.nodes.size
             share /= self.nodes.size
-            share /= share + (experts - 1) * (1 - share) / (everywhere - 1)
+            share /= share + (experts - 1) * (1 - share) / (all_experts - 1)
         full = min(round(share * rows), rows)
         if total is not None and capacity is not None:
             full = min(full, capacity)  # rows of the other experts have arrived, too
@@ -329,8 +329,8 @@ class DryExpertComm(ExpertComm):
         chosen = min(self.imbalance * k / experts, 1.0)
         kept_share = chosen if capacity is None else min(chosen, capacity / tokens)
 
-        def hit(among: int, by: int) -> float:
-            return 1 - comb(other_experts - among, by) / max(comb(other_experts, by), 1)
+        def hit(node_experts: int, choices: int) -> float:
+            return 1 - comb(other_experts - node_experts, choices) / max(comb(other_experts, choices), 1)
 
         first = kept_share + (chosen - kept_share) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
         each = chosen * hit(local, k - 1) + (1 - chosen) * hit(local, k)

@@ -1,4 +1,4 @@
-"""The load of the busiest expert, as the planner's command line states it."""
+"""Parsing of the planner's ``--expert-imbalance``, the load of the fullest expert."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def parse_imbalance(text: str, model: ModelConfig) -> float:
     if Path(text).is_file():
         imbalance = _read_imbalance(Path(text), flag)
     else:
-        imbalance = ValueType(element=float).from_text(text, f"{flag}, which is no file, either")
+        imbalance = ValueType(element=float).from_text(text, f"{flag} (not a file)")
     most = min(model.expert_layers.values()) / model.moe_router_topk
     if not 1 <= imbalance <= most:
         raise UserError(
-            f"{flag} {imbalance:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
+            f"{flag} {imbalance:g}: must lie between 1 and {most:g}, where all tokens go to the same experts"
         )
     return imbalance
 
@@ -43,4 +43,4 @@ def _read_imbalance(path: Path, flag: str) -> float:
             continue  # a line that the run is still writing
         if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
             return float(event["expert_imbalance"])
-    raise UserError(f"{flag} {path}: no line says expert_imbalance; give the --log-json-file of a run with experts")
+    raise UserError(f"{flag} {path}: no line has expert_imbalance; give the --log-json-file of a run with experts")

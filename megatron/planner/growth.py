@@ -35,13 +35,13 @@ class GrowingLengths:
         """The prediction as a sentence."""
         return (
             f"sequences grow from {self.first} tokens to the {self.full} that are counted here: an iteration "
-            f"takes {self.first_s:.3g} s at first, {self.full_s:.3g} s in the end, and {self.mean_s:.3g} s in the mean "
-            f"of the {self.iterations:,} of the run"
+            f"takes {self.first_s:.3g} s at first, {self.full_s:.3g} s in the end, and {self.mean_s:.3g} s on average "
+            f"over the run's {self.iterations:,} iterations"
         )
 
 
 def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | None:
-    """Predict the steps of a choice with growing sequences; None where they do not grow.
+    """Predict the steps of a choice with growing sequences; None if they do not grow.
 
     The step time is assumed to be quadratic in the sequence length, like the number of operations.
     """

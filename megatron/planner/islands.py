@@ -1,4 +1,4 @@
-"""Communication between islands and the time it adds to a run: in synchronous iterations and in outer rounds."""
+"""Communication between islands, and the time that it adds to a run in synchronous iterations and in outer rounds."""
 
 from __future__ import annotations
 
@@ -259,12 +259,12 @@ class OuterCosts:
         wires = wires_of(self.stages.cluster, choice)
         local_s = max(self._replica_exchange_s(choice, stage, fragments, wires) for stage in range(choice.pp))
         requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands
-        meeting = 2 * requests * max(wire.latency_s for wire, _ in self._links_with_participants(choice))
+        requests_s = 2 * requests * max(wire.latency_s for wire, _ in self._links_with_participants(choice))
         tied_s = wires.ends.collective("broadcast", self._duplicate_elements(choice) * self.width / fragments, 2)
-        return local_s + tied_s + meeting + wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
+        return local_s + tied_s + requests_s + wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
 
     def _replica_exchange_s(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
-        """Seconds in which a stage's replicas collect and broadcast a fragment, and update their parameters."""
+        """Seconds that a stage's replicas take to collect and broadcast a fragment, and to update their parameters."""
         stages, seconds = self.stages, 0.0
         for (elements, size), wire in zip(
             stages.count_replicas(choice, stage), (wires.dp, wires.expert_dp), strict=False

@@ -1,10 +1,11 @@
-"""Measurement of the links between ranks, by messages there and back between neighbors."""
+"""Measurement of the links between ranks, by round trips of messages between neighbors."""
 
 from __future__ import annotations
 
 import math
 import time
 
+import numpy as np
 import torch
 
 from megatron.distributed.ledger import Ledger, gather_rows
@@ -14,10 +15,10 @@ SIDES = ("inside", "across")
 """Kinds of links: inside nodes and between them."""
 
 _MESSAGE_SECONDS, _MESSAGE_BYTES = 0.05, 1 << 26
-"""The message that measures a link's bandwidth takes at least this time or has at least this size."""
+"""Minimum time or minimum size of the message that measures a link's bandwidth: it reaches one of the two."""
 
 _FIRST_BYTES, _MAX_GROWTH = 1 << 17, 16
-"""Size of the first message, and the largest ratio of the sizes of a message and of the one before."""
+"""Size of the first message, and maximum ratio of the sizes of consecutive messages."""
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
@@ -47,22 +48,14 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
                 nbytes = next_bytes
             flows = stride if name == "across" else 1
             gbit = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
-            # NaN of a rank without a peer loses.
-            rates[f"{name}_us"] = max(rates.get(f"{name}_us", math.nan), latency * 1e6, key=_worst_latency)
-            rates[f"{name}_gbit"] = min(rates.get(f"{name}_gbit", math.nan), gbit, key=_worst_rate)
+            # Keep the slower of both links; fmax and fmin ignore the NaN of a rank without a peer.
+            rates[f"{name}_us"] = float(np.fmax(rates.get(f"{name}_us", math.nan), latency * 1e6))
+            rates[f"{name}_gbit"] = float(np.fmin(rates.get(f"{name}_gbit", math.nan), gbit))
     return rates
 
 
-def _worst_latency(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
-
-
-def _worst_rate(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def find_peer(rank: int, stride: int, count: int, shift: int) -> int | None:
-    """Find the rank with which a rank measures a link; None if there is none.
+    """Find the peer with which a rank measures a link; None if there is none.
 
     Args:
         rank: the rank.
@@ -76,8 +69,8 @@ def find_peer(rank: int, stride: int, count: int, shift: int) -> int | None:
 
 
 def next_message_bytes(nbytes: int, seconds: float) -> int:
-    """Bytes of the message after one that took some seconds: the same if that was long enough; otherwise at least
-    twice as many, so that it will hardly take longer than twice ``_MESSAGE_SECONDS``."""
+    """Size of the message after one of ``nbytes`` that took ``seconds``: the same if that was long enough, else at
+    least twice the size, chosen so that it is unlikely to take longer than twice ``_MESSAGE_SECONDS``."""
     if seconds >= _MESSAGE_SECONDS:
         return nbytes
     growth = 2
@@ -87,7 +80,7 @@ def next_message_bytes(nbytes: int, seconds: float) -> int:
 
 
 def _ping_pong(topology: Topology, peer: int | None, nbytes: int, count: int) -> float:
-    """Seconds of a message between this rank and its peer, of which the lower starts; NaN without a peer."""
+    """Seconds of a message between this rank and its peer, started by the lower rank; NaN without a peer."""
     world, rank = topology.world, topology.rank
     x = torch.zeros(nbytes, dtype=torch.uint8, device=topology.device)
     topology.control.barrier()

@@ -42,7 +42,7 @@ def matrix_work(
         chunks: parameters of each chunk that are held by the same replicas, in forward order.
         replicas: number of replicas that hold them.
         tensors: number of tensor-parallel ranks.
-        sharded: parameters are sharded over the replicas.
+        sharded: whether parameters are sharded over the replicas.
         bucket_elements: size at which buckets are closed; None for no limit.
         itemsize: bytes of a sent element.
     """
@@ -50,24 +50,24 @@ def matrix_work(
     buckets = [bucket for params in chunks for bucket in plan_buckets(params, owners, bucket_elements, tensors > 1)]
     matrices = held_ranges(buckets, owners if owners > 1 else 0)
     flops = [[0] * tensors for _ in range(owners)]
-    elements = away = cut = 0
+    elements = elements_elsewhere = split_elements = 0
     for index, replica, tensor in assign_owners(matrices, owners, tensors):
         slot, ranges = matrices[index]
         numel = slot.param.numel()
         elements += numel
         if ranges:
             start, stop = ranges[replica]
-            away += numel - (stop - start)
-        is_cut = tensors > 1 and slot.spec.dim is not None
-        cut += numel if is_cut else 0
+            elements_elsewhere += numel - (stop - start)
+        is_split = tensors > 1 and slot.spec.dim is not None
+        split_elements += numel if is_split else 0
         # Every tensor-parallel rank of the owner holds an unsplit matrix and orthogonalizes it.
-        for rank in [tensor] if is_cut else range(tensors):
+        for rank in [tensor] if is_split else range(tensors):
             flops[replica][rank] += iteration_flops(slot.spec)
     both_ways = 2.0 * itemsize / owners
     return MatrixWork(
         elements / owners,
         max(map(max, flops)),
         replicas,
-        both_ways * away,
-        both_ways * cut * (tensors - 1) / tensors,
+        both_ways * elements_elsewhere,
+        both_ways * split_elements * (tensors - 1) / tensors,
     )

@@ -1,7 +1,7 @@
 """Measurement of this machine: device rates, links, and ratios of measured to predicted times.
 
-Under torchrun all ranks measure at the same time, as in training. Rates of devices are averaged, and the slowest link
-between neighbors counts; a single process cannot measure links.
+Under torchrun all ranks measure at the same time, as in training. Device rates are averaged over the ranks, and the
+slowest link between neighbors counts. A single process cannot measure links.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _UPDATE_ELEMENTS = 1 << 24
 
 
 class ComputeTimer:
-    """A timer of wall-clock time; time spent neither coding nor waiting counts as computing.
+    """A wall-clock timer; time spent neither coding nor waiting counts as computing.
 
     Args:
         device: the device to synchronize and time.
@@ -214,7 +214,7 @@ class Corrections:
 
     def measure_coding(self, text: str) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
-        specs = self.book.specs(dataclasses.replace(self.choice, specs=(text,)))  # several of experts=default
+        specs = self.book.specs(dataclasses.replace(self.choice, specs=(text,)))  # experts=default stands for several
         dry_backend = DryBackend(self.device)
         dry_s = run_dry((text,), lambda: sum(self._coding_s(*entry, dry_backend) for entry in specs.items()))
         real_s = sum(self._coding_s(*entry, self.backend) for entry in specs.items())
@@ -256,8 +256,8 @@ def _update_seconds(elements: int, backend: LiveBackend) -> float:
     return 1.0 / measure_rate(step, backend.recorder().synchronize)
 
 
-def without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
+def configure_measurement(config: RunConfig, world_size: int) -> RunConfig:
+    """Configure the model for measuring: no pipeline, and tensor-parallel as planned if there are several ranks."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
     choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
@@ -287,7 +287,7 @@ def measure_all(
     else:
         choice, backend = make_choice(config, topology.layout.world_size), LiveBackend(topology.device, topology.tp)
         values = measure_links(topology, ranks_per_node)
-    # What fails on a rank fails on all, before the others wait for it.
+    # A failure on any rank fails all of them, before the others wait for it.
     pg = topology.control.pg if topology is not None else None
     device = run_together(pg, lambda: measure_device(config.precision.params_dtype, backend))
     # All ranks use the same rates, so that their corrections can be averaged.
@@ -301,14 +301,14 @@ def measure_all(
 
 
 def _combine_over_ranks(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Average each value over the ranks that measured it; of links take the slowest, for which all others wait."""
+    """Average each value over the ranks that measured it; for links take the slowest, which all others wait for."""
     if topology is None:
         return values
     return combine_rows(list(values), gather_rows(topology.control, Ledger(), list(values.values())))
 
 
 def combine_rows(names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    """See ``_combine_over_ranks``; a row of values for each rank, NaN where a rank has not measured one."""
+    """Combine a row of values per rank as ``_combine_over_ranks`` does; NaN stands for a value not measured."""
     columns = [[x for x in column if not math.isnan(x)] for column in zip(*rows, strict=True)]
     slowest: dict[str, Callable[[list[float]], float]] = {
         **{f"{side}_gbit": min for side in SIDES},

@@ -33,7 +33,7 @@ _GROUPED = {"_grouped_mm": _grouped_flops}
 
 @cache
 def _flop_formula(packet: Any) -> Any:
-    """The formula of an operation's FLOPs; None where it does not count. In-place operations have the formula of their
+    """Formula of an operation's FLOPs; None if they are not counted. In-place operations have the formula of their
     out-of-place variants: addmm_ that of addmm."""
     name = packet.__name__
     if name in _GROUPED:
@@ -64,25 +64,25 @@ class _Number(NamedTuple):
     value: float
 
 
-def _form_of(value: Any) -> Any:
-    """A hashable description of an argument or a result."""
+def _describe(value: Any) -> Any:
+    """Describe an argument or a result by a hashable value."""
     if isinstance(value, Tensor):
         return _TensorForm(value.shape, value.stride(), value.dtype, value.device)
     if isinstance(value, (bool, int, float)):
         return _Number(type(value), value)
     if isinstance(value, (list, tuple)):
-        return _ListForm(list if isinstance(value, list) else tuple, tuple(map(_form_of, value)))
+        return _ListForm(list if isinstance(value, list) else tuple, tuple(map(_describe, value)))
     return value
 
 
-def _from_form(form: Any) -> Any:
-    """A new value of a form."""
+def _make_value(form: Any) -> Any:
+    """Make a new value of a form."""
     if isinstance(form, _TensorForm):
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
     if isinstance(form, _Number):
         return form.value
     if isinstance(form, _ListForm):
-        return form.kind(map(_from_form, form.entries))
+        return form.kind(map(_make_value, form.entries))
     return form
 
 
@@ -105,15 +105,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Cost of an operation, and the form of its result where that is new meta tensors (``is_new``)."""
+    """Cost of an operation, and the form of its result; ``is_new`` if that consists of new meta tensors."""
 
     cost: Cost | None
     is_new: bool
     result: Any
 
 
-def _cost(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost | None:
-    """The cost of an operation that has run; None for one that neither reads nor writes."""
+def _cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost | None:
+    """Cost of an operation that has run; None if it neither reads nor writes."""
     packet = func._overloadpacket
     if func.is_view or packet.__name__ in _FREE:
         return None
@@ -123,15 +123,15 @@ def _cost(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost | None
 
 
 @lru_cache(maxsize=1 << 16)
-def _outcome(func: Any, args_form: Any, kwargs_form: Any) -> _Outcome | None:
+def _run_once(func: Any, args_form: Any, kwargs_form: Any) -> _Outcome | None:
     """Run an operation on meta tensors of the given forms; None if another tensor is among the arguments."""
-    args, kwargs = _from_form(args_form), dict(_from_form(kwargs_form))
+    args, kwargs = _make_value(args_form), dict(_make_value(kwargs_form))
     if any(x.device != META for x in _tensors(args, kwargs)):
         return None
     out = func(*args, **kwargs)
     storages = [x.untyped_storage()._cdata for x in _tensors(out)]
     input_storages = {x.untyped_storage()._cdata for x in _tensors(args, kwargs)}
-    form = _form_of(out)
+    form = _describe(out)
     is_new = (
         not func._schema.is_mutable
         and len(set(storages)) == len(storages)
@@ -139,20 +139,20 @@ def _outcome(func: Any, args_form: Any, kwargs_form: Any) -> _Outcome | None:
         and all(x.device == META and x.storage_offset() == 0 for x in _tensors(out))
         and all(
             x.untyped_storage().nbytes() == copy.untyped_storage().nbytes()
-            for x, copy in zip(_tensors(out), _tensors(_from_form(form)), strict=True)
+            for x, copy in zip(_tensors(out), _tensors(_make_value(form)), strict=True)
         )
     )
-    return _Outcome(_cost(func, args, kwargs, out), is_new, form)
+    return _Outcome(_cost_of(func, args, kwargs, out), is_new, form)
 
 
 def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
-    """Run an operation; return its result and its cost, None for one that neither reads nor writes.
+    """Run an operation; return its result and its cost, which is None if it neither reads nor writes.
 
-    Many operations on meta tensors are decomposed in Python, which takes a millisecond. So those that return new meta
-    tensors run once for each form of their arguments.
+    Many operations on meta tensors are decomposed in Python, which takes a millisecond. Operations that return new meta
+    tensors are therefore run only once for each form of their arguments.
     """
-    outcome = None if func.is_view else _outcome(func, _form_of(args), _form_of(tuple(kwargs.items())))
+    outcome = None if func.is_view else _run_once(func, _describe(args), _describe(tuple(kwargs.items())))
     if outcome is None:
         out = func(*args, **kwargs)
-        return out, _cost(func, args, kwargs, out)
-    return _from_form(outcome.result) if outcome.is_new else func(*args, **kwargs), outcome.cost
+        return out, _cost_of(func, args, kwargs, out)
+    return _make_value(outcome.result) if outcome.is_new else func(*args, **kwargs), outcome.cost

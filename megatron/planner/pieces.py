@@ -83,8 +83,8 @@ class Pieces:
     ) -> _BuiltPiece | None:
         """Build a piece with a gradient buffer; None without matching parameters.
 
-        The buffer holds all parameters, or by ``experts_only`` the expert parameters that not all replicas hold (True)
-        or the others (False). Gradients are at least fp32 where ``exact``.
+        The buffer holds all parameters, or with ``experts_only`` the expert parameters that not all replicas hold
+        (True) or the others (False). With ``exact``, gradients are at least fp32.
         """
         config, recorder = self.config, self.backend.recorder()
         tp = config.parallel.tensor_model_parallel_size
@@ -102,10 +102,10 @@ class Pieces:
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        # A kind of layer is represented by the first of them.
-        layers = [layer for layer in range(config.model.num_layers) if piece_of(config.model, layer) == name][:1]
-        of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
-        stage_part = StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
+        # The first layer of each kind represents all layers of that kind.
+        number = next((n for n in range(config.model.num_layers) if piece_of(config.model, n) == name), None)
+        layers = range(0) if number is None else range(number, number + 1)
+        stage_part = StagePart(layers, first=name == EMBEDDING, last=name == HEAD)
         rank = RankContext(config.model, comm, self.backend.torch_device, dtype, recompute, expert_comm)
         stage = make_stage(rank, stage_part, shard)
         params = named_params(collect_specs(stage), stage)
@@ -212,8 +212,8 @@ class Pieces:
 
         Args:
             name: name of the piece.
-            sharded: each replica needs only its own share.
-            fused: the tied embedding is reduced elsewhere.
+            sharded: whether each replica needs only its share.
+            fused: whether the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
             nodes: number of nodes of the replicas, for two-level sums.
             experts_only: reduce only expert parameters that not all replicas hold (True), or the others (False);
@@ -244,7 +244,7 @@ class Pieces:
             for units in reducer.units:
                 for unit in units:
                     unit.state.commit()
-                    # Skip the check that all ranks chose alike: it reads the choice, which does not exist here.
+                    # Skip the check that all ranks chose alike: it reads the choice, which a dry run does not make.
                     unit.state.counters.pop("unchecked", None)
         first, later = CostTally.median(first_tallies), CostTally.median(later_tallies)
         states = [unit.state for units in reducer.units for unit in units]
@@ -291,7 +291,7 @@ class Pieces:
 def message(
     codec: Codec, shape: torch.Size, dtype: torch.dtype, backend: DryBackend, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
-    """Run a message through a codec, in the steady state in which its content has been sent before.
+    """Run a message through a codec, in the steady state: its samples were sent before.
 
     Args:
         codec: codec of the message.

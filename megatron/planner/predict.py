@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
-from megatron.planner.fill import internode_traffic, memory, traffic
+from megatron.planner.footprint import internode_traffic, memory, traffic
 from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.piece_costs import EMBEDDING
 from megatron.planner.stages import StageCost, Stages, collective_seconds
@@ -35,8 +35,8 @@ class Prediction:
         across: the part of ``sent`` that leaves the node.
         tokens_per_s: tokens per second of the whole cluster.
         mfu: the model's FLOP/s over the devices' peak.
-        outer: costs of islands; then ``seconds`` is the mean over all iterations of the run, and so are all figures of
-            ``outer``. None without islands.
+        outer: costs of islands; None without islands. With islands, ``seconds`` is the mean over all iterations of the
+            run.
     """
 
     choice: Choice
@@ -60,7 +60,7 @@ class _Iteration:
     """The times of an iteration, in seconds.
 
     Args:
-        wires, pipeline, stages: of the choice; stages by pipeline rank.
+        wires, pipeline, stages: wires, pipeline, and stages by pipeline rank of the choice.
         times: simulated times of each pipeline rank.
         synced: times at which each rank's gradients are reduced.
         embedding_s: coding of the tied embedding's gradient.
@@ -100,7 +100,7 @@ class Predictor(Stages):
 
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
-        # Optimizer and gradient reduction only add to it, and no order of operations is better.
+        # Optimizer and gradient reduction only add time, and no order of operations is faster.
         schedule: Literal["zb-v", "zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
         schedule = "zb-v" if choice.in_v_form else schedule
         passes_only = dataclasses.replace(_passes_only(choice), schedule=schedule, micro_batches=1)
@@ -186,8 +186,8 @@ class Predictor(Stages):
         """Lower bound on the seconds of an iteration beyond ``passes_s``.
 
         It does not depend on the compressors of the passes. The rank whose passes end last cannot reduce its gradients
-        faster than any rank that has nothing to wait for. The last rank to reduce them, which may be another, updates
-        its parameters after that, and all ranks gather them.
+        faster than a rank that waits for nothing. The last rank to reduce its gradients, which may be another, then
+        updates its parameters, and all ranks gather them.
         """
         wires, ranks = wires_of(self.cluster, choice), range(choice.pp)
         reduction_s = min(self._least_reduction_s(choice, rank, wires) for rank in ranks)
@@ -295,7 +295,7 @@ class Predictor(Stages):
 
     def _first_round_end(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
         """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
-        # The last weight passes fill the buckets, where a rank has weight passes.
+        # If a rank has weight passes, the last of them fill the buckets.
         separate = pipeline.kind in WITH_WEIGHT_PASSES and (rank > 0 or pipeline.kind == ZERO_BUBBLE_V)
         seconds = pipeline.weight_s if separate else pipeline.backward_s
         backward = sum(seconds[stage] for stage in pipeline.layout.virtual_stages(rank))
@@ -318,7 +318,7 @@ class Predictor(Stages):
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
-        """Seconds in which Muon gathers matrices, orthogonalizes them, and scatters them again."""
+        """Seconds that Muon takes to gather matrices, orthogonalize them, and scatter them again."""
         steps, seconds = self.config.optimizer.muon_num_ns_steps, 0.0
         for work, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
             seconds += steps * work.flops / self.cluster.device.flops

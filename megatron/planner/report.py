@@ -19,8 +19,8 @@ from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import search
 
 _LOSS = (
-    "these compressors change the loss, by how much is not predicted: docs/results/loss.md says what was measured, and "
-    "`make bench-convergence` measures it"
+    "these compressors change the loss by an amount that is not predicted: see docs/results/loss.md for measurements, "
+    "or measure it with `make bench-convergence`"
 )
 
 
@@ -96,7 +96,7 @@ def format_table(predictions: Sequence[Prediction], memory_gib: float) -> str:
         cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
         return "  ".join(cells).rstrip()
 
-    return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
+    return "\n".join([line(columns), *map(line, rows), f"(a device has {memory_gib:.0f} GiB)"])
 
 
 def format_launch_command(choice: Choice, cluster: Cluster) -> str:
@@ -128,11 +128,11 @@ def format_breakdown(
     Args:
         prediction: the prediction.
         cluster: the cluster of the prediction.
-        config: the user's configuration to which the flags are added; None where it already selects this choice.
-        warns_of_loss: say that the compressors' cost in loss is not predicted.
+        config: the user's configuration to which the flags are added; None if it already selects this choice.
+        warns_of_loss: whether to warn that the compressors' effect on the loss is not predicted.
     """
-    time_shares = _shares(prediction.parts, prediction.seconds, lambda seconds: f"{seconds:.3f} s")
-    memory = _shares(prediction.memory, prediction.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
+    time_shares = _format_shares(prediction.parts, prediction.seconds, lambda seconds: f"{seconds:.3f} s")
+    memory = _format_shares(prediction.memory, prediction.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
     lines = [
         f"  time    {prediction.seconds:.3f} s an iteration: {time_shares}",
         f"  memory  {prediction.memory_bytes / 2**30:.1f} GiB on the fullest device: {memory}",
@@ -156,14 +156,14 @@ def format_breakdown(
     if warns_of_loss and any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
     lines.append(f"  flags   {format_flags(prediction.choice)}")
-    left_out = [] if config is None else list_unset_settings(prediction.choice, config)
-    if left_out:
-        lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
+    unset_names = [] if config is None else list_unset_settings(prediction.choice, config)
+    if unset_names:
+        lines.append(f"          without the file's {', '.join(unset_names)} (--write leaves them out)")
     return "\n".join(lines)
 
 
 def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) -> None:
-    """Draw the passes of a prediction's step; of a long step with fewer micro-batches.
+    """Draw the passes of a prediction's step; a long step is drawn with fewer micro-batches.
 
     Raises:
         UserError: when there are too many stages, or the picture cannot be written.
@@ -192,7 +192,7 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     save_figure(draw_schedule([Timeline("\n".join(title), rows, names)]), path)
 
 
-def _shares(values: Mapping[str, float], total: float, render: Callable[[float], str]) -> str:
+def _format_shares(values: Mapping[str, float], total: float, render: Callable[[float], str]) -> str:
     visible = {name: value for name, value in values.items() if value > 0.0005 * total}
     return ", ".join(f"{name} {render(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
 
@@ -204,12 +204,12 @@ def explain_gain(best: Prediction, other: Prediction) -> str:
     gap = other.seconds - best.seconds
     if gap < 1e-3 * best.seconds:
         fuller = (other.memory_bytes - best.memory_bytes) / 2**30
-        return f"as fast, to a thousandth; it {'fills' if fuller >= 0 else 'saves'} {abs(fuller):.1f} GiB more"
+        return f"as fast, to a thousandth, with {abs(fuller):.1f} GiB {'more' if fuller >= 0 else 'less'}"
     by_gain = sorted(gained.items(), key=lambda item: -item[1])
     saves = [f"{value:.3f} s in {name}" for name, value in by_gain if value > 0.1 * gap]
     costs = [f"{-value:.3f} s of {name}" for name, value in reversed(by_gain) if value < -0.1 * gap]
     text = f"{gap:.3f} s ({gap / best.seconds:.1%}) slower: the first saves {' and '.join(saves[:2])}"
-    return text + (f", for {' and '.join(costs[:2])} more" if costs else "")
+    return text + (f", at the cost of {' and '.join(costs[:2])}" if costs else "")
 
 
 def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:

@@ -95,7 +95,7 @@ def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[t
 
     Args:
         config: resolved configuration; only its model, global batch size, delay and number of islands matter.
-        cluster: the cluster; all devices are used, in equal parts by the islands.
+        cluster: the cluster; all devices are used, divided equally among the islands.
         spec_sets: sets of compressors that may be used together.
     """
     islands = config.islands.islands
@@ -120,13 +120,13 @@ def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[t
                 plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, islands=islands)
                 plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1 and not config.parallel.delay)
                 plain = replace(plain, delay=config.parallel.delay)
-                for base in _schedules(model.num_layers, plain):
+                for base in _enumerate_schedules(model.num_layers, plain):
                     if config.parallel.no_pipeline_flush and base.can_overlap_steps:
                         base = replace(base, flush=False)
-                    yield from _variants(model, base, spec_sets)
+                    yield from _enumerate_variants(model, base, spec_sets)
 
 
-def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+def _enumerate_variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """Enumerate expert parallelism, recomputation, sharding and compressors for a layout and schedule."""
     counts = model.expert_layers.values()
     ways = [(ep, False) for ep in divisors(base.dp)]
@@ -140,7 +140,7 @@ def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, .
                     yield replace(variant, specs=specs)
 
 
-def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
+def _enumerate_schedules(layers: int, plain: Choice) -> Iterator[Choice]:
     yield plain
     if plain.pp > 1:
         yield replace(plain, schedule="eager-1f1b")
@@ -169,7 +169,7 @@ def _drop_silent_specs(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> 
     return list(dict.fromkeys(useful_sets))
 
 
-def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def add_expert_sets(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Add ``EXPERT_SETS``, alone and combined with other compressors, for a model with experts."""
     expert_sets = [(*of_experts, *other_specs) for of_experts in EXPERT_SETS for other_specs in _BESIDE_EXPERTS]
     return [*spec_sets, *(expert_sets if model.has_experts else ())]
@@ -242,7 +242,7 @@ def search(
 def _explain_no_result(
     config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
 ) -> str:
-    """Explain why a search has found nothing."""
+    """Explain why a search found nothing."""
     if not considered:
         return (
             f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
@@ -250,10 +250,10 @@ def _explain_no_result(
             "change --global-batch-size, or gpus in the cluster file"
         )
     if refusal is not None:
-        return f"training would refuse what fits: {refusal}"
+        return f"training would reject every choice that fits: {refusal}"
     return (
         f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
-        f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
+        f"{smallest / 2**30:.0f} GiB a device; use more or larger devices"
     )
 
 

@@ -187,8 +187,8 @@ class Stages:
         @cache
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
-            on = self.compresses(choice, point, choice.placement.ends_of(boundary, forward)[0], late)
-            return hop_over(forward, on, wires.hops[choice.link_of(boundary)])
+            compressed = self.compresses(choice, point, choice.placement.ends_of(boundary, forward)[0], late)
+            return hop_over(forward, compressed, wires.hops[choice.link_of(boundary)])
 
         return hop
 
@@ -201,8 +201,8 @@ class Stages:
         return counts
 
     def elements(self, choice: Choice, rank: int) -> int:
-        """Number of parameters on a pipeline rank; the first holds a tied embedding only once if it has the output,
-        too."""
+        """Number of parameters on a pipeline rank. If the first rank has both ends of the model, it holds a tied
+        embedding only once."""
         total = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
         tied = self.book.piece(choice, EMBEDDING).tied_shape
         return total - (math.prod(tied) if tied and rank == 0 and not choice.splits_tie else 0)
@@ -222,8 +222,8 @@ class Stages:
         )
 
     def matrices(self, choice: Choice, rank: int) -> list[MatrixWork]:
-        """Muon's work on the parameters of a device, dense and expert parameters apart as in ``parts``; empty for other
-        optimizers."""
+        """Muon's work on the parameters of a device, separately for dense and expert parameters as in ``parts``; empty
+        for other optimizers."""
         if self.config.optimizer.optimizer != "muon":
             return []
         precision = self.config.optimizer.muon_fp32_matmul_prec

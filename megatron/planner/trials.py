@@ -1,4 +1,4 @@
-"""Rounds of trial steps: a step with each set of compressors, again and again until the gains are certain."""
+"""Rounds of trial steps: a step with each set of compressors, repeated until the gains are certain."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from statistics import fmean, median, pvariance, variance
 from megatron.planner.compressor_search import WORTHWHILE
 
 MAX_SECONDS = 15.0
-"""When the rounds after the first have taken this long, and are as many as ``_SETTLED_ROUNDS``, sets whose gain is
-still uncertain gain nothing."""
+"""Seconds of the rounds after the first, of which there must be at least ``_SETTLED_ROUNDS``, after which a gain that
+is still uncertain counts as none."""
 
 _SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
-"""After this many rounds, gains above ``WORTHWHILE`` can be certain, and if they were predicted also after this many
-seconds and two rounds; before, only those above ``_CLEAR``."""
+"""Rounds after which gains above ``WORTHWHILE`` can be certain. If they were predicted, two rounds suffice after this
+many seconds. Before that, only gains above ``_CLEAR`` can be certain."""
 
 _CLEAR = 1 / 3
-"""Share of an iteration that is a gain after few steps if it was predicted as well.
+"""Share of an iteration whose gain can be certain after few steps, if it was also predicted.
 
-Other processes can delay a single step to several times its length.
+Other processes can delay a single step to several times its usual time.
 """
 
 _SCATTER, _SCATTER_WEIGHT = 0.05, 4
 """Assumed scatter of the ratio of two steps, and the number of rounds that it counts as.
 
-Beside the usual other processes of a machine, times of steps of half a second scatter by 3 to 5%.
+With a machine's usual other processes, the times of half-second steps scatter by 3 to 5%.
 """
 
-_ERRORS_TO_GAIN, _ERRORS_TO_LEAVE = 3.0, 0.5
+_ERRORS_TO_GAIN, _ERRORS_TO_GIVE_UP = 3.0, 0.5
 """Standard errors by which a gain must be above ``WORTHWHILE`` to be certain, or below it to be given up.
 
-To choose compressors that cost time is worse than to miss a small gain.
+Choosing compressors that cost time is worse than missing a small gain.
 """
 
 
 class TrialRounds:
     """Times of trial steps without compressors (set 0) and with sets of them, and conclusions from these times.
 
-    The steps of a round follow one another, so that what slows the machine for longer than a step slows all sets:
-    gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come
-    last, when memory and libraries are warm, so it counts only for a set, never against it.
+    The steps of a round are consecutive, so that anything that slows the machine for longer than a step slows all sets.
+    Gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come
+    last, when memory and libraries are warm, so that round counts only for a set, never against it.
 
     Args:
         predicted_s: predicted seconds of an iteration with each set.
@@ -56,7 +56,7 @@ class TrialRounds:
         self._rounds.append(dict(seconds))
         for number in self._uncertain_sets():
             values = self._log_gains(number)[1:]
-            if len(values) > 1 and fmean(values) + _ERRORS_TO_LEAVE * _standard_error(values) < _log_gain(WORTHWHILE):
+            if len(values) > 1 and fmean(values) + _ERRORS_TO_GIVE_UP * _standard_error(values) < _log_gain(WORTHWHILE):
                 self._given_up.add(number)
 
     def next_round(self) -> list[int]:
@@ -64,7 +64,7 @@ class TrialRounds:
         gaining, uncertain = self.gaining(), self._uncertain_sets()
         if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _total_seconds(self._rounds[1:]) < MAX_SECONDS):
             return [*sorted(gaining + uncertain), 0]
-        # Steps past the first have no warm-up; among several sets, two decide if they are short.
+        # Steps after the first have no warm-up. Several sets with short steps are compared by two such steps.
         steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
 
@@ -112,9 +112,9 @@ def _log_gain(saved_share: float) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Standard error of a mean, by the assumed scatter or by that of the values, whichever is larger.
+    """Standard error of a mean, from the assumed scatter or that of the values, whichever is larger.
 
-    As long as they are few, their deviation may be too small by chance, and counts for more than it is.
+    The deviation of few values may be too small by chance, so it is scaled up.
     """
     count = len(values)
     squares = (_SCATTER_WEIGHT * _SCATTER**2 + count * pvariance(values)) / (_SCATTER_WEIGHT + count - 1)

@@ -16,7 +16,7 @@ from megatron.planner.cluster import (
     Device,
     LinkSpec,
     Wire,
-    assumed_rates,
+    format_assumed_rates,
     read_cluster,
     wire_between,
     write_cluster,
@@ -40,7 +40,7 @@ def test_a_written_cluster_is_read_back(tmp_path: Path) -> None:
 def test_the_examples_are_complete(path: Path) -> None:
     cluster = read_cluster(path)
     assert cluster.gpus % cluster.gpus_per_node == 0
-    assert assumed_rates(path, cluster) == ""
+    assert format_assumed_rates(path, cluster) == ""
 
 
 @pytest.mark.parametrize(

@@ -186,11 +186,11 @@ def test_missing_rates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text("gpus: 8\ngpus_per_node: 4\ndevice: {peak_tflops: 100, op_us: 2}\ninside: {gbit_per_s: 5}\n")
     assert main(words) == 0
     assert capsys.readouterr().out.splitlines()[0] == (
-        f"note: {file} does not say, and is taken to be: device efficiency 0.6, device memory_gib 40, "
+        f"note: {file} lacks some rates; these defaults are assumed: device efficiency 0.6, device memory_gib 40, "
         "device memory_gbyte_per_s 1400, inside latency_us 10, across gbit_per_s 200, across latency_us 8"
     )
     assert main([*_files(tmp_path), "--no-search"]) == 0
-    assert "does not say" not in capsys.readouterr().out
+    assert "are assumed" not in capsys.readouterr().out
 
 
 def test_a_run_on_gpus_is_planned_without_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_measurements_are_written_to_the_file(tmp_path: Path, capsys: pytest.Cap
             ["--specs", "", "--specs", "dp-grad=powersgd,rank=999"],
             "--specs dp-grad=powersgd: rank=999 is above the rank",
         ),
-        (["--specs", "", "--no-search"], "--specs names what is searched"),
+        (["--specs", "", "--no-search"], "--specs selects what is searched"),
         (["--write", "x.yaml", "--no-search"], "leave out --no-search"),
         (["--json", "."], "--json .: is a folder"),
         (["--json", "nowhere/x.json"], "there is no folder"),
@@ -341,7 +341,7 @@ def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsy
     assert make_choice(written.resolve(8), 8).tp == choice["tp"]
     assert written.parallel.sequence_parallel == choice["sequence_parallel"]
     assert written.recompute.recompute_granularity is None
-    (note,) = [line for line in output.splitlines() if "without what the file says of" in line]
+    (note,) = [line for line in output.splitlines() if "without the file's" in line]
     assert "recompute_granularity" in note
     assert "num_layers_per_virtual_pipeline_stage" in note
 

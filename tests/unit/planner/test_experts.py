@@ -22,7 +22,7 @@ from megatron.planner.command import main
 from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.predict import Predictor
-from megatron.planner.search import EXPERT_SETS, SPEC_SETS, enumerate_choices, with_experts
+from megatron.planner.search import EXPERT_SETS, SPEC_SETS, add_expert_sets, enumerate_choices
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
 MOE: dict[str, Any] = {"num_experts": [8, 8, 16, 16], "expert_interval": 2, "moe_ffn_hidden_size": 128}
@@ -254,14 +254,14 @@ def test_muon_divides_matrices_among_their_replicas() -> None:
 
 def test_expert_parallel_sizes_are_searched() -> None:
     config = small_run(model=MOE)
-    tried = list(enumerate_choices(config, CLUSTER, with_experts(config.model, SPEC_SETS)))
+    tried = list(enumerate_choices(config, CLUSTER, add_expert_sets(config.model, SPEC_SETS)))
     assert {choice.ep for choice in tried} == {1, 2, 4, 8}
     assert all(choice.tp * choice.dp % choice.expert_ranks == 0 for choice in tried)
     folded = {(choice.tp, choice.ep) for choice in tried if choice.folded}
     assert folded == {(2, 2), (2, 4), (2, 8), (4, 4), (4, 8)}
     specs = {(choice.ep > 1, tuple(spec for spec in choice.specs if spec.startswith("ep-"))) for choice in tried}
     assert specs == {(False, ()), (True, ()), *((True, spec_set) for spec_set in EXPERT_SETS)}
-    dense_sets = with_experts(small_run().model, SPEC_SETS)
+    dense_sets = add_expert_sets(small_run().model, SPEC_SETS)
     assert not any(spec.startswith("ep-") for spec_set in dense_sets for spec in spec_set)
 
 
@@ -293,7 +293,7 @@ def test_the_imbalance_is_a_number_or_from_a_log(tmp_path: Path) -> None:
         ("4.5", "at least 1, and at most 4"),
         ("nan", "--expert-imbalance"),
         ("much", "no file, either"),
-        (_log(tmp_path, "{}"), "no line says expert_imbalance"),
+        (_log(tmp_path, "{}"), "no line has expert_imbalance"),
     ):
         with pytest.raises(UserError, match=message):
             parse_imbalance(text, model)

@@ -62,7 +62,7 @@ def test_sites_are_written_read_and_checked(tmp_path: Path) -> None:
     path.write_text(write_cluster(SITES))
     assert read_cluster(path) == SITES
     for sites in (3, 8):
-        with pytest.raises(UserError, match=f"sites {sites}: 8 devices in nodes of 2 are not as many whole nodes"):
+        with pytest.raises(UserError, match=f"sites {sites}: 8 devices in nodes of 2 do not divide into equal sites"):
             check_sites(replace(SITES, sites=sites))
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.planner.choice import make_choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
-from megatron.planner.fill import held_by_rank
+from megatron.planner.footprint import held_by_rank
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import describe_choice, format_flags
 from megatron.planner.search import SPEC_SETS, enumerate_choices

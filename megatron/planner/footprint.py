@@ -79,9 +79,9 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     """Bytes on the fullest rank, by category."""
     fullest: dict[str, float] = {}
     book = stages.book
-    gathers = book.specs(choice).get(Point.PARAM_GATHER)
-    compressed = choice.sharded and gathers is not None and not gathers.identity
-    each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
+    gather_spec = book.specs(choice).get(Point.PARAM_GATHER)
+    compressed = choice.sharded and gather_spec is not None and not gather_spec.identity
+    sizes, matrix_sizes = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     uniform = not stages.config.model.has_experts
     max_in_flight = stages.config.parallel.pipeline_max_in_flight
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
@@ -90,7 +90,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
             saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
-        if choice.schedule == AUTO:  # a list may hold as many as are allowed
+        if choice.schedule == AUTO:  # its schedule may hold as many as are allowed
             most = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
             counts: frozenset[HeldCounts] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
         else:
@@ -117,16 +117,16 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             for of_experts in (False, True)
             if n and summed
         ]
-        filled = {
-            "parameters": float(elements * each.weight * (1 if choice.flush else 3)),
-            "gradients": float(elements * each.gradient * (1 + choice.delay)),
-            "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
+        by_category = {
+            "parameters": float(elements * sizes.weight * (1 if choice.flush else 3)),
+            "gradients": float(elements * sizes.gradient * (1 + choice.delay)),
+            "optimizer": (owned - matrices) * sizes.optimizer + matrices * matrix_sizes.optimizer,
             "activations": max(_count_bytes(combination, chunk_bytes) for combination in counts),
             "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
-        if sum(filled.values()) > sum(fullest.values()):
-            fullest = filled
+        if sum(by_category.values()) > sum(fullest.values()):
+            fullest = by_category
     return fullest
 
 
@@ -192,15 +192,15 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
 
 
 def _inner_traffic(
-    stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Point, int]], point: Point
+    stages: Stages, choice: Choice, select: Callable[[CostTally], Mapping[Point, int]], point: Point
 ) -> float:
-    """Bytes of a point summed over all layers, micro-batches and both passes; ``of`` selects the counts."""
+    """Bytes of a point summed over all layers, micro-batches and both passes; ``select`` picks the counts."""
     total = 0.0
     for rank in range(choice.pp):
         for name, count in stages.contents(choice, rank).items():
             piece = stages.book.piece(choice, name, balanced=True)
             # With recomputation, backward sends the forward messages again.
-            sent = sum(of(tally).get(point, 0) for tally in (piece.forward, piece.backward))
+            sent = sum(select(tally).get(point, 0) for tally in (piece.forward, piece.backward))
             total += count * choice.micro_batches * sent
     return total
 
@@ -212,13 +212,13 @@ def _message_traffic(stages: Stages, choice: Choice, point: Point) -> float:
         rank, chunk = choice.placement.place_of(boundary if point is Point.PP_FWD else boundary + 1)
         late = 0
         if point is Point.PP_BWD:
-            # Late messages matter only to codecs that are refused with auto.
+            # Late messages matter only to codecs that cannot be combined with auto.
             schedule = FIRST if choice.schedule == AUTO else choice.schedule
             order = choice.pp, rank, choice.chunks, choice.micro_batches, stages.config.parallel.pipeline_max_in_flight
             late = _count_late_messages(schedule, *order)[chunk]
         for count, is_late in ((late, True), (choice.micro_batches - late, False)):
-            on = stages.compresses(choice, point, rank, is_late)
-            total += count * stages.book.message(choice, point, on).nbytes
+            compressed = stages.compresses(choice, point, rank, is_late)
+            total += count * stages.book.message(choice, point, compressed).nbytes
     return total
 
 
