@@ -55,7 +55,7 @@ class CheckpointLM(ContinuationRules):
             batch_indices = order[first : first + self.batch]
             rows = [[*pairs[i][0], *pairs[i][1]][-(self.window + 1) :] for i in batch_indices]
             job = InferenceJob(rows, 0, GREEDY, [0] * len(rows), top=1, score=True)
-            for i, tokens in zip(batch_indices, self.leader.do(job)[0], strict=True):
+            for i, tokens in zip(batch_indices, self.leader.run(job)[0], strict=True):
                 continuation_tokens = tokens[max(len(tokens) - len(pairs[i][1]), 0) :]
                 likeliest = all(token.top[0][0] == token.id for token in continuation_tokens)
                 results[i] = (sum(token.logprob for token in continuation_tokens), likeliest)
@@ -109,5 +109,5 @@ class CheckpointLM(ContinuationRules):
             pieces.append(stream.add_token(token.id))
             return stream.stopped
 
-        self.leader.do(InferenceJob([prompt], new, sampling, [seed]), on_token)
+        self.leader.run(InferenceJob([prompt], new, sampling, [seed]), on_token)
         return "".join(pieces) + stream.finish()

@@ -13,7 +13,7 @@ from megatron.models.context import ForwardContext
 
 
 class Decoder:
-    """Computes next-token logits of rows that grow by a token between calls, with a KV cache.
+    """Computation of next-token logits for rows that grow by a token between calls, with a KV cache.
 
     The first call is the prefill of all rows; each later call computes a single position per row. Once a row exceeds
     the model's window, every call recomputes its last ``window`` tokens, since all their positions change.
@@ -28,8 +28,8 @@ class Decoder:
         self.model = model
         self.positions = min(positions, model.window)
         self.cached = cached
-        self._space: Workspace | None = None
-        self._held: list[int] = []
+        self._workspace: Workspace | None = None
+        self._row_numbers: list[int] = []
 
     def logits(self, numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Logits (b, vocabulary) after the last token of each row; None on all stages but the last.
@@ -39,46 +39,47 @@ class Decoder:
             rows: tokens of the rows.
         """
         fits = max(map(len, rows)) <= self.model.window
-        if self._space is None or not fits:
-            self._space = None
-            return self._read(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
-        # Ended rows are dropped, or, as long as ``rows_to_keep`` keeps them, no longer grow.
+        if self._workspace is None or not fits:
+            self._workspace = None
+            return self._compute_rows(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
+        # Ended rows are dropped, or stop growing as long as ``rows_to_keep`` keeps them.
         active_numbers = set(numbers)
-        retained_indices = rows_to_keep(self._held, active_numbers, self.model.workspaces.record is not None)
+        retained_indices = rows_to_keep(self._row_numbers, active_numbers, self.model.workspaces.record is not None)
         if retained_indices is not None:
-            self._space.shrink(retained_indices)
-            self._held = [self._held[index] for index in retained_indices]
-        elif len(active_numbers) < len(self._held):
-            self._space.cache.grow_only([index for index, number in enumerate(self._held) if number in active_numbers])
-        if len(numbers) == len(self._held):
-            return self._step(self._space, [row[-1] for row in rows])
+            self._workspace.shrink(retained_indices)
+            self._row_numbers = [self._row_numbers[index] for index in retained_indices]
+        elif len(active_numbers) < len(self._row_numbers):
+            self._workspace.cache.grow_only(
+                [index for index, number in enumerate(self._row_numbers) if number in active_numbers]
+            )
+        if len(numbers) == len(self._row_numbers):
+            return self._step(self._workspace, [row[-1] for row in rows])
         newest = {number: row[-1] for number, row in zip(numbers, rows, strict=True)}
-        logits_bv = self._step(self._space, [newest.get(number, 0) for number in self._held])
+        logits_bv = self._step(self._workspace, [newest.get(number, 0) for number in self._row_numbers])
         if logits_bv is None:
             return None
-        indices = [index for index, number in enumerate(self._held) if number in newest]
+        indices = [index for index, number in enumerate(self._row_numbers) if number in newest]
         return logits_bv[torch.tensor(indices, device=logits_bv.device)]
 
-    def _step(self, space: Workspace, tokens: Sequence[int]) -> Tensor | None:
+    def _step(self, workspace: Workspace, tokens: Sequence[int]) -> Tensor | None:
         """Logits after the newest token of every row in the cache."""
-        ends = self.model.stage.stage_part.last
 
         def compute() -> Tensor:
-            space.cache.begin_step()
-            context = ForwardContext(position_ids_bs=space.cache.positions_b1, cache=space.cache)
-            x_1bh = self.model.hidden(space.tokens_b1, context)
-            return space.tokens_b1 if x_1bh is None else self.model.stage.logits(x_1bh)[0]
+            workspace.cache.begin_step()
+            context = ForwardContext(position_ids_bs=workspace.cache.positions_b1, cache=workspace.cache)
+            x_1bh = self.model.hidden(workspace.tokens_b1, context)
+            return workspace.tokens_b1 if x_1bh is None else self.model.stage.logits(x_1bh)[0]
 
-        result = space.step(tokens, compute)
-        return result if ends else None
+        result = workspace.step(tokens, compute)
+        return result if self.model.stage.stage_part.last else None
 
-    def _read(self, numbers: Sequence[int], rows: Sequence[Sequence[int]], *, keep: bool) -> Tensor | None:
+    def _compute_rows(self, numbers: Sequence[int], rows: Sequence[Sequence[int]], *, keep: bool) -> Tensor | None:
         lengths = [len(row) for row in rows]
         longest, padding = max(lengths), self.model.tokenizer.eod
         tokens_bs = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.model.device)
         if keep:
-            self._space, self._held = self.model.workspace(len(rows), self.positions), list(numbers)
-        cache = None if self._space is None else self._space.cache
+            self._workspace, self._row_numbers = self.model.workspace(len(rows), self.positions), list(numbers)
+        cache = None if self._workspace is None else self._workspace.cache
         x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=cache))
         if cache is not None:
             cache.set_lengths(lengths)

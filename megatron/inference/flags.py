@@ -49,34 +49,31 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """How tokens are chosen."""
+    """Sampling of tokens."""
 
     greedy: bool = option(False, "Always take the most likely token.")
-    temperature: float = option(1.0, "Divides the logits: below 1 sharpens, above 1 flattens.", above=0)
-    top_k: int = option(0, "Choose among this many most likely tokens; 0: all.", unit="tokens", minimum=0)
+    temperature: float = option(
+        1.0, "Divisor of the logits: below 1 sharpens, above 1 flattens the distribution.", above=0
+    )
+    top_k: int = option(0, "Sample from this many most likely tokens; 0: all.", unit="tokens", minimum=0)
     top_p: float = option(
-        0.0, "Choose among the most likely tokens that together have this probability; 0: all.", minimum=0, maximum=1
+        0.0, "Sample from the smallest set of most likely tokens with this probability; 0: all.", minimum=0, maximum=1
     )
     min_p: float = option(
-        0.0,
-        "Leave out tokens that are less likely than this times the most likely remaining one.",
-        minimum=0,
-        maximum=1,
+        0.0, "Exclude tokens below this fraction of the likeliest token's probability; 0: none.", minimum=0, maximum=1
     )
     repetition_penalty: float = option(
-        1.0,
-        "Divides the positive logits of tokens that are already in the text, and multiplies the negative ones.",
-        above=0,
+        1.0, "Divides positive logits, and multiplies negative logits, of tokens already in the text.", above=0
     )
-    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that are already in the continuation.")
-    frequency_penalty: float = option(0.0, "Subtracted from these logits once for each occurrence in the continuation.")
+    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens already in the continuation.")
+    frequency_penalty: float = option(0.0, "Subtracted from the same logits once for each occurrence.")
     stop_token_ids: list[int] = option(  # noqa: RUF009
         [], "Tokens that end a text, like the end-of-document token.", metavar="ID", minimum=0
     )
     out_seq_length: int = option(1024, "Maximum number of new tokens per text.", unit="tokens", minimum=1)
     seed: int = option(1234, "Seed of sampling: text number i uses seed + i.", minimum=0, maximum=2**32 - 1)
     recompute: bool = option(
-        False, "Do not cache keys and values, but compute the whole text again for each token (to check the cache)."
+        False, "Recompute the whole text for each token instead of caching keys and values (to check the cache)."
     )
 
     def sampling(self) -> Sampling:
@@ -127,7 +124,7 @@ def parse_flags(
         for flag, target in run_table().spellings()
     ]
     training += [
-        KnownFlag(name=flag, arity=_arity(field), refused=False, reason="each request or task says that itself")
+        KnownFlag(name=flag, arity=_arity(field), refused=False, reason="each request or task sets it")
         for field in field_options("sampling", SamplingFlags)
         for flag in field.flags
     ]
@@ -151,7 +148,7 @@ def _arity(target: FieldOption | OldFlag) -> str:
 
 
 def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, env: LaunchEnvironment) -> LoadedModel:
-    """Load the model that the flags name, on this rank.
+    """Load the model that the flags name on this rank.
 
     Args:
         model, tokenizer: sections of the flags.
@@ -172,7 +169,7 @@ def open_topology(model: ModelFlags, layout: Layout, env: LaunchEnvironment) -> 
 
 
 def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -> Layout:
-    """Requested layout, validated before the process group is created.
+    """Validate the requested layout before the process group is created, and return it.
 
     Args:
         model: section of the flags.
@@ -188,9 +185,9 @@ def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -
     layout = inference_layout(config, tp, pp, env.world_size, model.backend)
     if layout.dp > 1 and not replicas:
         raise UserError(
-            f"{env.world_size} processes hold {layout.dp} copies of a model of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp}, and there is work for one: start {tp * pp} processes"
+            f"{env.world_size} processes hold {layout.dp} copies of a model with --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}, but only one can be used: start {tp * pp} processes"
         )
     if model.backend == "nccl" and env.world_size > 1 and not torch.cuda.is_available():
-        raise UserError("--distributed-backend nccl needs CUDA devices; on CPUs it is gloo")
+        raise UserError("--distributed-backend nccl needs CUDA devices; use gloo on CPUs")
     return layout

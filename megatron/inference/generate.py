@@ -18,6 +18,7 @@ from megatron.models.context import ForwardContext
 from megatron.tokenizer.api import start_token
 
 _LOGITS_AT_ONCE = 1 << 25
+"""Maximum number of logits computed at once for scoring."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def generate(
         chosen = torch.zeros((2, len(active)), dtype=torch.int64)
         if logits_bv is not None and model.is_sampling_rank:
             chosen[0] = chooser.choose(active, logits_bv, count)
-            tokens = _details(logits_bv, chosen[0], top, model.tokenizer.vocab_size)
+            tokens = _make_tokens(logits_bv, chosen[0], top, model.tokenizer.vocab_size)
             for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
                 if token.id in ends:
                     results[i].end = token
@@ -164,8 +165,8 @@ def generate(
     return results
 
 
-def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, vocab_size: int) -> list[Token]:
-    """Tokens with log-probabilities over all entries of the model; alternatives are limited to the tokenizer's."""
+def _make_tokens(logits_nv: Tensor, tokens_n: Tensor, top: int, vocab_size: int) -> list[Token]:
+    """Tokens with log-probabilities over all entries of the model; alternatives are entries of the tokenizer."""
     logprobs_nv = widen(logits_nv).log_softmax(dim=-1)
     chosen_logprobs = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(chosen_logprobs)
@@ -192,7 +193,9 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         UserError: when a row is too long.
     """
     if any(len(row) > model.window + 1 for row in rows):
-        raise UserError(f"a text has {max(map(len, rows))} tokens, the model can look at {model.window}; shorten it")
+        raise UserError(
+            f"a text has {max(map(len, rows))} tokens, but the model's window is {model.window}; shorten it"
+        )
     inputs = [list(row[:-1]) for row in rows]
     longest = max(map(len, inputs), default=0)
     scored: list[list[Token]] = [[] for _ in rows]
@@ -211,5 +214,5 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         for b, row in enumerate(rows):
             target_ids = row[first + 1 : first + 1 + step]
             if target_ids:
-                scored[b] += _details(logits_sbv[: len(target_ids), b], torch.tensor(target_ids), top, vocab_size)
+                scored[b] += _make_tokens(logits_sbv[: len(target_ids), b], torch.tensor(target_ids), top, vocab_size)
     return scored

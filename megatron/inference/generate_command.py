@@ -26,22 +26,22 @@ from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several.
 
-    python tools/generate_samples_gpt.py --load DIR --prompt "def main("        one continuation, printed as it comes
+    python tools/generate_samples_gpt.py --load DIR --prompt "def main("        prints a continuation token by token
     python tools/generate_samples_gpt.py --load DIR --num-samples 8 --genfile samples.jsonl
     python tools/generate_samples_gpt.py --load DIR --sample-input-file prompts.txt
     python tools/generate_samples_gpt.py --load DIR                             asks for prompts
     python tools/launch.py --nproc-per-node 4 tools/generate_samples_gpt.py --tensor-model-parallel-size 2
         --pipeline-model-parallel-size 2 --load DIR ...                         a model split over four processes
 
-The model's shape and the tokenizer come from the checkpoint; tokenizer flags replace the latter, for files that have
-moved. The same seed gives the same texts at any batch size and on any layout, to rounding."""
+The model's shape and the tokenizer come from the checkpoint; tokenizer flags override the latter, for example if its
+files have moved. The same seed gives the same texts at any batch size and on any layout, up to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTaskFlags:
-    """What is generated; without any of these, prompts are asked for."""
+    """Texts to generate; without any of these flags, the program asks for prompts."""
 
-    prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
+    prompt: str | None = derived("none", "Continue this text, and print the result.", metavar="TEXT")
     sample_input_file: str | None = derived("none", "Continue each line of this file.", metavar="FILE")
     sample_output_file: str | None = derived(
         "the input file's name with .out", "File for these continuations.", metavar="FILE"
@@ -77,7 +77,7 @@ class Session:
         self.batch = batch
         self.started_samples = 0
 
-    def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
+    def continue_texts(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
         """Continue a batch of texts; ``live`` prints the first text token by token."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
         seeds = [self.choice.seed + self.started_samples + i for i in range(len(texts))]
@@ -102,12 +102,12 @@ class Session:
             print(stream.finish(), flush=True)
         return results
 
-    def in_batches(self, texts: Sequence[str]) -> list[Generated]:
+    def continue_in_batches(self, texts: Sequence[str]) -> list[Generated]:
         """Continue many texts in batches, with a progress bar."""
         samples: list[Generated] = []
         with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
             for first in range(0, len(texts), self.batch):
-                samples += self.continue_all(texts[first : first + self.batch])
+                samples += self.continue_texts(texts[first : first + self.batch])
                 bar.update(len(samples) - first)
         return samples
 
@@ -130,46 +130,47 @@ class Session:
 
         run_together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
 
-    def unconditional(self, task: GenerationTaskFlags) -> None:
+    def write_samples(self, task: GenerationTaskFlags) -> None:
         detokenize = self.model.tokenizer.detokenize
         rows = [
             {"text": detokenize(sample.tokens), "length": len(sample.tokens), "finished": sample.finished}
-            for sample in self.in_batches([""] * task.num_samples)
+            for sample in self.continue_in_batches([""] * task.num_samples)
         ]
         self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
-    def from_file(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
+    def write_continuations(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
         entries = []
-        for text, sample in zip(texts, self.in_batches(texts), strict=True):
+        for text, sample in zip(texts, self.continue_in_batches(texts), strict=True):
             new_text = continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
             entries.append(f"\nContext:{text}\n\nMegatron-LM:{new_text}\n")
         self.write(task, entries)
 
-    def interactive(self, patience_s: float) -> None:
+    def continue_typed_prompts(self, patience_s: float) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # an invalid line must not end the session
         while True:
-            asking = "\nContext prompt (an empty line ends): "
+            request = "\nContext prompt (an empty line ends): "
             if self.model.topology.rank == 0:
-                print(asking, end="", flush=True)
+                print(request, end="", flush=True)
             text: str | None = None
             while text is None:
                 if self.model.topology.rank == 0:
-                    alone = self.model.topology.layout.world_size == 1
-                    is_ready = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
+                    # With several ranks, the others must hear from this rank before their timeout.
+                    can_block = self.model.topology.layout.world_size == 1
+                    is_ready = can_block or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
                     text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if is_ready else None
                     if text is not None and not is_text(text):
-                        print(f"that is no UTF-8 text{asking}", end="", flush=True)
+                        print(f"the line is not valid UTF-8{request}", end="", flush=True)
                         text = None
                 text = self.model.broadcast_json(text, src=0)
             if not text:
                 return
             if self.model.is_sampling_rank:
                 print("\nMegatron-LM:", end="")
-            self.continue_all([text], live=True)
+            self.continue_texts([text], live=True)
 
 
-def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
+def check_flags(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
     """Validate the flags; return the lines of the input file.
 
     Raises:
@@ -179,21 +180,21 @@ def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
     if task.num_samples and not task.genfile:
         raise UserError("--num-samples needs --genfile FILE to write to")
     if task.genfile and not task.num_samples:
-        raise UserError("--genfile needs --num-samples N, how many texts to write")
+        raise UserError("--genfile needs --num-samples N, the number of texts to write")
     input_flags = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
     if len(input_flags) > 1:
         raise UserError(f"{' and '.join(flag_of(name) for name in input_flags)} exclude each other")
     if task.prompt is not None and not is_text(task.prompt):
-        raise UserError("--prompt: is no UTF-8 text; --sample-input-file reads prompts from a file")
+        raise UserError("--prompt: is not valid UTF-8; --sample-input-file reads prompts from a file")
     if task.sample_output_file is not None and task.sample_input_file is None:
-        raise UserError("--sample-output-file needs --sample-input-file, what to continue")
+        raise UserError("--sample-output-file needs --sample-input-file, the texts to continue")
     texts = [] if task.sample_input_file is None else read_prompts(task.sample_input_file)
     if task.output is not None:
         flag, name = task.output
         check_writable(name, flag)
         input_file = task.sample_input_file
         if input_file is not None and Path(name).exists() and Path(name).samefile(input_file):
-            raise UserError(f"{flag} {name}: holds the prompts, which would be lost; name another file")
+            raise UserError(f"{flag} {name}: holds the prompts, which would be overwritten; name another file")
     return texts
 
 
@@ -218,21 +219,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         model: ModelFlags = parsed.sections["model"]
         task: GenerationTaskFlags = parsed.sections["task"]
         choice: SamplingFlags = parsed.sections["sampling"]
-        texts = check(task, choice)
+        texts = check_flags(task, choice)
         layout = check_layout(model, ranks.env, replicas=False)
         ranks.join(model.backend, model.distributed_timeout_minutes, parsed.sections, parsed.notes)
         session = Session(
             open_model(model, parsed.sections["tokenizer"], layout, ranks.env), choice, task.micro_batch_size
         )
         if task.num_samples:
-            session.unconditional(task)
+            session.write_samples(task)
         elif texts:
-            session.from_file(task, texts)
+            session.write_continuations(task, texts)
         elif task.prompt is not None:
             if session.model.is_sampling_rank:
                 print(task.prompt, end="", flush=True)
-            session.continue_all([task.prompt], live=True)
+            session.continue_texts([task.prompt], live=True)
         else:
-            session.interactive(60 * model.distributed_timeout_minutes)
+            session.continue_typed_prompts(60 * model.distributed_timeout_minutes)
 
     return run_program(body)

@@ -42,11 +42,11 @@ class InferenceJob:
     stop_tokens: list[int] = field(default_factory=list)
 
 
-Done = tuple[list[list[Token]], list[Generated]]
+JobResult = tuple[list[list[Token]], list[Generated]]
 """Scored prompt tokens after the first (empty lists without scoring), and continuations."""
 
 
-def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> Done:
+def _run_job(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> JobResult:
     top = job.top or 0
     scored = score(model, job.prompts, top) if job.score else [[] for _ in job.prompts]
     continued = generate(
@@ -63,7 +63,7 @@ def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = N
 
 
 class Leader:
-    """Runs jobs on all ranks of a model, from its sampling rank.
+    """Runner of jobs on all ranks of a model, used on its sampling rank.
 
     While idle, a thread sends heartbeats, so that the other ranks do not time out. On exit, the context manager stops
     the other ranks.
@@ -76,24 +76,24 @@ class Leader:
     def __init__(self, model: LoadedModel, patience_s: float) -> None:
         self.model = model
         self._sending = threading.Lock()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._interval = min(_IDLE_SECONDS, patience_s / 3)
         if model.topology.layout.world_size > 1:
-            threading.Thread(target=self._idle, name="idle", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, name="idle", daemon=True).start()
 
-    def _idle(self) -> None:
-        while not self._over.wait(self._interval):
-            # While a job is being sent, no heartbeat is needed.
+    def _send_heartbeats(self) -> None:
+        while not self._stopped.wait(self._interval):
+            # No heartbeat is needed while a job is being sent.
             if self._sending.acquire(blocking=False):
                 try:
-                    if not self._over.is_set():
+                    if not self._stopped.is_set():
                         self.model.broadcast_json(_IDLE, self.model.sampling_rank)
                 except CommunicationError:
                     return  # the next job raises it
                 finally:
                     self._sending.release()
 
-    def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
+    def run(self, job: InferenceJob, on_token: OnToken | None = None) -> JobResult:
         """Run a job.
 
         Raises:
@@ -102,13 +102,13 @@ class Leader:
         """
         with self._sending:
             self.model.broadcast_json(asdict(job), self.model.sampling_rank)
-            return _compute(self.model, job, on_token)
+            return _run_job(self.model, job, on_token)
 
     def __enter__(self) -> Leader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         if kind is None:
             with self._sending:
                 self.model.broadcast_json(_STOP, self.model.sampling_rank)
@@ -117,8 +117,8 @@ class Leader:
 def follow(model: LoadedModel) -> None:
     """Run the leader's jobs on this rank until the leader stops."""
     while True:
-        received: Any = model.broadcast_json(None, model.sampling_rank)
-        if received == _STOP:
+        message: Any = model.broadcast_json(None, model.sampling_rank)
+        if message == _STOP:
             return
-        if received != _IDLE:
-            _compute(model, InferenceJob(**{**received, "sampling": Sampling(**received["sampling"])}))
+        if message != _IDLE:
+            _run_job(model, InferenceJob(**{**message, "sampling": Sampling(**message["sampling"])}))

@@ -187,7 +187,7 @@ def load_model(
     config, chosen = run_together(group, lambda: saved_config(root, iteration))
     check_generates(config, root)
     entries = run_together(group, lambda: saved_vocab_size(root, chosen))
-    vocabulary, flags = run_together(group, lambda: _vocabulary(config, tokenizer, entries))
+    vocabulary, flags = run_together(group, lambda: _build_run_tokenizer(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     rank = RankContext(config.model, TensorComm(topology.tp, ledger, plan), topology.device, dtype)
     (stage,) = build_stages(rank, topology.layout, topology.coordinates.pp, entries, None)
@@ -200,9 +200,8 @@ def load_model(
             topology.layout, *links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device
         )
     # Communication and varying shapes (experts) cannot be recorded as CUDA graphs.
-    alone = topology.layout.world_size == 1 and not config.model.has_experts
-    records = topology.device.type == "cuda" and alone
-    workspaces = Workspaces(record_on_cuda if records else None)
+    can_record = topology.device.type == "cuda" and topology.layout.world_size == 1 and not config.model.has_experts
+    workspaces = Workspaces(record_on_cuda if can_record else None)
     return LoadedModel(stage.eval(), vocabulary, config, chosen, topology, ledger, channel, workspaces, flags)
 
 
@@ -221,10 +220,10 @@ def load_weights(stage: Stage, root: str | Path, iteration: Iteration, topology:
     )
 
 
-def _vocabulary(
+def _build_run_tokenizer(
     config: RunConfig, overrides: TokenizerConfig | None, entries: int
 ) -> tuple[Tokenizer, TokenizerConfig]:
-    """Build the run's tokenizer with ``overrides``; return it and its configuration.
+    """Build the run's tokenizer with ``overrides``; return it with its configuration.
 
     The model may have more entries than the tokenizer.
 
@@ -241,7 +240,7 @@ def _vocabulary(
     tokenizer = build_tokenizer(tokenizer_config)
     if tokenizer.vocab_size > entries:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} entries, the checkpoint's model {entries}: it is another "
-            "model's; give the one that this was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} entries, but the checkpoint's model has {entries}; give the "
+            "tokenizer that the model was trained with"
         )
     return tokenizer, tokenizer_config

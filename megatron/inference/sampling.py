@@ -58,15 +58,15 @@ class Sampling:
         if not 0 <= self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p:g} must lie between 0 and 1; 0 chooses among all tokens")
         if not 0 <= self.min_p <= 1:
-            raise UserError(f"--min_p {self.min_p:g} must lie between 0 and 1; 0 leaves out no token")
+            raise UserError(f"--min_p {self.min_p:g} must lie between 0 and 1; 0 excludes no token")
         if self.greedy and (self.top_k or self.top_p or self.min_p):
             raise UserError("--greedy takes the likeliest token: leave out --top_k, --top_p and --min_p")
         if self.repetition_penalty <= 0:
             raise UserError(f"--repetition_penalty {self.repetition_penalty:g} must be positive; 1 changes nothing")
         if not 0 <= self.top_p_decay <= 1 or not 0 <= self.top_p_bound <= 1:
-            raise UserError("top_p_decay and top_p_bound must lie between 0 and 1; 0 leaves top_p as it is")
+            raise UserError("top_p_decay and top_p_bound must lie between 0 and 1; 0 leaves top_p unchanged")
         if (self.top_p_decay or self.top_p_bound) and not self.top_p:
-            raise UserError("top_p_decay and top_p_bound change --top_p: give it, too")
+            raise UserError("top_p_decay and top_p_bound need --top_p, which they change")
 
     @property
     def adjusts(self) -> bool:

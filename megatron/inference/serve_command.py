@@ -35,22 +35,22 @@ DESCRIPTION = """Serves a trained model over HTTP, on one process or, under tool
         -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
     python tools/text_generation_cli.py localhost:5000
 
-PUT /api is Megatron's, POST /v1/completions and /v1/chat/completions are OpenAI's; GET /health says whether the server
-works, GET / is a form.
-Requests are done one after the other; what one may cost, and how many may wait, is bounded. There is no encryption
-and no password: whoever reaches the port may use the model, which is why it is this machine alone unless --host says
-otherwise. Requests must name the server as it is known (their Host header): by a loopback name, by what --allowed-host
-adds, and where it listens to others also by an address or this machine's name."""
+PUT /api is Megatron's API, POST /v1/completions and /v1/chat/completions are OpenAI's; GET /health reports the state of
+the server, and GET / is a form.
+Requests run one at a time; their size and the number of waiting requests are limited. There is no encryption and no
+password: anyone who reaches the port can use the model, so by default (--host) only this machine can. The Host header
+of a request must name the server: by a loopback name, by a name of --allowed-host, or, if other machines can reach the
+server, by an address or this machine's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """The port, and what a request may cost. How tokens are chosen, each request says."""
+    """Address of the server, and limits of requests. Each request has its own sampling options."""
 
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 is every address of this machine.", metavar="ADDRESS"
     )
-    port: int = option(5000, "Port to listen on; 0 takes a free one and prints it.", minimum=0, maximum=65535)
+    port: int = option(5000, "Port to listen on; 0 chooses a free port and prints it.", minimum=0, maximum=65535)
     allowed_host: list[str] = option(  # noqa: RUF009
         [],
         "Additional host name that requests may use for the server; repeatable, * for any.",
@@ -114,7 +114,7 @@ def serve(
     config = configuration(app, flags.max_connections)
     server = HTTPServer(config, worker, lambda: print(f"serving {name} at {url}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn handles both while it runs, and raises them again afterwards; by then the server has ended.
+        # uvicorn handles both signals while it runs, and raises them again after the server has stopped.
         signal.signal(number, lambda *_: request_exit())
     worker.start()
     server.run(sockets=[listening])

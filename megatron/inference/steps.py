@@ -37,7 +37,7 @@ def record_on_cuda(compute: Callable[[], Tensor]) -> Recording:
 
 
 class Replayer:
-    """Replays recorded steps, if there is a recorder.
+    """Runner of steps that replays recordings, if there is a recorder.
 
     The first step of a shape runs eagerly: it loads kernels, which is not allowed during capture, and short texts never
     need the recording. The second step is recorded.
@@ -48,7 +48,7 @@ class Replayer:
 
     def __init__(self, workspaces: Workspaces) -> None:
         self._workspaces = workspaces
-        self._seen: set[Hashable] = set()
+        self._seen_shapes: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
 
     def compute(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
@@ -58,8 +58,8 @@ class Replayer:
             shape: key of everything that the step's kernel launches depend on.
             step: the computation.
         """
-        if self._workspaces.record is None or shape not in self._seen:
-            self._seen.add(shape)
+        if self._workspaces.record is None or shape not in self._seen_shapes:
+            self._seen_shapes.add(shape)
             return step()
         if shape not in self._recordings:
             new_recording = self._workspaces.recording(step)
@@ -72,7 +72,7 @@ class Replayer:
 
     def forget(self) -> None:
         """Drop all recordings, after their memory was freed."""
-        self._seen.clear()
+        self._seen_shapes.clear()
         self._recordings.clear()
 
 
@@ -119,7 +119,7 @@ class Workspaces:
     """
 
     record: Record | None = None
-    _kept: Workspace | None = None
+    _last_workspace: Workspace | None = None
 
     @property
     def block(self) -> int:
@@ -146,14 +146,14 @@ class Workspaces:
             positions: maximum number of positions of a row.
             make: creates a cache with the given number of positions.
         """
-        workspace = self._kept
+        workspace = self._last_workspace
         if workspace is not None and workspace.cache.rows == rows and workspace.cache.capacity >= positions:
             workspace.cache.clear()
             return workspace
-        self._kept = None  # free its memory before allocating the next workspace
+        self._last_workspace = None  # free its memory before allocating the next workspace
         new_workspace = Workspace(make(-(-positions // self.block) * self.block), Replayer(self))
         if self.record is not None:
-            self._kept = new_workspace
+            self._last_workspace = new_workspace
         return new_workspace
 
 

@@ -38,32 +38,33 @@ class TokenDecoder:
 
     def add_token(self, token: int) -> str:
         """Add a token; return its text."""
-        held = self._unsent_text() if self._pending and not self.tokenizer.detokenize([token]) else None
+        text_before = self._unsent_text() if self._pending and not self.tokenizer.detokenize([token]) else None
         self._tokens.append(token)
         text = self._unsent_text()
-        if text == held:  # a token without text, which must not push the beginning of a character out of the context
+        if text == text_before:
+            # A token without text must not push the beginning of a character out of the context.
             self._tokens.pop()
             return ""
         self._pending += 1
         # Up to ``_LONGEST_BEGINNING`` tokens may all belong to a single character; of more tokens, only the end may.
         broken = len(text) - len(text.rstrip(_BROKEN))
         if broken and self._pending <= _LONGEST_BEGINNING:
-            certain = ""
+            complete_text = ""
         else:
-            certain = text[: len(text) - min(broken, _LONGEST_BEGINNING)]
-        if certain == text:
+            complete_text = text[: len(text) - min(broken, _LONGEST_BEGINNING)]
+        if complete_text == text:
             self._advance(text)
             return text
         if self._pending <= _LONGEST_BEGINNING:
             return ""
         # A long run that ends within a character: drop its oldest tokens.
         del self._tokens[:-_CONTEXT]
-        remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(certain) :]
+        remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(complete_text) :]
         if not remaining.endswith(uncertain):
             self._sent, self._pending = len(remaining), 0
             return text
         self._sent, self._pending = len(remaining) - len(uncertain), _LONGEST_BEGINNING
-        return certain
+        return complete_text
 
     @property
     def is_within_character(self) -> bool:
@@ -111,7 +112,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 
 class TextStream:
-    """Streaming detokenizer: complete characters, up to a stop string.
+    """Streaming detokenizer of complete characters, up to a stop string.
 
     A possible beginning of a stop string is held back. The concatenated texts of ``add_token`` and ``finish`` are the
     text of all tokens, cut before the stop string that ends in the earliest token; of several, the first.
@@ -126,7 +127,7 @@ class TextStream:
         self.stop = [text for text in stop if text]
         self.stopped = False
         self._decoder = TokenDecoder(tokenizer, context)
-        self._held = ""
+        self._held_text = ""
 
     def add_token(self, token: int) -> str:
         """Add a token; return the text that becomes final."""
@@ -137,15 +138,15 @@ class TextStream:
         return "" if self.stopped else self._release(self._decoder.finish(), final=True)
 
     def _release(self, text: str, final: bool) -> str:
-        self._held += text
-        stop_positions = [position for position in (self._held.find(stop) for stop in self.stop) if position >= 0]
+        self._held_text += text
+        stop_positions = [position for position in (self._held_text.find(stop) for stop in self.stop) if position >= 0]
         if stop_positions:
             self.stopped = True
-            return self._held[: min(stop_positions)]
-        keep = 0 if final else max((_overlap(self._held, stop) for stop in self.stop), default=0)
-        cut = len(self._held) - keep
-        certain, self._held = self._held[:cut], self._held[cut:]
-        return certain
+            return self._held_text[: min(stop_positions)]
+        keep = 0 if final else max((_overlap(self._held_text, stop) for stop in self.stop), default=0)
+        cut = len(self._held_text) - keep
+        complete_text, self._held_text = self._held_text[:cut], self._held_text[cut:]
+        return complete_text
 
 
 def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int) -> str:

@@ -117,7 +117,7 @@ def test_stop_tokens_and_biases_are_applied(client: openai.OpenAI) -> None:
         ({"messages": [{"content": "a"}]}, r"messages\[0\]: role"),
         ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]: content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\]: content"),
-        ({"tools": [{"type": "function"}]}, "tools is not offered"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"max_tokens": 500}, "max_tokens"),
         ({"logit_bias": {"-1": 3}}, "logit_bias"),
         ({"logit_bias": {"5": 300}}, "logit_bias"),

@@ -92,7 +92,7 @@ class CompletionAnswer:
         self.created = int(time.time())
         self._offsets = [0] * len(completion.job.prompts)
         self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in completion.job.prompts]
-        self._held: list[list[tuple[Token | int, TokenEntry]]] = [[] for _ in completion.job.prompts]
+        self._held_entries: list[list[tuple[Token | int, TokenEntry]]] = [[] for _ in completion.job.prompts]
 
     def _frame(self, choices: list[dict[str, Any]], *, event: bool = False) -> dict[str, Any]:
         return {
@@ -109,7 +109,7 @@ class CompletionAnswer:
         Tokens that end within a character are held back until the character is complete or the row ends. An incomplete
         character at the end is text, too, and belongs to the last held token.
         """
-        decoder, held_entries = self._decoders[row], self._held[row]
+        decoder, held_entries = self._decoders[row], self._held_entries[row]
         for token in tokens:
             number, logprob = (token, None) if isinstance(token, int) else (token.id, token.logprob)
             top = () if isinstance(token, int) else token.top
@@ -122,7 +122,7 @@ class CompletionAnswer:
         if final and held_entries:
             token, entry = held_entries[-1]
             held_entries[-1] = token, replace(entry, text=entry.text + decoder.finish())
-        self._held[row] = []
+        self._held_entries[row] = []
         return held_entries
 
     def _logprobs(self, entries: Sequence[tuple[Token | int, TokenEntry]]) -> dict[str, Any]:
@@ -162,17 +162,17 @@ class CompletionAnswer:
         new = sum(len(result.sampled) for result in results)
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
-    def begin(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Iterator[dict[str, Any]]:
         """First events of a stream: the prompts, if they are echoed."""
         if self.completion.echo:
             for row, prompt in enumerate(self.job.prompts):
                 yield self._event(row, prompt_text(self.tokenizer, prompt), [], None)
 
-    def streamed(self, streamed: StreamedToken) -> dict[str, Any]:
+    def token_event(self, streamed: StreamedToken) -> dict[str, Any]:
         """Stream event of a token."""
         return self._event(streamed.row, streamed.text, [streamed.token], None)
 
-    def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
+    def last_events(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         """Last events of a stream: held-back text, end-of-document tokens, finish reasons, and usage."""
         for row, result in enumerate(results):
             tokens = [] if result.end is None else [result.end]
@@ -213,7 +213,7 @@ class ChatAnswer(CompletionAnswer):
             content.append({**_chat_token(entry.text, entry.logprob), "top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
-    def begin(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Iterator[dict[str, Any]]:
         """First events of a stream: the role."""
         for row in range(len(self.job.prompts)):
             choice = {"index": row, "delta": {"role": "assistant", "content": ""}, "logprobs": None}

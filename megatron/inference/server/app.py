@@ -31,7 +31,7 @@ from megatron.inference.server.answers import (
 from megatron.inference.server.chat import chat_job
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
 from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job
-from megatron.inference.server.worker import Event, Failed, Result, StreamedToken, Ticket, Worker
+from megatron.inference.server.worker import Event, Failure, Result, StreamedToken, Ticket, Worker
 from megatron.tokenizer.chat import ChatTemplate
 
 _ALIVE_SECONDS = 10.0
@@ -50,8 +50,8 @@ _SECURITY = {
 }
 
 
-class Running:
-    """Handle of a submitted job, for its request."""
+class JobHandle:
+    """A submitted job, as seen by its request."""
 
     def __init__(self, worker: Worker, job: InferenceJob) -> None:
         loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class Running:
         last_check = time.monotonic()
         while True:
             event = await self.next(_LISTENING_SECONDS)
-            if isinstance(event, Failed):
+            if isinstance(event, Failure):
                 raise RequestError(event.message, event.status)
             if isinstance(event, list):
                 return event
@@ -137,15 +137,15 @@ class Server:
             Route("/health", self.health),
             Route("/api", self.megatron, methods=["PUT", "POST"]),
             Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.one_model),
+            Route("/v1/models/{model:path}", self.model_by_name),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         handlers: Any = {
-            UserError: _refuse,
-            ClientDisconnect: _client_gone,
-            HTTPException: _not_here,
-            Exception: _failed,
+            UserError: _respond_refused,
+            ClientDisconnect: _respond_disconnected,
+            HTTPException: _respond_unrouted,
+            Exception: _respond_failed,
         }
         checks = [Middleware(HostCheck, hosts=self.hosts)]
         return Starlette(routes=routes, middleware=checks, exception_handlers=handlers)
@@ -173,7 +173,7 @@ class Server:
         """List the single model."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
-    async def one_model(self, request: Request) -> Response:
+    async def model_by_name(self, request: Request) -> Response:
         """Return a model by its name."""
         model_name = request.path_params["model"]
         if model_name != self.name:
@@ -196,15 +196,15 @@ class Server:
         try:
             body = await asyncio.wait_for(self._read(request), self.body_s)
         except asyncio.TimeoutError as error:
-            raise RequestError(f"the request did not come whole in {self.body_s:g} s", 408) from error
+            raise RequestError(f"the request did not arrive completely within {self.body_s:g} s", 408) from error
         self.worker.check_room()  # before parsing a request that the full queue would reject
         try:
             parsed_body = json.loads(body)
             json.dumps(parsed_body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise RequestError("the request holds half a character (an escaped surrogate)") from error
+            raise RequestError("the request contains half a character (an escaped surrogate)") from error
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the request is no JSON: {error}") from error
+            raise RequestError(f"the request is not valid JSON: {error}") from error
         return parsed_body
 
     async def _read(self, request: Request) -> bytes:
@@ -219,7 +219,7 @@ class Server:
         """Handle ``PUT /api``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         job = await run_in_threadpool(megatron_job, body, tokenizer, self.limits)
-        results = await Running(self.worker, job).results(request)
+        results = await JobHandle(self.worker, job).results(request)
         return await run_in_threadpool(lambda: JSONResponse(megatron_answer(job, results, tokenizer)))
 
     async def completions(self, request: Request) -> Response:
@@ -238,7 +238,7 @@ class Server:
         def parse() -> ChatAnswer:
             return ChatAnswer(chat_job(body, self.template, tokenizer, self.limits), self.name, tokenizer)
 
-        # One after the other: each starts a process, and waiting requests must not occupy threads.
+        # Render one chat at a time: each starts a process, and waiting requests must not occupy threads.
         if self._waiting_chats >= self.worker.max_queue:
             raise RequestError(f"{self._waiting_chats} chats are waiting; try again later", 503)
         self._waiting_chats += 1
@@ -253,47 +253,47 @@ class Server:
         return await self._answer(request, answer)
 
     async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
-        running = Running(self.worker, answer.job)
+        handle = JobHandle(self.worker, answer.job)
         if answer.completion.stream:
             return StreamingResponse(
-                _events(running, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+                _events(handle, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
-        results = await running.results(request)
+        results = await handle.results(request)
         return await run_in_threadpool(lambda: JSONResponse(answer.full_response(results)))
 
 
-async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
+async def _events(handle: JobHandle, answer: CompletionAnswer) -> AsyncIterator[str]:
     """Stream a completion as server-sent events."""
     try:
-        for begin in await run_in_threadpool(lambda: [_event(event) for event in answer.begin()]):
-            yield begin
+        for first in await run_in_threadpool(lambda: [_event(event) for event in answer.first_events()]):
+            yield first
         while True:
-            event = await running.next(_ALIVE_SECONDS)
+            event = await handle.next(_ALIVE_SECONDS)
             if event is None:
                 yield ": waiting\n\n"
-            elif isinstance(event, Failed):
+            elif isinstance(event, Failure):
                 yield _event(error_body(event.message, event.status))
                 return
             elif isinstance(event, StreamedToken):
-                yield _event(answer.streamed(event))
+                yield _event(answer.token_event(event))
             else:
-                for end in answer.end(event):
-                    yield _event(end)
+                for last in answer.last_events(event):
+                    yield _event(last)
                 yield "data: [DONE]\n\n"
                 return
     finally:
-        running.cancel()
+        handle.cancel()
 
 
 def _event(value: object) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-async def _refuse(request: Request, error: UserError) -> Response:
+async def _respond_refused(request: Request, error: UserError) -> Response:
     return error_response(str(error), error.status if isinstance(error, RequestError) else 400)
 
 
-async def _not_here(request: Request, error: HTTPException) -> Response:
+async def _respond_unrouted(request: Request, error: HTTPException) -> Response:
     """Respond to a request with an unknown path or method."""
     endpoint, status = f"{request.method} {request.url.path}", error.status_code
     if status == 404:
@@ -307,9 +307,9 @@ async def _not_here(request: Request, error: HTTPException) -> Response:
     return error_response(error.detail, status, headers=error.headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _respond_failed(request: Request, error: Exception) -> Response:
     return error_response(f"the server failed: {type(error).__name__}", 500)
 
 
-async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
+async def _respond_disconnected(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)

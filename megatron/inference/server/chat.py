@@ -11,8 +11,8 @@ from megatron.inference.server.requests import (
     Fields,
     RequestError,
     RequestLimits,
+    default_new_tokens,
     openai_completion,
-    room,
 )
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.chat import ChatTemplate
@@ -45,8 +45,9 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
         raise RequestError("the tokenizer of this model has no chat template; POST /v1/completions takes texts")
     fields = Fields(body)
     fields.reject_unknown([*CHAT_FIELDS, *SHARED_FIELDS])
-    for name, *neutral in (("tools", []), ("tool_choice", "none", "auto"), ("response_format", {"type": "text"})):
-        fields.refuse(name, *neutral)
+    fields.reject_unsupported("tools", [])
+    fields.reject_unsupported("tool_choice", "none", "auto")
+    fields.reject_unsupported("response_format", {"type": "text"})
     options = Fields(
         fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
     )
@@ -54,17 +55,17 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
     top = fields.integer("top_logprobs", 0, minimum=0, maximum=MAX_TOP)
     with_logprobs = fields.flag("logprobs", False)
     if top and not with_logprobs:
-        raise RequestError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out")
+        raise RequestError("top_logprobs needs logprobs: true; add it, or leave out top_logprobs")
     listed = fields.listed("messages")
     if not 0 < len(listed) <= MAX_MESSAGES:
         raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")
     messages = [_message(value, f"messages[{index}]") for index, value in enumerate(listed)]
     prompt = tokenizer.tokenize(template.render(messages, variables))
     if not prompt:
-        raise RequestError("messages: the chat template makes an empty prompt of them")
+        raise RequestError("messages: the chat template renders them as an empty prompt")
     name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     share = limits.tokens // fields.integer("n", 1) - len(prompt)
-    new = fields.integer(name, room(share, [prompt], limits), maximum=limits.window)
+    new = fields.integer(name, default_new_tokens(share, [prompt], limits), maximum=limits.window)
     return openai_completion(fields, tokenizer, limits, [prompt], new, top=top if with_logprobs else None, echo=False)
 
 

@@ -57,7 +57,7 @@ class AllowedHosts:
             name = host.strip().lower().rstrip(".")
             if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
                 raise UserError(
-                    f"--allowed-host {host!r} is no name of a host; give one such as models.example.org, without a port"
+                    f"--allowed-host {host!r} is not a host name; give one such as models.example.org, without a port"
                 )
             self._names.add(name)
         bound = bound.strip().lower()
@@ -92,7 +92,7 @@ class HostCheck:
         if header is not None and not self.hosts.allows(header):
             name = host_name(header) or header
             refusal = error_response(
-                f"this server does not go by the name {name}; start it with --allowed-host {name} if it should", 403
+                f"this server does not accept the name {name}; start it with --allowed-host {name} to allow it", 403
             )
             await refusal(scope, receive, send)
             return

@@ -70,23 +70,23 @@ class HTTPServer(uvicorn.Server):
     """uvicorn server that answers every pending request at shutdown.
 
     Args:
-        config: configuration, as ``configuration`` makes it.
+        config: configuration from ``configuration``.
         worker: worker that runs the jobs; it stops with the server.
-        listens: called when the server listens.
+        on_startup: called when the server listens.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, listens: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, on_startup: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
         self.worker = worker
-        self._listens = listens
+        self._on_startup = on_startup
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listens()
+        self._on_startup()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.worker.cut()
-        asyncio.get_running_loop().call_later(_CUT_SECONDS, self.worker.give_up)
+        self.worker.stop_jobs()
+        asyncio.get_running_loop().call_later(_CUT_SECONDS, self.worker.fail_current_job)
         await super().shutdown(sockets)
 
 
@@ -99,7 +99,7 @@ def configuration(app: Starlette, max_connections: int) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         backlog=BACKLOG,
-        limit_concurrency=max_connections + 1,  # reached by as many connections
+        limit_concurrency=max_connections + 1,  # this many connections already exceed uvicorn's limit
         timeout_keep_alive=10,
         timeout_graceful_shutdown=5,
     )

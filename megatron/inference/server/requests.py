@@ -73,17 +73,17 @@ class Fields(Values):
             raise RequestError(f"{name} holds {len(listed)} texts, at most {most} are allowed")
         return listed
 
-    def refuse(self, name: str, *neutral: object) -> None:
+    def reject_unsupported(self, name: str, *neutral: object) -> None:
         """Reject an unsupported field, unless its value is neutral."""
         if self.has(name) and self[name] not in neutral:
-            raise RequestError(f"{name} is not offered here; leave it out")
+            raise RequestError(f"{name} is not supported; leave it out")
 
     def reject_unknown(self, names: Sequence[str]) -> None:
         """Reject unknown fields; a misspelled field would silently have no effect."""
         unknown = sorted(set(self) - set(names))
         if unknown:
             hint = nearest(unknown[0], names)
-            raise RequestError(f"unknown field {unknown[0]}{hint}; known are {', '.join(sorted(names))}")
+            raise RequestError(f"unknown field {unknown[0]}{hint}; the fields are {', '.join(sorted(names))}")
 
 
 def _seeds(fields: Fields, name: str, count: int) -> list[int]:
@@ -115,7 +115,7 @@ def _longest(prompts: Sequence[Sequence[int]]) -> int:
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
-def room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
+def default_new_tokens(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
     """Default number of new tokens: ``usual``, limited by the window."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
@@ -128,13 +128,13 @@ def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: RequestLimit
     longest = _longest(prompts)
     if longest + new > limits.window:
         raise RequestError(
-            f"the longest prompt has {longest} tokens and {new} more are wanted; the model's window is {limits.window}"
+            f"the longest prompt has {longest} tokens, with {new} more requested; the model's window is {limits.window}"
         )
     total = len(prompts) * (longest + new)
     if total > limits.tokens:
         raise RequestError(
             f"{len(prompts)} prompts of up to {longest} tokens and {new} more for each are {total} tokens; "
-            f"a request may have {limits.tokens}"
+            f"the limit is {limits.tokens}"
         )
 
 
@@ -166,14 +166,16 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     """
     fields = Fields(body)
     fields.reject_unknown(MEGATRON_FIELDS)
-    fields.refuse("beam_width", 0)
-    fields.refuse("prevent_newline_after_colon", False)
+    fields.reject_unsupported("beam_width", 0)
+    fields.reject_unsupported("prevent_newline_after_colon", False)
     fields.listed("prompts")  # a bare text is not allowed
     texts = fields.bounded_texts("prompts", MAX_PROMPTS, 1 << 20)
     prompts = tokenizer.tokenize_batch(texts)
     if fields.flag("add_BOS", False):
         prompts = [[start_token(tokenizer), *prompt] for prompt in prompts]
-    new = fields.integer("tokens_to_generate", room(64, prompts, limits), minimum=0, maximum=limits.window)
+    new = fields.integer(
+        "tokens_to_generate", default_new_tokens(64, prompts, limits), minimum=0, maximum=limits.window
+    )
     logprobs = fields.flag("logprobs", False)
     if not new and not logprobs:
         raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
@@ -244,8 +246,8 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
     """
     fields = Fields(body)
     fields.reject_unknown([*COMPLETION_FIELDS, *SHARED_FIELDS])
-    for name, *neutral in (("best_of", 1), ("suffix", "")):
-        fields.refuse(name, *neutral)
+    fields.reject_unsupported("best_of", 1)
+    fields.reject_unsupported("suffix", "")
     prompt = fields.get("prompt", "")
     if not isinstance(prompt, (str, list)):
         raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
@@ -261,12 +263,12 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
         prompts = tokenizer.tokenize_batch(fields.bounded_texts("prompt", MAX_PROMPTS, 1 << 20))
     top = fields.integer("logprobs", minimum=0, maximum=MAX_TOP) if fields.has("logprobs") else None
     echo = fields.flag("echo", False)
-    new = fields.integer("max_tokens", room(16, prompts, limits), minimum=0, maximum=limits.window)
+    new = fields.integer("max_tokens", default_new_tokens(16, prompts, limits), minimum=0, maximum=limits.window)
     if not new and not echo:
         raise RequestError("max_tokens 0 only makes sense with echo: true")
     completion = openai_completion(fields, tokenizer, limits, prompts, new, top=top, echo=echo)
     if completion.stream and echo and top is not None:
-        raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
+        raise RequestError("stream with both echo and logprobs is not supported; leave one of them out")
     return completion
 
 

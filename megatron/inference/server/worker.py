@@ -53,7 +53,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failure:
     """Failure of a job.
 
     Args:
@@ -65,9 +65,9 @@ class Failed:
     status: int = 500
 
 
-Event = StreamedToken | list[Result] | Failed
+Event = StreamedToken | list[Result] | Failure
 
-_ENDS = "the server ends; ask again when it is back"
+_SHUTTING_DOWN = "the server is shutting down; try again later"
 
 
 @dataclass
@@ -99,37 +99,37 @@ class Worker:
         self.error: BaseException | None = None
         self.served = 0
         self.max_queue = max_queue
-        self._ended = on_end
+        self._on_end = on_end
         self._patience_s = patience_s
         self._queue: queue.Queue[Ticket] = queue.Queue(max_queue)
         self._stop = threading.Event()
-        self._at_hand: Ticket | None = None
-        self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
+        self._current: Ticket | None = None
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def cut(self) -> None:
+    def stop_jobs(self) -> None:
         """Stop the current job early, and fail all queued jobs."""
         self._stop.set()
-        self._turn_away()
+        self._fail_queued_jobs()
 
-    def give_up(self) -> None:
+    def fail_current_job(self) -> None:
         """Fail the current job, so that its client stops waiting."""
-        ticket = self._at_hand
+        ticket = self._current
         if ticket is not None:
-            ticket.emit(Failed(_ENDS, 503))
+            ticket.emit(Failure(_SHUTTING_DOWN, 503))
 
     def stop(self) -> None:
         """Stop the current job early and join the thread; the other ranks end, too."""
-        self.cut()
+        self.stop_jobs()
         self._thread.join()
 
     @property
     def busy(self) -> bool:
         """Whether a job is running."""
-        return self._at_hand is not None
+        return self._current is not None
 
     @property
     def queued_jobs(self) -> int:
@@ -143,7 +143,7 @@ class Worker:
             RequestError: when the queue is full, or the server is shutting down.
         """
         if self._stop.is_set():
-            raise RequestError(_ENDS, 503)
+            raise RequestError(_SHUTTING_DOWN, 503)
         if self._queue.full():
             raise RequestError(f"{self.queued_jobs} requests are waiting; try again later", 503)
 
@@ -159,9 +159,9 @@ class Worker:
         except queue.Full as error:
             raise RequestError(f"{self.queued_jobs} requests are waiting; try again later", 503) from error
         if self._stop.is_set():
-            self._turn_away()  # the thread may have emptied the queue already
+            self._fail_queued_jobs()  # the thread may have emptied the queue already
 
-    def _main(self) -> None:
+    def _run(self) -> None:
         try:
             if self.model.device.type == "cuda":
                 torch.cuda.set_device(self.model.device)  # the current device is per thread
@@ -172,21 +172,21 @@ class Worker:
                     except queue.Empty:
                         continue
                     if not ticket.canceled.is_set():
-                        self._do(leader, ticket)
+                        self._run_job(leader, ticket)
         except BaseException as error:
             self.error = error
         finally:
             self._stop.set()
-            self._turn_away()
-            self._ended()
+            self._fail_queued_jobs()
+            self._on_end()
 
-    def _turn_away(self) -> None:
+    def _fail_queued_jobs(self) -> None:
         """Fail all queued jobs."""
         with suppress(queue.Empty):
             while True:
-                self._queue.get_nowait().emit(Failed(_ENDS, 503))
+                self._queue.get_nowait().emit(Failure(_SHUTTING_DOWN, 503))
 
-    def _do(self, leader: Leader, ticket: Ticket) -> None:
+    def _run_job(self, leader: Leader, ticket: Ticket) -> None:
         job = ticket.job
         streams = [TextStream(self.model.tokenizer, job.stop, prompt) for prompt in job.prompts]
         texts = [""] * len(streams)
@@ -197,14 +197,14 @@ class Worker:
             ticket.emit(StreamedToken(row, token, text))
             return streams[row].stopped or ticket.canceled.is_set() or self._stop.is_set()
 
-        self._at_hand = ticket
+        self._current = ticket
         try:
-            scored_prompts, continuations = leader.do(job, on_token)
+            scored_prompts, continuations = leader.run(job, on_token)
         except BaseException as error:
-            ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
+            ticket.emit(Failure(f"the server failed: {type(error).__name__}: {error}"))
             raise
         finally:
-            self._at_hand = None
+            self._current = None
         self.served += 1
         results = []
         for text, stream, sample, prompt in zip(texts, streams, continuations, scored_prompts, strict=True):

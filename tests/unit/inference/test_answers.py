@@ -101,8 +101,8 @@ def test_stream_events_add_up_to_the_full_answer(
     result = dataclasses.replace(result, text="".join(texts) + final, unstreamed_text=final)
     assert ("\ufffd" in result.text) == (left_out in (4, 5)), "the cases end within and behind the character"
     answer, full_answer = (kind(Completion(job, 1, False, False, False), "name", tokenizer) for _ in range(2))
-    events = [answer.streamed(StreamedToken(0, *pair)) for pair in zip(result.tokens, texts, strict=True)]
-    events += list(answer.end([result]))
+    events = [answer.token_event(StreamedToken(0, *pair)) for pair in zip(result.tokens, texts, strict=True)]
+    events += list(answer.last_events([result]))
     expected = full_answer.full_response([result])["choices"][0]["logprobs"]
     logprobs = [event["choices"][0]["logprobs"] for event in events]
     lists = [name for name, values in expected.items() if values is not None]

@@ -163,4 +163,4 @@ def test_waiting_clients_are_answered_when_the_server_ends() -> None:
     answers = [connection.recv(65536) for connection in opened]
     assert answers[0].startswith(b"HTTP/1.1 200")
     assert answers[1].startswith(b"HTTP/1.1 503")
-    assert b"the server ends" in answers[1]
+    assert b"the server is shutting down" in answers[1]

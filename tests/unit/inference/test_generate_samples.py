@@ -16,14 +16,14 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
-from megatron.inference.generate_command import GenerationTaskFlags, Session, check, read_prompts
+from megatron.inference.generate_command import GenerationTaskFlags, Session, check_flags, read_prompts
 from megatron.inference.sampling import Sampling
 from tests.unit.inference.support import trained_model
 
 
 def refusal(**flags: object) -> str:
     with pytest.raises(UserError) as caught:
-        check(GenerationTaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
+        check_flags(GenerationTaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -56,7 +56,7 @@ def test_the_default_output_file_is_checked_too(prompts: Path) -> None:
 def test_a_writable_output_is_unchanged_by_the_check(prompts: Path) -> None:
     output = prompts.with_name("output")
     output.write_text("before")
-    assert check(
+    assert check_flags(
         GenerationTaskFlags(sample_input_file=str(prompts), sample_output_file=str(output)), SamplingFlags()
     ) == ["1 2", "3"]
     assert output.read_text() == "before"
@@ -87,14 +87,14 @@ def test_a_byte_order_mark_is_stripped_from_typed_input(
     for mark in ("", "\ufeff"):
         typed = io.TextIOWrapper(io.BytesIO(f"{mark}5 6\n\n".encode()), encoding="utf-8")
         monkeypatch.setattr(sys, "stdin", typed)
-        Session(trained_model(), SamplingFlags(out_seq_length=2), 1).interactive(60)
+        Session(trained_model(), SamplingFlags(out_seq_length=2), 1).continue_typed_prompts(60)
         printed.append(capsys.readouterr().out)
     assert "Megatron-LM:" in printed[0]
     assert printed[1] == printed[0]
 
 
 def test_a_prompt_with_invalid_utf8_is_refused() -> None:
-    assert "--prompt: is no UTF-8 text" in refusal(prompt=os.fsdecode(b"\xff\xfe bad"))
+    assert "--prompt: is not valid UTF-8" in refusal(prompt=os.fsdecode(b"\xff\xfe bad"))
 
 
 def test_a_full_disk_is_one_line_and_texts_are_printed(
@@ -108,10 +108,10 @@ def test_a_full_disk_is_one_line_and_texts_are_printed(
     monkeypatch.setattr(generate_command, "atomic_write", full)
     session = Session(trained_model(), SamplingFlags(out_seq_length=2), 4)
     with pytest.raises(UserError, match=r"--genfile .*: No space left on device"):
-        session.unconditional(GenerationTaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))
+        session.write_samples(GenerationTaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))
     assert capsys.readouterr().out.count('"text"') == 3
     with pytest.raises(UserError, match=r"--sample-output-file .*: No space left on device"):
-        session.from_file(GenerationTaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
+        session.write_continuations(GenerationTaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
     assert capsys.readouterr().out.count("Context:") == 2
 
 
@@ -121,10 +121,10 @@ def test_flags_of_penalties_and_stop_tokens_reach_the_generation() -> None:
     penalties |= {"presence_penalty": 0.25, "frequency_penalty": 0.5}
     flags = SamplingFlags(**penalties, out_seq_length=6)
     assert flags.sampling() == Sampling(**penalties)
-    (sample,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_all(["1 2"])
+    (sample,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_texts(["1 2"])
     stop = sample.tokens[4]
     flags = SamplingFlags(greedy=True, out_seq_length=6, stop_token_ids=[stop])
-    (stopped,) = Session(model, flags, 1).continue_all(["1 2"])
+    (stopped,) = Session(model, flags, 1).continue_texts(["1 2"])
     assert stopped.finished
     assert stopped.tokens == sample.tokens[: sample.tokens.index(stop, 2)]
 
@@ -134,7 +134,7 @@ def test_a_typed_line_with_invalid_utf8_is_requested_again(
 ) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe bad\n5 6\n\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
-    Session(trained_model(), SamplingFlags(out_seq_length=2), 1).interactive(60)
+    Session(trained_model(), SamplingFlags(out_seq_length=2), 1).continue_typed_prompts(60)
     out = capsys.readouterr().out
-    assert out.count("is no UTF-8 text") == 1
+    assert out.count("is not valid UTF-8") == 1
     assert out.count("Megatron-LM:") == 1

@@ -49,7 +49,7 @@ def test_further_names_can_be_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["", "http://a.example", "a.example:5000", "a b", "a.example/x"])
 def test_invalid_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"--allowed-host .* is no name of a host"):
+    with pytest.raises(UserError, match=r"--allowed-host .* is not a host name"):
         AllowedHosts("127.0.0.1", [name])
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.requests import RequestError
-from megatron.inference.server.worker import Event, Failed, StreamedToken, Ticket, Worker
+from megatron.inference.server.worker import Event, Failure, StreamedToken, Ticket, Worker
 from tests.unit.inference.support import trained_model
 
 ENDLESS = InferenceJob([[1, 2]], 10**6, Sampling(greedy=True), [1])
@@ -47,11 +47,11 @@ def start_job(worker: Worker) -> Listener:
 def test_the_running_job_is_cut_short_and_waiting_jobs_are_refused() -> None:
     worker = working()
     first, second = start_job(worker), Listener(worker, ENDLESS)
-    worker.cut()
+    worker.stop_jobs()
     (result,) = first.last()  # type: ignore[misc]
     assert 0 < len(result.tokens) < 10**6
     last_event = second.last()
-    assert isinstance(last_event, Failed)
+    assert isinstance(last_event, Failure)
     assert last_event.status == 503
     assert "ends" in last_event.message
     with pytest.raises(RequestError, match="ends") as refused:
@@ -74,9 +74,9 @@ def test_waiting_jobs_are_refused_while_the_running_job_is_slow() -> None:
     first = Listener(worker, ENDLESS)
     assert entered.wait(20)
     second = Listener(worker, ENDLESS)
-    worker.cut()
+    worker.stop_jobs()
     event = second.events.get(timeout=5)
-    assert isinstance(event, Failed)
+    assert isinstance(event, Failure)
     assert event.status == 503
     assert first.events.empty()
     hook.remove()
@@ -87,9 +87,9 @@ def test_waiting_jobs_are_refused_while_the_running_job_is_slow() -> None:
 def test_a_job_that_outlasts_the_grace_period_is_ended() -> None:
     worker = working()
     first = start_job(worker)
-    worker.give_up()
+    worker.fail_current_job()
     event = first.last()
-    assert isinstance(event, Failed)
+    assert isinstance(event, Failure)
     assert event.status == 503
     worker.stop()
 
@@ -103,7 +103,7 @@ def test_waiting_jobs_are_refused_when_the_server_fails() -> None:
     worker.start()
     for listener, status in ((first, 500), (second, 503)):
         event = listener.last()
-        assert isinstance(event, Failed)
+        assert isinstance(event, Failure)
         assert event.status == status
     worker.stop()
     assert worker.error is not None
