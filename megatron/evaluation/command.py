@@ -23,17 +23,17 @@ DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process 
     python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load DIR
     python tools/launch.py --nproc-per-node 4 tasks/main.py --tensor-model-parallel-size 2 ... --load DIR
 
-WIKITEXT103 takes any text: the loss of each token, the perplexity, and the perplexity by words as they were before
-the spelling of WikiText (undone where the path holds "wiki"). LAMBADA takes JSON lines with a field text, whose last
-word is to be found. CONTINUATION takes JSON lines with a field text too: how often greedy decoding goes on as the text
-does, and how often the text's own continuation is likelier than those of other places.
-More processes than the model is split over share the work.
+WIKITEXT103 takes any text and prints the mean loss of its tokens, the perplexity, and the perplexity per original word
+(if the path contains "wiki", WikiText's spaces around punctuation are removed before tokenization). LAMBADA takes JSON
+lines with a field text and predicts its last word. CONTINUATION takes the same and prints how often greedy decoding
+reproduces the text, and how often the true continuation is likelier than continuations from other positions.
+Processes beyond those that the model is split over hold replicas, which share the work.
 
-Other tasks fine-tune a model, or evaluate what was fine-tuned; --task MNLI --help shows their flags:
+Other tasks fine-tune a model, or evaluate a fine-tuned model; --task MNLI --help shows their flags:
 
     python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv --epochs 3 ...
 
-They are %s."""
+These tasks are %s."""
 
 
 ZeroShotTask = Literal["WIKITEXT103", "LAMBADA", "CONTINUATION"]
@@ -42,21 +42,21 @@ ZERO_SHOT: tuple[str, ...] = get_args(ZeroShotTask)
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShotFlags:
-    """The task, and what it reads."""
+    """The task and its data."""
 
-    task: ZeroShotTask = required("What to measure.")  # noqa: RUF009
+    task: ZeroShotTask = required("Name of the task.")  # noqa: RUF009
     valid_data: list[str] = required(  # noqa: RUF009
-        "The text, or the JSON lines.", metavar="FILE", count=1
+        "File of the text, or of the JSON lines.", metavar="FILE", count=1
     )
     overlapping_eval: int = option(
         32,
-        "WIKITEXT103: tokens that each window after the first predicts, from those before them; 0: windows do "
-        "not overlap, which is faster and worse.",
+        "WIKITEXT103: new tokens that each window after the first predicts; 0: windows do not overlap, which is faster "
+        "but overestimates the loss.",
         unit="tokens",
         minimum=0,
     )
-    strict_lambada: bool = option(False, "LAMBADA: the whole last word counts, not only its last token.")
-    samples: int = option(2000, "CONTINUATION: maximum number of places in the text.", unit="places", minimum=1)
+    strict_lambada: bool = option(False, "LAMBADA: predict the whole last word, not only its last token.")
+    samples: int = option(2000, "CONTINUATION: maximum number of positions.", unit="positions", minimum=1)
     prompt_tokens: int = option(32, "CONTINUATION: tokens before the continuation.", unit="tokens", minimum=1)
     continuation_tokens: int = option(8, "CONTINUATION: tokens to predict.", unit="tokens", minimum=1)
     choices: int = option(
@@ -71,7 +71,7 @@ class ZeroShotFlags:
     keep_last: bool = option(False, "Keep the last, smaller batch: always on here.", no_effect="it is always kept")
 
 
-def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
+def prepare_evaluation(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
     """Validate the flags and read the data, before the process group is created.
 
     Returns:
@@ -92,15 +92,15 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
         return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
     if flags.task == "CONTINUATION":
         documents = lambada.read_texts(path)
-        places = continuation.QuestionOptions(
+        options = continuation.QuestionOptions(
             flags.samples, flags.prompt_tokens, flags.continuation_tokens, flags.choices
         )
-        return lambda model: continuation.evaluate(model, documents, path, places, batch)
-    read = wikitext.read_text(path)
-    return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)
+        return lambda model: continuation.evaluate(model, documents, path, options, batch)
+    text, words = wikitext.read_text(path)
+    return lambda model: wikitext.evaluate(model, text, words, path, flags.overlapping_eval or None, batch)
 
 
-def asked_task(words: Sequence[str]) -> str:
+def requested_task(words: Sequence[str]) -> str:
     """Name of the requested task, from the last --task in any spelling, else from the --config file; empty if there is
     none."""
     task, path = _flag_value("task", words), _flag_value("config", words)
@@ -110,7 +110,7 @@ def asked_task(words: Sequence[str]) -> str:
         content: Any = read_yaml(path)
     except UserError:
         return ""  # the flag parser reports the error
-    for _ in range(2):  # the task is in a section of its own, or at the top level
+    for _ in range(2):  # the task is in a section of the same name, or at the top level
         content = next((value for key, value in content.items() if spell(str(key)) == "task"), "")
         if not isinstance(content, dict):
             break
@@ -130,7 +130,7 @@ def _flag_value(flag: str, words: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 on success, or 2 after printing a one-line error."""
     words = list(sys.argv[1:] if argv is None else argv)
-    task = asked_task(words)
+    task = requested_task(words)
     if task_name(task) in TASKS:
         return finetune.main(words)
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_flags(words, {"task": ZeroShotFlags}, "main.py", about)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: ZeroShotFlags = parsed.sections["task"]
-        evaluate = checked(flags)
+        evaluate = prepare_evaluation(flags)
         layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.evaluation.scoring import Window, losses, matched, scores
+from megatron.evaluation.scoring import Window, count_matches, score_windows, window_losses
 from megatron.inference.model import LoadedModel
 
 
@@ -35,14 +35,14 @@ class QuestionOptions:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its candidate continuations; the first is the true continuation."""
+    """A prompt and its candidate continuations, the true continuation first."""
 
     prompt: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...]
 
 
-def questions_of(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[Question]:
-    """Questions about tokenized documents; they neither overlap nor cross the end of a document.
+def make_questions(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[Question]:
+    """Make questions from tokenized documents; they neither overlap nor cross the end of a document.
 
     Wrong continuations are the true continuations of distant positions. Short texts give fewer questions than
     ``options.samples``; a question is dropped if a wrong continuation equals the true continuation.
@@ -77,16 +77,16 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: Quest
     if length > model.window + 1:
         raise UserError(
             f"--prompt-tokens {options.prompt} and --continuation-tokens {options.continuation} are more than the "
-            f"{model.window} tokens that the model reads, and the one after them; give fewer"
+            f"{model.window} tokens that the model reads, plus one; give fewer"
         )
-    questions = questions_of([model.tokenizer.tokenize(text) for text in texts], options)
+    questions = make_questions([model.tokenizer.tokenize(text) for text in texts], options)
     if not questions:
-        raise UserError(f"--valid-data {path}: no text has {length} tokens in two places that differ; give more text")
+        raise UserError(f"--valid-data {path}: has no two different passages of {length} tokens; give more text")
     rows = [[(*question.prompt, *end) for end in question.continuations] for question in questions]
     true_windows = [Window(row[0], options.continuation) for row in rows]
     all_windows = [Window(tokens, options.continuation) for row in rows for tokens in row]
-    counts_n = scores(model, true_windows, batch, matched, "greedy")
-    losses_nc = scores(model, all_windows, batch, losses, "ranking").view(len(rows), options.choices)
+    counts_n = score_windows(model, true_windows, batch, count_matches, "greedy")
+    losses_nc = score_windows(model, all_windows, batch, window_losses, "ranking").view(len(rows), options.choices)
     exact = float((counts_n == options.continuation).double().mean())
     best = float((losses_nc[:, :1] < losses_nc[:, 1:]).all(dim=1).double().mean())
     return (

@@ -39,7 +39,7 @@ _LATER = (
     (" N ", " 1 "),
     (" 's", "'s"),
 )
-"""Headings, degrees, line ends, omitted numbers, and the possessive."""
+"""Headings, degrees, line ends, placeholders of numbers, and the possessive."""
 
 
 def wikitext(text: str) -> str:

@@ -30,7 +30,7 @@ from megatron.data.tasks.examples import ExampleFile
 from megatron.data.tasks.glue import read_glue
 from megatron.data.tasks.race import read_race
 from megatron.distributed.process_group import LaunchEnvironment
-from megatron.evaluation.task_metrics import check_packages, scores
+from megatron.evaluation.task_metrics import check_packages, compute_metrics
 from megatron.models.classification import POOLING
 from megatron.tokenizer.api import Tokenizer
 from megatron.training.console import make_output_last
@@ -54,8 +54,8 @@ class TaskData:
     validation: Sequence[ExampleFile]
 
     def sizes(self, config: RunConfig) -> tuple[int, int]:
-        """Number of training samples in an epoch, before the order drops any, and of validation samples."""
-        return self._order(config, 1).draws, _samples(self.validation)
+        """Number of training samples of an epoch, before the order drops any, and number of validation samples."""
+        return self._order(config, 1).draws, _count_samples(self.validation)
 
     @property
     def notes(self) -> list[str]:
@@ -66,11 +66,11 @@ class TaskData:
         """Build the datasets of a resolved run (UserError if there is no tokenizer)."""
         if tokenizer is None:
             raise UserError(
-                "a task reads texts: give --tokenizer-type, such as BertWordPieceLowerCase --vocab-file FILE"
+                "a task needs a tokenizer: give --tokenizer-type, such as BertWordPieceLowerCase --vocab-file FILE"
             )
         model = config.model
         size = config.training.global_batch_size // model.sequences_per_sample
-        orders = self._order(config, size), Epochs(_samples(self.validation), size, keep_last=True, shuffle=False)
+        orders = self._order(config, size), Epochs(_count_samples(self.validation), size, keep_last=True, shuffle=False)
 
         def build(files: Sequence[ExampleFile], order: Epochs, epochs: int) -> TaskDataset:
             examples = [example for file in files for example in file.examples]
@@ -83,14 +83,14 @@ class TaskData:
     def _order(self, config: RunConfig, size: int) -> Epochs:
         """Training order, in batches of ``size`` samples."""
         recurring = config.data.sample_order == "fixed"
-        samples, keeps = _samples(self.training), self.task_config.keep_last_batch
+        samples, keeps = _count_samples(self.training), self.task_config.keep_last_batch
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
 
     def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
-        return scores(self.task, self.validation, outputs_nc)
+        return compute_metrics(self.task, self.validation, outputs_nc)
 
 
-def _samples(files: Sequence[ExampleFile]) -> int:
+def _count_samples(files: Sequence[ExampleFile]) -> int:
     return sum(len(file.examples) for file in files)
 
 
@@ -110,7 +110,7 @@ def read_data(task_config: TaskConfig, task: Task) -> TaskData:
     return TaskData(task_config, task, training, read(task_config.valid_data, "--valid-data"))
 
 
-def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
+def adopt_initial_checkpoint(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
     """Set the model's shape from the initial checkpoint: --load, else --pretrained-checkpoint.
 
     Returns:
@@ -127,9 +127,9 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
             f"--load {load}",
             saved.model.type_and_task,
             model_config.type_and_task,
-            _other_type(saved.model, model_config),
+            _suggest_type(saved.model, model_config),
         )
-        _take_shape(parsed, saved, load, iteration, task)
+        _adopt_shape(parsed, saved, load, iteration, task)
         return None
     folder = checkpoint.pretrained_checkpoint
     if folder is None:
@@ -142,20 +142,20 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
         )
     saved, iteration = saved_config(folder)
     flag = f"--pretrained-checkpoint {folder}"
-    check_model_type(flag, saved.model.type_and_task, model_config.model_type, _other_type(saved.model, model_config))
+    check_model_type(flag, saved.model.type_and_task, model_config.model_type, _suggest_type(saved.model, model_config))
     if saved.model.has_experts:
-        raise UserError(f"{flag} holds a model with experts, which models of tasks have not; name a dense one's")
-    _take_shape(parsed, saved, folder, iteration, task)
+        raise UserError(f"{flag} holds a model with experts, which tasks do not support; name that of a dense model")
+    _adopt_shape(parsed, saved, folder, iteration, task)
     return folder, iteration
 
 
-def _other_type(saved: ModelConfig, model: ModelConfig) -> str:
-    """Hint for a checkpoint of another kind that can be fine-tuned, too; empty for other kinds."""
+def _suggest_type(saved: ModelConfig, model: ModelConfig) -> str:
+    """Suggest the flag for a checkpoint of another type that can be fine-tuned; empty for other types."""
     differs = saved.model_type != model.model_type and saved.model_type in POOLING
     return f"give --model-type {saved.model_type}" if differs else ""
 
 
-def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
+def _adopt_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
     saved = replace(saved, model=task.on(saved.model))
     merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved, "")
     tokenizer = fit_tokenizer(merged.tokenizer, saved_vocab_size(root, iteration), parsed)
@@ -163,7 +163,7 @@ def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Itera
 
 
 def check_batches(config: RunConfig, task_config: TaskConfig) -> None:
-    """Check that a resumed run has the same batches and epochs as before: its position is counted in them.
+    """Check that a resumed run has the same batches and epochs as before, in which its position is counted.
 
     Args:
         config: configuration returned by ``sized``.
@@ -180,17 +180,17 @@ def check_batches(config: RunConfig, task_config: TaskConfig) -> None:
     saved, iteration = saved_config(load, checkpoint.ckpt_step)
     if not isinstance(iteration, int):
         return
-    each, anew = config.model.sequences_per_sample, "--finetune to begin anew with its weights"
-    saved_batch, batch = saved.training.global_batch_size // each, config.training.global_batch_size // each
+    sequences, anew = config.model.sequences_per_sample, "--finetune to start over with its weights"
+    saved_batch, batch = (run.training.global_batch_size // sequences for run in (saved, config))
     if saved_batch != batch:
         raise UserError(
-            f"--load {load} goes on with global batches of {saved_batch} samples, and this run has {batch}: give "
+            f"--load {load} continues with global batches of {saved_batch} samples, but this run has {batch}: give "
             f"--global-batch-size {saved_batch}, or {anew}"
         )
     saved_epoch, epoch = saved.validation.eval_interval, config.validation.eval_interval
     if saved_epoch != epoch:
         raise UserError(
-            f"--load {load} goes on with epochs of {saved_epoch} iterations, and this run has {epoch}: give the same "
+            f"--load {load} continues with epochs of {saved_epoch} iterations, but this run has {epoch}: give the same "
             f"--train-data, --sample-order and --keep-last, or {anew}"
         )
 
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_packages()
         parsed, task_flags, task = parse_task(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        pretrained = begin_with(parsed, task)
+        pretrained = adopt_initial_checkpoint(parsed, task)
         data = read_data(task_flags, task)
         parsed.config = sized(parsed, task_flags, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, task_flags)

@@ -30,22 +30,21 @@ DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
     python tools/launch.py --nproc-per-node 2 tools/evaluate_lm.py \\
         --tensor-model-parallel-size 2 --load checkpoints --tasks ...
 
---via adapter (the default) asks the checkpoint directly, on any layout; --via hf exports it to a Hugging Face folder
-and lets the harness's own model read that, which needs a GPT-2 or Llama architecture and one process. Both give the
-same figures, to rounding. The harness fetches the data of its own tasks from the internet; files of your own it
-reads from --include-path."""
+--via adapter (the default) runs the checkpoint directly, on any layout; --via hf exports it to a Hugging Face folder
+for the harness's own model, which needs a GPT-2 or Llama architecture and a single process. Both give the same
+results, up to rounding. The harness downloads the data of its tasks; --include-path adds tasks with your own data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFlags:
-    """What is evaluated, and how."""
+    """Tasks, and options of the evaluation."""
 
     tasks: list[str] = required(  # noqa: RUF009
         "Names of the tasks.", metavar="TASK"
     )
     include_path: str | None = derived("none", "Folder of YAML files with additional tasks.", metavar="DIR")
     num_fewshot: int | None = derived("each task's", "Examples before each question.", minimum=0)
-    limit: int | None = derived("all", "Only the first questions of each task.", unit="questions", minimum=1)
+    limit: int | None = derived("all", "Number of questions of each task.", unit="questions", minimum=1)
     micro_batch_size: int = option(8, "Texts per forward pass.", unit="texts", minimum=1)
     via: Literal["adapter", "hf"] = option("adapter", "Run the checkpoint directly, or export it first.")
     bootstrap_iters: int = option(
@@ -77,8 +76,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
     if unknown:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
-    loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # the name in older versions
-    setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
+    method = "load" if hasattr(manager, "load") else "load_task_or_group"  # the name in older versions
+    setattr(manager, method, partial(_load_tasks, getattr(manager, method)))
     # Processes forked for bootstrapping would share this process's threads, device and sockets to other ranks.
     os.environ["DISABLE_MULTIPROC"] = "1"
     results = simple_evaluate(
@@ -95,7 +94,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     return {**results, "contexts": vars(model.contexts)} if isinstance(model, ContinuationRules) else dict(results)
 
 
-def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
+def _load_tasks(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
     """Load tasks for the harness; turn errors of their data into UserError.
 
     Raises:
@@ -105,8 +104,8 @@ def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
         return load(tasks)
     except Exception as error:  # file, format and network errors differ between the underlying libraries
         for task in tasks if len(tasks) > 1 else ():
-            _loaded(load, [task])
-        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({first_line(error)})") from error
+            _load_tasks(load, [task])
+        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be loaded ({first_line(error)})") from error
 
 
 def report(results: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
@@ -124,8 +123,8 @@ def report(results: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     if contexts["cut"]:
         print(
             f"note: the contexts of {contexts['cut']:,} of {contexts['requests']:,} requests are longer than the model "
-            f"reads ({contexts['window']:,} tokens): they lost their first tokens, {contexts['tokens_cut']:,} in all, "
-            f"at most {contexts['most_tokens_cut']:,} of one",
+            f"reads ({contexts['window']:,} tokens): their first tokens were dropped, {contexts['tokens_cut']:,} in "
+            f"total, at most {contexts['most_tokens_cut']:,} per context",
             flush=True,
         )
     if flags.output:
@@ -168,9 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = check_layout(model_flags, ranks.env, replicas=False)
         if flags.via == "hf":
             if ranks.env.world_size > 1:
-                raise UserError("--via hf runs on one process; leave the launcher out, or --via")
+                raise UserError("--via hf runs on one process; leave out the launcher or --via")
             if any(name.startswith("tokenizer.") for name in parsed.explicit):
-                raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
+                raise UserError("--via hf exports the run's own tokenizer; leave out the tokenizer flags or --via")
             report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
             return
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
@@ -190,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 outcome = run(CheckpointLM(leader, flags.micro_batch_size), flags)
             except UserError as error:
-                outcome = error  # raised on all ranks, after the other ranks have stopped following
+                outcome = error  # raised on all ranks, after the other ranks have left ``follow``
         run_together(group, partial(report, outcome, flags))
 
     return run_program(body)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json, read_utf8
-from megatron.evaluation.scoring import Window, matched, scores
+from megatron.evaluation.scoring import Window, count_matches, score_windows
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
 
@@ -27,17 +27,17 @@ def read_texts(path: str) -> list[str]:
                 text.encode()
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(
-                f"--valid-data {path}, line {number}: is no JSON object with a field text (of whole characters)"
+                f"--valid-data {path}, line {number}: is not a JSON object with a valid field text"
             ) from error
         if not isinstance(text, str) or len(text.split()) < 2:
             raise UserError(f"--valid-data {path}, line {number}: text must hold at least two words")
         texts.append(text)
     if not texts:
-        raise UserError(f"--valid-data {path}: holds no text")
+        raise UserError(f"--valid-data {path}: contains no text")
     return texts
 
 
-def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
+def last_word_window(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
     """Window of a text for scoring its last word.
 
     Args:
@@ -66,18 +66,18 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, 
         model: the model, on every rank.
         texts: texts from ``read_texts``.
         path: path of the texts, for messages.
-        strict: see ``window_of``.
+        strict: see ``last_word_window``.
         batch: texts in a forward pass.
 
     Raises:
         UserError: when a text is too short.
     """
     length = model.config.model.seq_length
-    windows = [window_of(text, model.tokenizer, length, strict) for text in texts]
+    windows = [last_word_window(text, model.tokenizer, length, strict) for text in texts]
     for number, window in enumerate(windows, 1):
         if len(window.tokens) < 2:
             raise UserError(f"--valid-data {path}: text {number} is a single token; nothing can be predicted")
-    match_counts = scores(model, windows, batch, matched, "LAMBADA").tolist()
+    match_counts = score_windows(model, windows, batch, count_matches, "LAMBADA").tolist()
     correct = sum(matches == window.targets for matches, window in zip(match_counts, windows, strict=True))
     return (
         f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {len(windows):.4E} | "

@@ -96,8 +96,8 @@ class ContinuationRules(TemplateLM):
             if not 0 < len(continuation_ids) <= most:
                 begin = "" if texts is None else repr(texts[1][:40])
                 raise UserError(
-                    f"--tasks: a continuation of {len(continuation_ids)} tokens ({begin}) cannot be scored, as the "
-                    f"model reads {most}; leave its task out"
+                    f"--tasks: a continuation of {len(continuation_ids)} tokens ({begin}) cannot be scored, since the "
+                    f"model reads {most}; leave out its task"
                 )
             if texts is not None:
                 # The last token is predicted and not read.
@@ -134,8 +134,8 @@ class ExportedLM(ContinuationRules, HFLM):
             new = answer_length(options)
             if new >= self.longest_continuation:
                 raise UserError(
-                    f"--tasks {request.task_name}: asks for answers of {new} tokens, and --via hf reads "
-                    f"{self.longest_continuation} with their context; leave --via out, or the task"
+                    f"--tasks {request.task_name}: asks for answers of {new} tokens, but --via hf reads "
+                    f"{self.longest_continuation} with their context; leave out --via or the task"
                 )
             self.contexts.count_context(len(self.tok_encode(text)), self.longest_continuation - new)
         answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)

@@ -32,14 +32,14 @@ Measure = Callable[[LoadedModel, Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Measure, name: str) -> Tensor:
+def score_windows(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Measure, name: str) -> Tensor:
     """Score all windows; return fp64 (windows,), the same on every rank.
 
     Args:
         model: the model, on every rank.
         windows: windows of any lengths; replicas share them.
         batch: windows in a forward pass.
-        measure: ``losses`` or ``matched``.
+        measure: ``window_losses`` or ``count_matches``.
         name: title of the progress bar.
     """
     topology = model.topology
@@ -69,13 +69,13 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
     return model.all_reduce(scores_n)
 
 
-def losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
+def window_losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
     """Total loss of each window's targets, (b,), in nats."""
     _, losses_bs = model.stage.token_losses(x_sbh, labels_bs, mask_bs.to(torch.float32))
     return losses_bs.double().masked_fill(~mask_bs, 0.0).sum(dim=1)
 
 
-def matched(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
+def count_matches(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
     """Number of leading targets of each window, (b,), that greedy decoding predicts correctly."""
     logits_nv = model.stage.logits(x_sbh.transpose(0, 1)[mask_bs].unsqueeze(0))[0]
     right_bs = torch.ones_like(mask_bs)

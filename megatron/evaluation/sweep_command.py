@@ -39,14 +39,14 @@ DESCRIPTION = """Validation losses of a run's checkpoints, all on the same sampl
     python val_check_gpt.py --get_val_ppls --src_ckpt_path checkpoints --val_start_iteration 1000 \\
         --val_target_iteration 9000 --val_ckpt_interval 1000 --val_ppls_save_path losses --experiment_name mine
 
-Data, sequence length and seed are those of the run that saved the checkpoints; data flags replace the data. Writes
-JSON with val_iters, val_lmloss and val_lmloss_ppl, after each checkpoint, so that a sweep that is interrupted goes on
-where it stopped. More processes than the model is split over share the samples."""
+Data, sequence length and seed are those of the run that saved the checkpoints; data flags override the data. JSON with
+val_iters, val_lmloss and val_lmloss_ppl is written after each checkpoint, so that an interrupted sweep can continue.
+Processes beyond those that the model is split over hold replicas, which share the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFlags:
-    """Which checkpoints, on how many samples."""
+    """Checkpoints to evaluate, and number of samples."""
 
     first: int = option(0, "First iteration to evaluate.", unit="iterations", minimum=0)
     last: int | None = derived("the newest", "Last iteration to evaluate.", unit="iterations", minimum=0)
@@ -77,19 +77,15 @@ OLD_NAMES = tuple(
 )
 
 
-def output_of(load: str, sweep: SweepFlags) -> Path:
+def output_path(load: str, sweep: SweepFlags) -> Path:
     """Path of the output file."""
     if sweep.val_ppls_save_path is not None:
         return Path(sweep.val_ppls_save_path) / f"{sweep.experiment_name}.json"
     return Path(sweep.output or Path(load) / "val_check.json")
 
 
-def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
-    """Check that no contradictory flags are given.
-
-    Raises:
-        UserError: when two flags exclude each other.
-    """
+def check_flags(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
+    """Check that no two flags exclude each other (else UserError)."""
     for first_name, second_name in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
         if getattr(sweep, first_name) is not None and getattr(sweep, second_name) is not None:
             flags = [flag_of(name) for name in (first_name, second_name)]
@@ -102,15 +98,15 @@ def _in_sweep(number: int, sweep: SweepFlags, last: float) -> bool:
     return sweep.first <= number <= last and (number - sweep.first) % sweep.step == 0
 
 
-def left_out(root: str, iterations: Sequence[int], sweep: SweepFlags) -> list[int]:
-    """Iterations of the sweep with incomplete checkpoints."""
+def list_damaged(root: str, iterations: Sequence[int], sweep: SweepFlags) -> list[int]:
+    """List the iterations of a sweep whose checkpoints are incomplete."""
     last = sweep.last if sweep.last is not None else math.inf
     saved_numbers = sorted(saved_iterations(Path(root)))
     return [number for number in saved_numbers if _in_sweep(number, sweep, last) and number not in iterations]
 
 
-def chosen(root: str, sweep: SweepFlags) -> list[int]:
-    """Iterations of a sweep, in ascending order.
+def list_iterations(root: str, sweep: SweepFlags) -> list[int]:
+    """List the iterations of a sweep, in ascending order.
 
     Raises:
         UserError: when there are none.
@@ -120,7 +116,7 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     iterations = [number for number in complete_numbers if _in_sweep(number, sweep, last)]
     if not iterations:
         have = ", ".join(map(str, complete_numbers)) or "none"
-        damaged = ", ".join(map(str, left_out(root, iterations, sweep)))
+        damaged = ", ".join(map(str, list_damaged(root, iterations, sweep)))
         also = f"; files of {damaged} are missing or damaged" if damaged else ""
         raise UserError(f"--load {root}: no complete checkpoint from --first to --last; there are {have}{also}")
     return iterations
@@ -141,13 +137,13 @@ class Losses:
     root: str
     values: dict[int, tuple[float, str]] = field(default_factory=dict)
 
-    def _weights(self, iteration: int) -> str:
+    def _digest_weights(self, iteration: int) -> str:
         """Digest of a checkpoint's manifest, which contains the checksums of all tensors."""
         path = checkpoint_folder(Path(self.root), iteration) / MANIFEST
         try:
             contents = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; was the checkpoint removed meanwhile?") from error
+            raise UserError(f"{path}: {error.strerror}; was the checkpoint removed in the meantime?") from error
         return hashlib.blake2b(contents, digest_size=8).hexdigest()
 
     def read(self) -> None:
@@ -163,18 +159,18 @@ class Losses:
             columns = zip(rows["val_iters"], rows["val_lmloss"], rows["val_checkpoints"], strict=True)
             self.values = {int(n): (float(loss), str(weights)) for n, loss, weights in columns}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"--output {self.path}: is no result of an earlier sweep; name another file") from error
+            raise UserError(f"--output {self.path}: is not the result of a sweep; name another file") from error
         if any(rows.get(name) != value for name, value in self.settings.items()):
-            raise UserError(f"--output {self.path}: is of another run or other samples; name another file")
+            raise UserError(f"--output {self.path}: belongs to another run or other samples; name another file")
 
-    def of(self, iteration: int) -> float | None:
+    def find_loss(self, iteration: int) -> float | None:
         """Known loss of a checkpoint; None if it is unknown or the checkpoint has changed."""
         loss, weights = self.values.get(iteration, (None, ""))
-        return loss if weights == self._weights(iteration) else None
+        return loss if weights == self._digest_weights(iteration) else None
 
     def add_loss(self, iteration: int, loss: float) -> None:
         """Add a loss, and write the file."""
-        self.values[iteration] = (loss, self._weights(iteration))
+        self.values[iteration] = (loss, self._digest_weights(iteration))
         rows = sorted((n, loss, weights) for n, (loss, weights) in self.values.items())
         values = {
             "val_iters": [n for n, _, _ in rows],
@@ -186,8 +182,8 @@ class Losses:
         write_whole(self.path, json.dumps(values, indent=1).encode(), "--output")
 
 
-def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
-    """Number of samples in each evaluation.
+def count_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
+    """Determine the number of samples in each evaluation.
 
     Raises:
         UserError: when the samples do not divide by the number of replicas.
@@ -204,15 +200,13 @@ def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> in
     return flags.eval_samples
 
 
-def notes_on_samples(config: RunConfig, data: DataConfig, samples: int) -> list[str]:
-    """Notes on differences between the sweep's samples and the run's own evaluations."""
+def compare_samples(config: RunConfig, data: DataConfig, samples: int) -> list[str]:
+    """Note the differences between the samples of the sweep and of the run's own evaluations."""
     notes = []
     if config.validation.full_validation:
-        notes.append(f"note: the run had --full-validation; here {samples:,} samples are measured, and not all")
+        notes.append(f"note: the run had --full-validation; here only {samples:,} samples are measured")
     if data.multiple_validation_sets:
-        notes.append(
-            "note: the run had --multiple-validation-sets; here the sets are measured as one, not each by itself"
-        )
+        notes.append("note: the run had --multiple-validation-sets; here the sets are measured together")
     return notes
 
 
@@ -228,25 +222,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags: SweepFlags = parsed.sections["sweep"]
         if model_flags.ckpt_step is not None:
             raise UserError(f"--ckpt-step {model_flags.ckpt_step}: a sweep takes --first and --last")
-        check_together(flags, parsed.explicit, parsed.notes.append)
-        chosen(model_flags.load, flags)
-        check_writable(output_of(model_flags.load, flags), "--output")
+        check_flags(flags, parsed.explicit, parsed.notes.append)
+        list_iterations(model_flags.load, flags)
+        check_writable(output_path(model_flags.load, flags), "--output")
         layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         topology = open_topology(model_flags, layout, ranks.env)
         group = topology.control.pg
         # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
-        listing = run_together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+        listing = run_together(
+            group, lambda: json.dumps(list_iterations(model_flags.load, flags)) if topology.rank == 0 else ""
+        )
         iterations: list[int] = json.loads(gather_texts(group, listing)[0])
-        if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
+        if topology.rank == 0 and (damaged := list_damaged(model_flags.load, iterations, flags)):
             damaged_list = ", ".join(map(str, damaged))
             print(f"left out, since files are missing or damaged: iterations {damaged_list}", flush=True)
         root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
         model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
-        config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
+        config, samples = model.config, count_samples(flags, model.config, layout.dp)
         data = data_of(config, parsed.sections["data"], parsed.explicit)
         dataset = run_together(group, lambda: open_samples(config, data, samples, model))
-        for note in notes_on_samples(config, data, samples) if topology.rank == 0 else ():
+        for note in compare_samples(config, data, samples) if topology.rank == 0 else ():
             print(note, flush=True)
         settings = {
             "run": str(Path(root).resolve()),
@@ -256,11 +252,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "data": vars(data),
             "tokenizer": vars(tokenizer),
         }
-        losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
+        losses = Losses(output_path(root, flags), json.loads(json.dumps(settings)), root)
         run_together(group, lambda: losses.read() if topology.rank == 0 else None)
         loaded, lines = iterations[0], []
         for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
-            known_loss = run_together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+            known_loss = run_together(
+                group, partial(losses.find_loss, iteration) if topology.rank == 0 else lambda: None
+            )
             loss = model.broadcast_json(known_loss, 0)
             if loss is None:
                 if iteration != loaded:

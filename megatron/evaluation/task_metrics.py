@@ -22,7 +22,7 @@ def check_packages() -> None:
     modules = {"scikit-learn": "sklearn", "scipy": "scipy"}
     missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f"tasks are judged by {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
+        raise UserError(f"task metrics need {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
 
 
 def _score(metric: Metric, labels_n: Any, predictions_n: Any) -> float:
@@ -39,8 +39,8 @@ def _score(metric: Metric, labels_n: Any, predictions_n: Any) -> float:
     return float(correlation(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
 
 
-def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict[str, dict[str, float]]:
-    """Metrics of each file.
+def compute_metrics(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict[str, dict[str, float]]:
+    """Compute the metrics of each file.
 
     Args:
         task: the task.

@@ -39,9 +39,9 @@ def open_samples(config: RunConfig, data: DataConfig, samples: int, model: Loade
 
     Args:
         config: configuration of the run.
-        data: data section that names the samples.
+        data: data section.
         samples: number of samples.
-        model: model that determines the vocabulary.
+        model: model whose tokenizer determines the vocabulary.
 
     Raises:
         UserError: when the data cannot be read, or there are no samples.

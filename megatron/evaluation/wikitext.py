@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.base.errors import UserError
 from megatron.base.text_file import read_utf8
 from megatron.evaluation.detokenize import wikitext
-from megatron.evaluation.scoring import Window, losses, scores
+from megatron.evaluation.scoring import Window, score_windows, window_losses
 from megatron.inference.model import LoadedModel
 from megatron.training.metrics import perplexity
 
@@ -21,11 +21,11 @@ def read_text(path: str) -> tuple[str, int]:
     text = read_utf8(path, "--valid-data")
     words = len(text.strip().split(" "))
     if words < 2:
-        raise UserError(f"--valid-data {path}: holds no text of two words or more, with a space between them")
+        raise UserError(f"--valid-data {path}: must hold at least two words, separated by a space")
     return wikitext(text) if "wiki" in path else text, words
 
 
-def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
+def split_windows(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
     """Windows that predict every token after the first exactly once, each with the maximum context.
 
     Args:
@@ -34,39 +34,38 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
         stride: number of tokens that each window after the first predicts.
     """
     windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
-    done = windows[0].targets
-    while done < len(tokens) - 1:
-        new = min(stride, len(tokens) - 1 - done)
-        end = done + new + 1
+    predicted = windows[0].targets
+    while predicted < len(tokens) - 1:
+        new = min(stride, len(tokens) - 1 - predicted)
+        end = predicted + new + 1
         # The last window may have fewer targets than the stride; its start is the same as with a full stride.
-        start = done - (length - stride)
+        start = predicted - (length - stride)
         windows.append(Window(tokens[start:end], new))
-        done += new
+        predicted += new
     return windows
 
 
-def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int | None, batch: int) -> str:
+def evaluate(model: LoadedModel, text: str, words: int, path: str, stride: int | None, batch: int) -> str:
     """Evaluate the text; return the result line.
 
     Args:
         model: the model, on every rank.
-        read: text and number of words, from ``read_text``.
+        text, words: text and number of words, from ``read_text``.
         path: path of the text, for messages.
-        stride: see ``windows_of``; None: the window's length, so that every token is read once.
+        stride: see ``split_windows``; None: the window's length, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
         UserError: when the text is too short, or the stride exceeds the window.
     """
-    text, words = read
     tokens = model.tokenizer.tokenize(text)
     if len(tokens) < 2:
         raise UserError(f"--valid-data {path}: is too short")
     length = model.config.model.seq_length
     if stride is not None and stride > length:
         raise UserError(f"--overlapping-eval {stride} is more than the {length} tokens that the model reads")
-    windows = windows_of(tokens, length, stride or length)
-    loss = float(scores(model, windows, batch, losses, "WIKITEXT103").sum()) / (len(tokens) - 1)
+    windows = split_windows(tokens, length, stride or length)
+    loss = float(score_windows(model, windows, batch, window_losses, "WIKITEXT103").sum()) / (len(tokens) - 1)
     ratio = (len(tokens) - 1) / (words - 1)
     ppl, adjusted = perplexity(loss), perplexity(loss * ratio)
     return (

@@ -178,7 +178,7 @@ def test_contexts_that_lose_their_beginning_are_counted(prepared: Path) -> None:
 
 def test_only_the_export_refuses_an_answer_as_long_as_the_window(prepared: Path) -> None:
     _by_checkpoint(prepared, "endless")
-    with pytest.raises(UserError, match=r"^--tasks endless: asks for answers of 64 tokens, and --via hf reads 64 with"):
+    with pytest.raises(UserError, match=r"^--tasks endless: asks for answers of 64 tokens, but --via hf reads 64 with"):
         via_hf(str(prepared / "saved"), None, _flags(prepared, "endless"))
 
 

@@ -191,7 +191,7 @@ def test_bad_data_of_a_task_is_one_line(
     flags = ["--load", str(prepared / "saved"), "--include-path", str(tmp_path), "--tasks", "local_bad"]
     assert main(flags) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "--tasks local_bad: its data cannot be had" in errors[-1]
+    assert "--tasks local_bad: its data cannot be loaded" in errors[-1]
 
 
 def test_unknown_tasks_are_named(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config.tasks import TASKS, parse_task, sized
-from megatron.evaluation.command import asked_task, main
+from megatron.evaluation.command import main, requested_task
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
 from tests.support.train import train
@@ -125,9 +125,7 @@ def test_a_checkpoint_of_another_kind_is_refused_with_its_purpose(
     experts, documents = tmp_path / "experts", tmp_path / "texts"
     train(1, tiny_flags(documents, train_iters=1, save=experts, num_experts=2))
     error = _refused(task_flags(vocabulary, "RTE", *files, model_type="gpt", pretrained_checkpoint=experts), capsys)
-    assert (
-        f"--pretrained-checkpoint {experts} holds a model with experts, which models of tasks have not; name" in error
-    )
+    assert f"--pretrained-checkpoint {experts} holds a model with experts, which tasks do not support; name" in error
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0
     capsys.readouterr()
@@ -166,10 +164,10 @@ def test_a_run_resumes_with_its_batches_and_epochs(
 
     assert main(flags(epochs=1)) == 0
     error = _refused(flags(global_batch_size=8), capsys)
-    assert "goes on with global batches of 4 samples, and this run has 8: give --global-batch-size 4, or" in error
+    assert "continues with global batches of 4 samples, but this run has 8: give --global-batch-size 4, or" in error
     train = [write_tsv(tmp_path / "more.tsv", "RTE", 12)]
     error = _refused(flags(), capsys)
-    assert "goes on with epochs of 2 iterations, and this run has 3: give the same --train-data," in error
+    assert "continues with epochs of 2 iterations, but this run has 3: give the same --train-data," in error
     train = [tmp_path / "train.tsv"]
     assert main(flags(epochs=1)) == 0
     assert "the run is at iteration 2 of 2; raise --epochs to go on" in capsys.readouterr().out
@@ -205,8 +203,8 @@ def test_flags_of_pretraining_are_noted_in_any_spelling(vocabulary: Path) -> Non
     assert (
         "--eval-interval, --eval-iters: no effect, the whole of --valid-data is evaluated after each epoch" in run.notes
     )
-    assert asked_task(["--TASK=rte", "--x"]) == "rte"
-    assert asked_task(["--task"]) == ""
+    assert requested_task(["--TASK=rte", "--x"]) == "rte"
+    assert requested_task(["--task"]) == ""
 
 
 @pytest.mark.parametrize("text", ["task: rte\n", "task:\n  task: RTE\n  epochs: 2\n"])
@@ -221,7 +219,7 @@ def test_the_task_may_be_in_a_file(text: str, vocabulary: Path, tmp_path: Path) 
         log.unlink(missing_ok=True)
         assert main([*config, *words]) == 0
         assert "dev.tsv" in log.read_text()
-    assert asked_task(["--config", str(tmp_path / "run.yaml"), "--task", "MNLI"]) == "MNLI"
-    assert asked_task(["--config", str(tmp_path / "nowhere.yaml")]) == ""
+    assert requested_task(["--config", str(tmp_path / "run.yaml"), "--task", "MNLI"]) == "MNLI"
+    assert requested_task(["--config", str(tmp_path / "nowhere.yaml")]) == ""
     (tmp_path / "run.yaml").write_text("- task\n")
-    assert asked_task(["--config", str(tmp_path / "run.yaml")]) == ""
+    assert requested_task(["--config", str(tmp_path / "run.yaml")]) == ""

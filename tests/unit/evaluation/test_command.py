@@ -27,7 +27,7 @@ from tests.unit.convert.support import LENGTH, MODELS, saved_model
 def test_windows_predict_every_token_once_with_enough_before_it(count: int, length: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length))
     tokens = list(range(count))
-    windows = wikitext.windows_of(tokens, length, stride)
+    windows = wikitext.split_windows(tokens, length, stride)
     predicted = [token for window in windows for token in window.tokens[len(window.tokens) - window.targets :]]
     assert predicted == tokens[1:]
     for window in windows:
@@ -125,11 +125,11 @@ def test_every_token_of_a_strict_word_must_be_predicted() -> None:
             return [ord(character) for character in text]
 
     letters: Any = Letters()
-    window = lambada.window_of("the old house", letters, 100, strict=True)
+    window = lambada.last_word_window("the old house", letters, 100, strict=True)
     assert "".join(map(chr, window.tokens)) == "the old house"
     assert window.targets == 6
-    assert lambada.window_of("the old house", letters, 100, strict=False).targets == 1
-    cut = lambada.window_of("the old house", letters, 4, strict=True)
+    assert lambada.last_word_window("the old house", letters, 100, strict=False).targets == 1
+    cut = lambada.last_word_window("the old house", letters, 4, strict=True)
     assert (len(cut.tokens), cut.targets) == (5, 4)
 
 
@@ -138,7 +138,7 @@ def test_a_strict_word_is_cut_from_the_tokens_of_the_whole_text(text: str, tmp_p
     """A SentencePiece tokenizer with a dummy prefix splits a word differently at the start of a text."""
     write_sentence_piece(tmp_path / "tokenizer.model")
     tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
-    window = lambada.window_of(text, tokenizer, 100, strict=True)
+    window = lambada.last_word_window(text, tokenizer, 100, strict=True)
     word = text.split()[-1]
     before = text[: text.rfind(word)].strip()
     assert list(window.tokens) == tokenizer.tokenize(f"{before} {word}")
@@ -155,7 +155,7 @@ def test_a_strict_word_includes_the_token_shared_with_its_prefix() -> None:
             return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
 
     pairs: Any = Pairs()
-    window = lambada.window_of("the dog", pairs, 100, strict=True)
+    window = lambada.last_word_window("the dog", pairs, 100, strict=True)
     assert list(window.tokens) == [hash(pair) for pair in ("th", "e ", "do", "g")]
     assert window.targets == 3, "'e ' is no end of 'the'"
 
@@ -173,7 +173,7 @@ def test_questions_are_passages_with_wrong_answers_from_elsewhere(
     cuts = [
         tuple(document[i : i + length]) for document in documents for i in range(0, len(document) - length + 1, length)
     ]
-    questions = continuation.questions_of(documents, places)
+    questions = continuation.make_questions(documents, places)
     assert len(questions) <= min(places.samples, len(cuts))
     expected = iter(cuts)
     for question in questions:

@@ -24,10 +24,10 @@ def test_the_task_with_bad_data_is_named() -> None:
             raise ValueError("no such file\nand more")
         return tasks
 
-    assert harness_command._loaded(load, ["a", "b"]) == ["a", "b"]
+    assert harness_command._load_tasks(load, ["a", "b"]) == ["a", "b"]
     assert calls == [["a", "b"]]
-    with pytest.raises(UserError, match=r"^--tasks bad: its data cannot be had \(no such file\)$"):
-        harness_command._loaded(load, ["a", "bad", "b"])
+    with pytest.raises(UserError, match=r"^--tasks bad: its data cannot be loaded \(no such file\)$"):
+        harness_command._load_tasks(load, ["a", "bad", "b"])
 
 
 def test_the_reason_of_a_refused_export_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_truncated_contexts_are_reported(cut: int, tmp_path: Path, capsys: pytes
     harness_command.report({"results": {}, "versions": {}, "n-shot": {}, "contexts": contexts}, flags)
     assert json.loads((tmp_path / "out").read_text())["contexts"] == contexts
     line = (
-        "note: the contexts of 3 of 48 requests are longer than the model reads (64 tokens): they lost their first "
-        "tokens, 57 in all, at most 30 of one\n"
+        "note: the contexts of 3 of 48 requests are longer than the model reads (64 tokens): their first tokens "
+        "were dropped, 57 in total, at most 30 per context\n"
     )
     assert capsys.readouterr().out.endswith(line) == bool(cut)

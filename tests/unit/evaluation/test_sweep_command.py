@@ -15,11 +15,11 @@ from megatron.evaluation import sweep_command
 from megatron.evaluation.sweep_command import (
     OLD_NAMES,
     SweepFlags,
-    check_together,
-    chosen,
-    notes_on_samples,
-    number_of_samples,
-    output_of,
+    check_flags,
+    compare_samples,
+    count_samples,
+    list_iterations,
+    output_path,
 )
 from megatron.inference.flags import parse_flags
 
@@ -28,7 +28,7 @@ def _parsed(words: str) -> tuple[SweepFlags, str, list[str]]:
     sections = {"sweep": SweepFlags, "data": DataConfig}
     parsed = parse_flags(words.split(), sections, "val_check_gpt.py", "", OLD_NAMES)
     sweep = parsed.sections["sweep"]
-    check_together(sweep, parsed.explicit, parsed.notes.append)
+    check_flags(sweep, parsed.explicit, parsed.notes.append)
     return sweep, parsed.sections["model"].load, parsed.notes
 
 
@@ -38,14 +38,14 @@ def test_old_names_mean_the_new_ones() -> None:
         "--val_ckpt_interval 500 --val_ppls_save_path losses --experiment_name mine --eval-iters 4 --fp16"
     )
     assert (load, sweep.first, sweep.last, sweep.step) == ("c", 1000, 9000, 500)
-    assert output_of(load, sweep) == Path("losses/mine.json")
+    assert output_path(load, sweep) == Path("losses/mine.json")
     assert notes[0].startswith("--get-val-ppls is known but has no effect here")
     assert notes[1] == "not needed, since the checkpoint holds the model: --fp16"
     config = RunConfig(
         validation=ValidationConfig(eval_iters=100), training=TrainingConfig(micro_batch_size=1, global_batch_size=8)
     )
-    assert number_of_samples(sweep, config, 3) == 30
-    assert number_of_samples(_parsed("--load c")[0], config, 1) == 800
+    assert count_samples(sweep, config, 3) == 30
+    assert count_samples(_parsed("--load c")[0], config, 1) == 800
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_a_name_without_a_folder_is_reported() -> None:
 
 def test_steps_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_command, "complete_iterations", lambda root: [300, 250, 200, 150, 100, 50])
-    assert chosen("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
-    assert chosen("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]
+    assert list_iterations("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
+    assert list_iterations("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]
 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("several", [False, True])
 def test_samples_other_than_those_of_the_run_are_noted(full: bool, several: bool) -> None:
     config = RunConfig(validation=ValidationConfig(full_validation=full))
-    notes = notes_on_samples(config, DataConfig(multiple_validation_sets=several), 8)
+    notes = compare_samples(config, DataConfig(multiple_validation_sets=several), 8)
     expected = [
-        "note: the run had --full-validation; here 8 samples are measured, and not all",
-        "note: the run had --multiple-validation-sets; here the sets are measured as one, not each by itself",
+        "note: the run had --full-validation; here only 8 samples are measured",
+        "note: the run had --multiple-validation-sets; here the sets are measured together",
     ]
     assert notes == [line for line, differs in zip(expected, (full, several), strict=True) if differs]
