@@ -146,7 +146,7 @@ def pairs_of(path: Path) -> set[tuple[str, str]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Lets the plain loop and find_duplicates, in 20 and in 10 bands, take turns; returns a row for each."""
+    """Let the plain loop and find_duplicates, in 20 and in 10 bands, take turns; return a row for each."""
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     loop_pairs: list[tuple[str, str]] = []

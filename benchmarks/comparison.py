@@ -66,7 +66,7 @@ class StepComparison:
         return row_key(self.shape, self.precision, name)
 
     def measure(self, names: Sequence[str]) -> None:
-        """Measures some sides: ours alone, and ours in turns with each peer."""
+        """Measure some sides: ours alone, and ours in turns with each peer."""
         workers: list[Side] = []
         missing = list(names)
         try:
@@ -91,7 +91,7 @@ class StepComparison:
                 side.kill()
 
     def _start(self, name: str, workers: list[Side]) -> Side:
-        """Starts a side, and waits until it is built and compiled: its first step is over."""
+        """Start a side, and wait until it is built and compiled: its first step is over."""
         build = partial(process_step, name, self.shape, self.precision, self.threads, self.device, self.divisor)
         side = Side(name, build, self.device)
         workers.append(side)

@@ -42,7 +42,7 @@ class CallTimer(Protocol):
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Measures the time of a call."""
+        """Measure the time of a call."""
         ...
 
 
@@ -61,7 +61,7 @@ class CpuClock:
         return 1
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Takes the median of 3 to 30 runs, as the budget allows."""
+        """Take the median of 3 to 30 runs, as the budget allows."""
         once = partial(timed, calls[0])
         once()  # imports, compilations and allocations
         first = once()
@@ -109,7 +109,7 @@ class CudaClock:
         return 3 if seconds > self.budget else max(5, min(100, int(self.budget / max(seconds, 1e-6))))
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
-        """Times single calls, in seconds; the host runs ahead while the L2 is overwritten."""
+        """Time single calls, in seconds; the host runs ahead while the L2 is overwritten."""
         pairs = []
         for number in range(count):
             self._evict()
@@ -122,7 +122,7 @@ class CudaClock:
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
     def _replays(self, graph: Any, count: int) -> list[float]:
-        """Times replays of a graph, in seconds, one behind another."""
+        """Time replays of a graph, in seconds, one behind another."""
         graph.replay()
         return self._events([graph.replay], count)
 
@@ -132,7 +132,7 @@ class CudaClock:
         self._flush.zero_()
 
     def _captured(self, calls: Sequence[Call]) -> Any:
-        """Captures all calls in a graph; None when a call waits for the device, or cannot be captured."""
+        """Capture all calls in a graph; None when a call waits for the device, or cannot be captured."""
         self.cuda.synchronize()
         stream = self.cuda.current_stream()
         try:

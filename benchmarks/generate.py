@@ -99,7 +99,7 @@ def measure(
     turns: int,
     after_turn: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Measures tokens per second of ours and theirs, their ratio over pairs, and the share of equal tokens.
+    """Measure tokens per second of ours and theirs, their ratio over pairs, and the share of equal tokens.
 
     Args:
         ours, theirs: both models.

@@ -110,7 +110,7 @@ def summarize(rows: Sequence[KernelRow]) -> str:
 
 
 def measure(case: KernelCase, clock: CallTimer, device: str) -> KernelRow:
-    """Measures a case, its reference implementation, its rival, and its limit: passes over as many bytes."""
+    """Measure a case, its reference implementation, its rival, and its limit: passes over as many bytes."""
     first = case.build()
     input_sets = [first, *(case.build() for _ in range(clock.sets(first.traffic) - 1))]
     limit = _limit_seconds(first.traffic - first.in_place, first.in_place, clock, device)
@@ -127,7 +127,7 @@ def measure(case: KernelCase, clock: CallTimer, device: str) -> KernelRow:
 
 
 def _limit_seconds(copied: int, in_place: int, clock: CallTimer, device: str) -> float:
-    """Times copying some bytes (half of them read, half written), and scaling others in place, in seconds."""
+    """Time copying some bytes (half of them read, half written), and scaling others in place, in seconds."""
     elements = max(copied // 8, 1)
     pairs = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]
     seconds = clock.time([partial(target.copy_, source) for source, target in pairs]).seconds * copied / (8 * elements)

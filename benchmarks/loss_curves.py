@@ -145,7 +145,7 @@ def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
 
 
 def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence[str], smooth: int, out: Path) -> None:
-    """Draws a column for each axis: losses above, differences to the baseline below.
+    """Draw a column for each axis: losses above, differences to the baseline below.
 
     Raises:
         UserError: when a log lacks the coordinates of an axis.
@@ -197,7 +197,7 @@ def _plot(panel: Any, points: dict[str, list[tuple[float, float]]], style: dict[
 
 
 def _finish(figure: Any, panels: Any, runs: Sequence[LossCurves], baseline: LossCurves | None, span: float) -> None:
-    """Adds labels, grids and a common key of colors, lines and markers."""
+    """Add labels, grids and a common key of colors, lines and markers."""
     from matplotlib.lines import Line2D
 
     for row, label in zip(

@@ -79,7 +79,7 @@ def _spacing(points: Sequence[LossPoint]) -> float:
 
 
 def read_run(word: str, seq_length: int | None) -> LossCurves:
-    """Reads NAME=FILE or FILE.
+    """Read NAME=FILE or FILE.
 
     Raises:
         UserError: when it cannot be read or holds no losses.
@@ -126,7 +126,7 @@ def _evaluation_point(train: Sequence[LossPoint], iteration: int, loss: float, t
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """Interpolates a curve at x; None outside it, nan beside a gap."""
+    """Interpolate a curve at x; None outside it, nan beside a gap."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
     i = bisect.bisect_left(xs, x)
@@ -136,7 +136,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | 
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """Splits NAME=FILE; the name is empty without it, and a file's name may contain =."""
+    """Split NAME=FILE; the name is empty without it, and a file's name may contain =."""
     name, equals, path = word.partition("=")
     if not equals or Path(word).is_file():
         return "", Path(word)
@@ -152,7 +152,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _from_json(path: Path) -> list[_Row]:
-    """Reads a JSON-lines log. An event without a loss is a window of skipped iterations."""
+    """Read a JSON-lines log. An event without a loss is a window of skipped iterations."""
     rows: list[_Row] = []
     for event in read_records(path):
         if event.get("kind") in ("train", "validation") and "lm_loss" in event:
@@ -165,7 +165,7 @@ def _from_json(path: Path) -> list[_Row]:
 
 
 def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
-    """Reads a text log. After a restart from an earlier iteration, the new lines replace the old."""
+    """Read a text log. After a restart from an earlier iteration, the new lines replace the old."""
     rows: list[_Row] = []
     before: int | None = None
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -77,7 +77,7 @@ def formula_bytes(engines: Engines) -> int:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Runs a rank of a case: 2 stages x 2 replicas, four micro-batches each; rank 0 prints a line of JSON."""
+    """Run a rank of a case: 2 stages x 2 replicas, four micro-batches each; rank 0 prints a line of JSON."""
     env = LaunchEnvironment.read()
     shape = Shape(options.layers, options.hidden, options.seq, 8, options.vocab)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -102,7 +102,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs a case in processes of its own.
+    """Run a case in processes of its own.
 
     Raises:
         SystemExit: when it fails, with its output.

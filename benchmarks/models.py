@@ -172,7 +172,7 @@ class HuggingFaceLoss(nn.Module):
 
 
 def cast_experts(model: nn.Module, precision: str, device: str) -> None:
-    """Casts the weights of Mixtral's experts to bf16 for training in bf16 on a GPU.
+    """Cast the weights of Mixtral's experts to bf16 for training in bf16 on a GPU.
 
     Autocast does not reach the products of experts: transformers casts their input to the type of the weights, so fp32
     weights would mean fp32 products. With bf16 weights and optimizer states this peer also saves memory and casts.

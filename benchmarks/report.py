@@ -97,7 +97,7 @@ def device_name(device: str) -> str:
 
 
 def write_record(path: Path, record_header: Mapping[str, object], **content: Any) -> None:
-    """Writes figures below their header, as JSON."""
+    """Write figures below their header, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         stream.write((json.dumps({"header": record_header, **content}, indent=1) + "\n").encode())

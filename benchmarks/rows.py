@@ -24,15 +24,15 @@ class RowLog:
                 file.write("\n")
 
     def begin(self, key: str) -> None:
-        """Records which row is being measured; repeated, it is a sign of life."""
+        """Record which row is being measured; repeated, it is a sign of life."""
         self._write({"begin": key})
 
     def row(self, key: str, **cells: Any) -> None:
-        """Records a finished row."""
+        """Record a finished row."""
         self._write({"row": key, "cells": cells})
 
     def failed(self, key: str, reason: str) -> None:
-        """Records a row that cannot be measured; others follow."""
+        """Record a row that cannot be measured; others follow."""
         self._write({"failed": key, "reason": reason})
 
     def _write(self, event: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class RowFile:
     line_count: int = 0
 
     def read(self, path: Path) -> RowFile:
-        """Reads the lines since the last call, without an unfinished last line."""
+        """Read the lines since the last call, without an unfinished last line."""
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         for text in lines[self.line_count :]:
             self.line_count += 1
@@ -87,7 +87,7 @@ def _first_line(dependencies: Mapping[str, str]) -> str:
 
 
 def open_rows(path: Path, dependencies: Mapping[str, str], again: bool) -> RowFile:
-    """Reads the earlier rows and writes the file anew with these alone; rows of other sources move to ``.old``.
+    """Read the earlier rows and write the file anew with these alone; rows of other sources move to ``.old``.
 
     Args:
         path: path of the file.

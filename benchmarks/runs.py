@@ -19,7 +19,7 @@ VOCAB_SIZE = 1024
 
 
 def run(command: list[str], log: Path, threads: int = 1) -> None:
-    """Runs a command of this project, its output in a file.
+    """Run a command of this project, its output in a file.
 
     Raises:
         SystemExit: when it fails, with the end of its output.
@@ -33,7 +33,7 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
 
 
 def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> None:
-    """Writes corpus, vocabulary and token files, unless they exist.
+    """Write corpus, vocabulary and token files, unless they exist.
 
     Args:
         out: folder of these files.
@@ -57,14 +57,14 @@ def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> No
 
 
 def tokenize(out: Path, text: Path, split: str) -> None:
-    """Writes the token files of a text with the vocabulary of a folder."""
+    """Write the token files of a text with the vocabulary of a folder."""
     (out / "data").mkdir(parents=True, exist_ok=True)
     files = ["--input", str(text), "--output-prefix", str(out / "data" / split)]
     run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], out / "logs" / f"{split}.log")
 
 
 def _copy_documents(source: Path, target: Path, size: int | None, longest: int | None) -> None:
-    """Copies documents up to a length until they have a size; None: no limit."""
+    """Copy documents up to a length until they have a size; None: no limit."""
     copied = 0
     with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as file:
         for line in lines:
@@ -103,7 +103,7 @@ def has_ended(log: Path) -> bool:
 def train(
     words: Sequence[str], name: str, log: Path, output: Path, ranks: int, nodes: int = 1, islands: int = 1
 ) -> None:
-    """Runs a training from the beginning.
+    """Run a training from the beginning.
 
     Args:
         words: flags.

@@ -53,7 +53,7 @@ PEER = "hugging-face"
 
 
 def peak_rate(precision: str, size: int, device: str) -> float:
-    """Measures the best rate of a square matrix product, FLOP/s."""
+    """Measure the best rate of a square matrix product, FLOP/s."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / in_turns(partial(timed, lambda: a @ b, device), turns=6).best()

@@ -42,7 +42,7 @@ class Turns:
 
 
 def in_turns(*turn_functions: Callable[[], float], turns: int, warm: int = 0) -> Turns:
-    """Lets sides take turns.
+    """Let sides take turns.
 
     Args:
         turn_functions: functions that take a turn and return its seconds.
@@ -54,7 +54,7 @@ def in_turns(*turn_functions: Callable[[], float], turns: int, warm: int = 0) ->
 
 
 def synchronize(device: str) -> None:
-    """Waits for a device."""
+    """Wait for a device."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -77,7 +77,7 @@ def peak_bytes(device: str) -> int:
 
 
 def _serve(pipe: Connection, build: Callable[[], Step], device: str) -> None:
-    """Answers a number of steps with the seconds of a step, 0 with the peak memory, errors as text; ends at None."""
+    """Answer a number of steps with the seconds of a step, 0 with the peak memory, errors as text; end at None."""
     try:
         step = build()
         while (count := pipe.recv()) is not None:
@@ -121,7 +121,7 @@ class Side:
         child.close()  # so that a worker that dies is noticed
 
     def step(self, count: int = 1) -> float:
-        """Takes steps; returns the seconds of a step."""
+        """Take steps; return the seconds of a step."""
         with suppress(BrokenPipeError, ConnectionResetError):  # receiving raises with the reason
             self.pipe.send(count)
         try:
@@ -138,13 +138,13 @@ class Side:
         return int(self.step(0))
 
     def close(self) -> int:
-        """Ends the process; returns its peak memory in bytes."""
+        """End the process; return its peak memory in bytes."""
         memory = self.peak_bytes()
         self.pipe.send(None)
         self.process.join()
         return memory
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()

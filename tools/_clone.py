@@ -13,6 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def start_program(module: str) -> NoReturn:
-    """Ends the process with the status of ``main`` of a module of the clone, called with the command line's words."""
+    """End the process with the status of ``main`` of a module of the clone, called with the command line's words."""
     sys.path.insert(0, str(ROOT))
     sys.exit(import_module("megatron.base.start").start_program(module))

@@ -294,7 +294,7 @@ DIAGRAMS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draws all."""
+    """Draw all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "images", help="folder of the pictures")
     options = parser.parse_args(arguments)

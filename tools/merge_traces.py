@@ -87,7 +87,7 @@ def _is_iteration(event: dict[str, Any]) -> bool:
 
 
 def _check_event(event: Any) -> None:
-    """Refuses an event that lacks what the merged trace or the table takes from it."""
+    """Refuse an event that lacks what the merged trace or the table takes from it."""
     if not isinstance(event, dict):
         raise UserError("is not an object")
     values = Values(event)
@@ -103,7 +103,7 @@ def _check_event(event: Any) -> None:
 
 
 def read_trace(path: Path) -> RankTrace:
-    """Reads a rank's file.
+    """Read a rank's file.
 
     Raises:
         UserError: when it is not one.
@@ -308,7 +308,7 @@ def _read_passes(trace: RankTrace, iteration: int, shift: float) -> list[TimedPa
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Writes a trace, compressed where the name ends in .gz; whole or not at all.
+    """Write a trace, compressed where the name ends in .gz; whole or not at all.
 
     Raises:
         UserError: when it cannot be written.

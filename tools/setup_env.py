@@ -79,7 +79,7 @@ def say(text: str) -> None:
 
 
 def probe(command: str) -> Interpreter | None:
-    """Asks a Python about itself; None when it does not run or is older than 3.8."""
+    """Ask a Python about itself; None when it does not run or is older than 3.8."""
     path = shutil.which(command)
     if path is None:
         return None
@@ -180,7 +180,7 @@ def _make_venv(base: Interpreter) -> Interpreter:
 
 
 def run(command: list[str], failure: str) -> None:
-    """Runs a command, shows its output only when it fails.
+    """Run a command; show its output only when it fails.
 
     Raises:
         SetupError: with the failure's meaning and the output's last lines.
@@ -214,7 +214,7 @@ def wanted_stamp(python: Interpreter) -> dict[str, Any]:
 
 
 def install(python: Interpreter, extras: set[str]) -> None:
-    """Installs torch where there is none, then the project and what it needs; nothing if that is done."""
+    """Install torch where there is none, then the project and what it needs; nothing if that is done."""
     stamp, wanted = read_stamp(python), wanted_stamp(python)
     done = set(stamp.get("extras", ()))
     current = {name: stamp.get(name) for name in wanted} == wanted
@@ -254,7 +254,7 @@ def oracle_folder(python: Interpreter, package: str) -> Path:
 
 
 def install_oracles(python: Interpreter) -> None:
-    """Puts packages into folders of their own: the tests compare with them. Without them those tests skip."""
+    """Put packages into folders of their own: the tests compare with them. Without them those tests skip."""
     for package in ORACLES:
         folder = oracle_folder(python, package)
         if (folder / ".complete").exists():

@@ -100,7 +100,7 @@ def predictable_batches(shape: Shape, step: int, device: torch.device) -> list[B
 
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures speeds in turns, then losses."""
+    """Measure speeds in turns, then losses."""
     if setting.device == "cuda" and torch.cuda.get_device_capability() < EIGHT_BIT_UNITS:
         raise SystemExit("this GPU has no 8-bit units")
     if any(speed_key(setting, products) in row_keys for products in PRODUCTS):
@@ -119,7 +119,7 @@ def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
 
 
 def _measure_speeds(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures steps in turns; rows are recorded after every turn, as a time limit may cut the others."""
+    """Measure steps in turns; rows are recorded after every turn, as a time limit may cut the others."""
     shape = TOY_GPT if setting.toy else GPT_2_7B
     log.begin(speed_key(setting, BF16))
     engines = build(setting, shape)
@@ -157,7 +157,7 @@ def _speed_cells(setting: Setting, shape: Shape, seconds: dict[str, list[float]]
 
 
 def _train(setting: Setting, shape: Shape, steps: int, products: str, sign_of_life: Callable[[], None]) -> float:
-    """Trains a small model; returns the mean loss of the last tenth of the steps."""
+    """Train a small model; return the mean loss of the last tenth of the steps."""
     sign_of_life()
     engines = build(setting, shape)
     _choose(engines, products)

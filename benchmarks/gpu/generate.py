@@ -53,7 +53,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures both sides on the same weights."""
+    """Measure both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")
     device = torch.device(setting.device)

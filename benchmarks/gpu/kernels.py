@@ -94,7 +94,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures each operation, its reference implementation, and its rival."""
+    """Measure each operation, its reference implementation, and its rival."""
     problem = native.problem()
     if problem is not None or setting.device not in native.devices():
         raise SystemExit(f"the kernels are not compiled for {setting.device}: {problem or 'build them where nvcc is'}")

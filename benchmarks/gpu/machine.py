@@ -18,7 +18,7 @@ COPY_BYTES, PRODUCT_SIZE = {"cuda": 1 << 31, "cpu": 1 << 22}, {"cuda": 8192, "cp
 
 
 def probe(device: str) -> dict[str, object]:
-    """Measures the device in another process, so that this process does not hold it."""
+    """Measure the device in another process, so that this process does not hold it."""
     command = [sys.executable, "-m", "benchmarks.gpu.machine", device]
     result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=REPO)
     if result.returncode:

@@ -80,7 +80,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures a pass after another; each creates its hosts and removes them."""
+    """Measure one pass after another; each creates its hosts and removes them."""
     try:
         check_permission()
     except LabError as error:

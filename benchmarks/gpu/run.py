@@ -38,7 +38,7 @@ SHORTEST_SECONDS = 30.0
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"comma-separated sections, of {', '.join(NAMES)} (all)")
     parser.add_argument(
@@ -106,7 +106,7 @@ def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str
 
 
 def write(out: Path, record_header: dict[str, object], files: dict[str, RowFile], setting: Setting) -> None:
-    """Writes the report and the results."""
+    """Write the report and the results."""
     sections = {name: section_of(name) for name in files}
     texts = [section_report(section, files[name], section.keys(setting)) for name, section in sections.items()]
     (out / "report.md").write_text("\n\n".join([heading(record_header), *texts]) + "\n")
@@ -130,7 +130,7 @@ def limit_of(names: Sequence[str], limits: Mapping[str, float], seconds: float) 
 
 
 def measure(options: argparse.Namespace) -> dict[str, RowFile]:
-    """Runs the sections in order; writes the report anew after each."""
+    """Run the sections in order; write the report anew after each."""
     end = math.inf if options.device == "cpu" else time.monotonic() + 60 * options.minutes
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def path_of(out: Path, name: str) -> Path:
 
 
 def run_section(name: str, setting: Setting, keys: Sequence[str], file: RowFile, limit: float, bar: Any) -> RowFile:
-    """Measures the missing rows of a section.
+    """Measure the missing rows of a section.
 
     Args:
         name: name of the section.
@@ -104,7 +104,7 @@ class SectionProcess:
             pipe.write(f"{setting.to_json()}\n{json.dumps(list(row_keys))}\n".encode())
 
     def watch(self, file: RowFile, path: Path, deadline: float, patience: float, bar: Any) -> str | None:
-        """Waits for the process and reads its rows; returns the reason of a failure, or None."""
+        """Wait for the process and read its rows; return the reason of a failure, or None."""
         file.current = None
         alive, line_count, row_count = time.monotonic(), file.line_count, len(file.rows)
         try:
@@ -134,7 +134,7 @@ class SectionProcess:
         return lines[-1].strip()[:300].rstrip(".") if lines else f"it ended with status {status}"
 
     def end(self) -> None:
-        """Asks the process and its children to end, then kills them, and removes their hosts."""
+        """Ask the process and its children to end, then kill them, and remove their hosts."""
         if self.process.poll() == 0:
             return
         for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5.0)):

@@ -61,5 +61,5 @@ class Section(Protocol):
         ...
 
     def measure(self, setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-        """Measures some of the rows."""
+        """Measure some of the rows."""
         ...

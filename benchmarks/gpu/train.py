@@ -68,7 +68,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measures a pair after another."""
+    """Measure one pair after another."""
     for shape, names in TOY if setting.toy else REAL:
         comparison = comparison_of(setting, shape, log)
         missing = [side for side in names if comparison.key(side) in row_keys]

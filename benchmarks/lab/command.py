@@ -34,7 +34,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str) -> int | None:
-    """Parses bits per second, as in ``100mbit``; None for ``none``.
+    """Parse bits per second, as in ``100mbit``; None for ``none``.
 
     Raises:
         LabError: when it is not a rate.
@@ -49,7 +49,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
-    """Parses the rate of every host: RATE for all hosts, HOST=RATE for a host; later words win.
+    """Parse the rate of every host: RATE for all hosts, HOST=RATE for a host; later words win.
 
     Raises:
         LabError: when a word is neither, or names no host.
@@ -87,7 +87,7 @@ def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: flo
 
 
 def checked_command(words: Sequence[str]) -> list[str]:
-    """Checks the command of the hosts, and removes the ``--`` before it.
+    """Check the command of the hosts, and remove the ``--`` before it.
 
     Raises:
         LabError: when it is neither an existing Python script nor -m and an existing module.
@@ -116,7 +116,7 @@ def _is_module(name: str) -> bool:
 
 
 def parse_options() -> argparse.Namespace:
-    """Parses the command line.
+    """Parse the command line.
 
     Raises:
         LabError: for values that are out of range.

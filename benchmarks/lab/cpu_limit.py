@@ -45,7 +45,7 @@ class CpuLimit:
         return self.folder / "cgroup.procs"
 
     def make(self) -> None:
-        """Makes the group.
+        """Make the group.
 
         Raises:
             CpuLimitError: when that cannot be done.
@@ -69,7 +69,7 @@ class CpuLimit:
 
 
 def kill(members: Callable[[], Iterable[int]]) -> list[int]:
-    """Kills processes and their new children. Returns the processes that do not end."""
+    """Kill processes and their new children. Return the processes that do not end."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while pids := list(members()):
         if time.monotonic() > deadline:
@@ -87,7 +87,7 @@ def groups(prefix: str) -> list[str]:
 
 
 def clean(prefix: str) -> list[str]:
-    """Removes the groups with a prefix, and their members. Returns a line for each that remains."""
+    """Remove the groups with a prefix, and their members. Return a line for each that remains."""
     lines = (_remove(_parent()[0] / name) for name in groups(prefix))
     return [line for line in lines if line is not None]
 

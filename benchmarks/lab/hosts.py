@@ -46,7 +46,7 @@ class LabError(Exception):
 
 
 def call(*words: str) -> str:
-    """Runs a command of iproute2 and returns its output.
+    """Run a command of iproute2 and return its output.
 
     Raises:
         LabError: when it fails, with its message.
@@ -144,7 +144,7 @@ class Lab:
         call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:
-        """Changes the rate of a host's link, also while something runs on it."""
+        """Change the rate of a host's link, also while something runs on it."""
         self.rates[index] = rate
         _shape(("-n", self.host(index)), "eth0", rate, FRAME)
         _shape((), self.link(index), rate, FRAME)
@@ -158,12 +158,12 @@ class Lab:
         return counters
 
     def run(self, command: Sequence[str], ranks_per_host: int = 1, timeout: float | None = None) -> int:
-        """Runs a Python command on all hosts under torchrun; returns as ``run_each``."""
+        """Run a Python command on all hosts under torchrun; return as ``run_each``."""
         hosts = range(len(self.rates))
         return self.run_each([(host, self.node(host, len(hosts), command, ranks_per_host)) for host in hosts], timeout)
 
     def run_each(self, commands: Sequence[tuple[int, Sequence[str]]], timeout: float | None = None) -> int:
-        """Runs Python on hosts, each with words of its own.
+        """Run Python on hosts, each with words of its own.
 
         Args:
             commands: a host, and the words after Python's name; a host may have several.
@@ -230,7 +230,7 @@ class Lab:
             time.sleep(0.1)
 
     def remove(self) -> None:
-        """Ends the processes on the hosts, and removes the hosts and the bridge.
+        """End the processes on the hosts, and remove the hosts and the bridge.
 
         Missing parts are skipped. A second Ctrl-C does not stop this half-way.
 
@@ -245,7 +245,7 @@ class Lab:
 
 
 def check_permission() -> None:
-    """Raises a LabError with the fix, if hosts cannot be made."""
+    """Raise a LabError with the fix, if hosts cannot be made."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")
@@ -261,12 +261,12 @@ def check_permission() -> None:
 
 
 def say(text: str, name: str = "netlab") -> None:
-    """Prints a line of a program, apart from the output of its hosts."""
+    """Print a line of a program, apart from the output of its hosts."""
     print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
 def run_with_hosts(name: str, body: Callable[[], int]) -> int:
-    """Runs a program that makes hosts; returns its exit status. Signals end it once the hosts are removed.
+    """Run a program that makes hosts; return its exit status. Signals end it once the hosts are removed.
 
     Args:
         name: name of the program in messages.
@@ -284,7 +284,7 @@ def run_with_hosts(name: str, body: Callable[[], int]) -> int:
 
 
 def _shape(namespace: Sequence[str], device: str, rate: int | None, frame: int) -> None:
-    """Gives a device a rate in bits per second, or none.
+    """Give a device a rate in bits per second, or none.
 
     Args:
         namespace: words of tc for the namespace.
@@ -304,7 +304,7 @@ def _shape(namespace: Sequence[str], device: str, rate: int | None, frame: int) 
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends the torchruns of hosts, all at once: asks, then kills."""
+    """End the torchruns of all hosts at once: by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + END_SECONDS
         for process in started:

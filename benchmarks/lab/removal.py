@@ -31,7 +31,7 @@ def _processes(host: str) -> list[int]:
 
 
 def kill(hosts: Sequence[str]) -> list[str]:
-    """Kills all processes on some hosts; torchrun's workers have left its session and outlive it.
+    """Kill all processes on some hosts; torchrun's workers have left its session and outlive it.
 
     Returns:
         A line for each host that keeps processes.
@@ -41,7 +41,7 @@ def kill(hosts: Sequence[str]) -> list[str]:
 
 
 def remove(key: str) -> list[str]:
-    """Ends the processes on a laboratory's hosts, and removes all of it. Missing parts are skipped.
+    """End the processes on a laboratory's hosts, and remove all of it. Missing parts are skipped.
 
     Returns:
         A line for each thing that remains.
@@ -64,7 +64,7 @@ def has_ended(pid: int) -> bool:
 
 
 def clean() -> tuple[list[str], list[str]]:
-    """Removes the laboratories of dead processes.
+    """Remove the laboratories of dead processes.
 
     Returns:
         Their keys, and a line for each thing that remains.

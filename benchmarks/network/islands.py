@@ -119,7 +119,7 @@ class Runner:
         self.eval_iters = max((tokens - 1) // SHAPE["seq-length"] // global_batch(self.hosts), 1)
 
     def whole_run(self, case: IslandsCase, seed: int) -> IslandsRun:
-        """Trains a case from the beginning to the end, on links that are not shaped."""
+        """Train a case from the beginning to the end, on links that are not shaped."""
         iterations = round(self.iterations * self.longer) if case.has_islands else self.iterations
         log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{self.hosts}x-seed{seed}.jsonl"
         evaluation = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.eval_iters}
@@ -223,7 +223,7 @@ class IslandsRow:
 
 
 def _log_with_times(run: IslandsRun, links: Links, warmup: Pace | None, local: Pace | None) -> Path:
-    """Copies a log with the times of links."""
+    """Copy a log with the times of links."""
     target = run.log.with_name(f"{run.log.stem}.at-{runs.slug(links.name)}.jsonl")
     warmup_iterations = run.case.warmup_iterations(run.iterations)
     lines = []
@@ -274,7 +274,7 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(rows: Sequence[IslandsRow], out: Path) -> str:
-    """Writes tables, curves of the first seed, and every figure to a folder; returns the tables."""
+    """Write tables, curves of the first seed, and every figure to a folder; return the tables."""
     figures = [asdict(row) for row in rows]
     texts = []
     for links in dict.fromkeys(row.links for row in rows):
@@ -310,7 +310,7 @@ def imitate_h100(runner: Runner, published: Sequence[Links]) -> list[Links]:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line.
+    """Parse the command line.
 
     Raises:
         LabError: for an invalid rate.
@@ -348,7 +348,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _parse_links(parser: argparse.ArgumentParser, text: str) -> list[Links]:
-    """Parses --rates, whose links are all of the same number of hosts."""
+    """Parse --rates, whose links are all of the same number of hosts."""
     rates_by_word = [[parse_rate(rate) for rate in word.split("/")] for word in text.split(",")]
     counts = {len(rates) for rates in rates_by_word if len(rates) > 1} or {HOSTS}
     if len(counts) > 1:

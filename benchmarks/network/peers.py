@@ -63,7 +63,7 @@ class _PlainLoss(nn.Module):
 def peer_step(
     kind: str, rank: int, plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]
 ) -> Callable[[int], dict[str, float]]:
-    """Builds a replica; returns a function that takes a step and returns its times.
+    """Build a replica; return a function that takes a step and return its times.
 
     Args:
         kind: ddp, ddp-fp16, ddp-bf16 or ddp-powersgd.

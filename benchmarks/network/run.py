@@ -122,7 +122,7 @@ class Workers:
         self._status = self.lab.run(command, ranks_per_host)
 
     def ask(self, timeout: float, **command: Any) -> list[dict[str, float]]:
-        """Gives a command to all ranks and waits for the answer of rank 0.
+        """Give a command to all ranks and wait for the answer of rank 0.
 
         Raises:
             LabError: when the ranks are gone, or too slow.
@@ -151,7 +151,7 @@ class Workers:
         return steps, max(host.sent for host in traffic) / 1e6 / len(steps)
 
     def stop(self) -> None:
-        """Ends the ranks."""
+        """End the ranks."""
         if self._status is None:
             (self.folder / f"command{self._number}.json").write_text('{"do": "stop"}')
             self._thread.join(60)
@@ -159,7 +159,7 @@ class Workers:
 
 @contextmanager
 def start_workers(bench: Bench) -> Iterator[Workers]:
-    """Starts hosts with equal shares of the processors, and ranks on them."""
+    """Start hosts with equal shares of the processors, and ranks on them."""
     # Ranks on a GPU need the processors to launch its work.
     share = (os.cpu_count() or 1) / bench.hosts if bench.device == "cpu" else None
     lab = Lab([None] * bench.hosts, share, bench.device)
@@ -212,7 +212,7 @@ def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float
 
 
 def measure_cluster(name: str, bench: Bench, workers: Workers, out: Path) -> Cluster:
-    """Measures the hosts as a cluster of the planner, and writes it to the folder ``out``."""
+    """Measure the hosts as a cluster of the planner, and write it to the folder ``out``."""
     specs = sorted({spec for case in bench.cases for spec in case.specs})
     (rates,) = workers.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
     cluster = fill_in_measured(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
@@ -221,7 +221,7 @@ def measure_cluster(name: str, bench: Bench, workers: Workers, out: Path) -> Clu
 
 
 def shape_links(lab: Lab, rate: float | None) -> None:
-    """Gives all links a rate."""
+    """Give all links a rate."""
     for host in range(len(lab.rates)):
         lab.shape(host, None if rate is None else int(rate))
 
@@ -237,7 +237,7 @@ def measure(
     is_wanted: Callable[[str, str], bool] = lambda setup, case: True,
     long_seconds: float = math.inf,
 ) -> Generator[Measurement, None, None]:
-    """Measures every case on every link of a layout.
+    """Measure every case on every link of a layout.
 
     Args:
         name, bench: name of the layout, and the layout.
@@ -305,7 +305,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the chosen layouts are in ``benches``."""
+    """Parse the command line; the chosen layouts are in ``benches``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     layouts_text = f"{', '.join(BENCHES)}; with --device cuda of {', '.join(CUDA_BENCHES)}"
     parser.add_argument("--layouts", help=f"comma-separated, of {layouts_text} (all)")
@@ -337,7 +337,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_layouts(options: argparse.Namespace) -> int:
-    """Measures the chosen layouts, and writes all measurements after each layout."""
+    """Measure the chosen layouts, and write all measurements after each layout."""
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

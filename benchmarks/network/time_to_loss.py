@@ -53,7 +53,7 @@ def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]
 
 
 def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> float:
-    """Runs a training on the hosts, from the beginning; returns the median seconds of an iteration.
+    """Run a training on the hosts, from the beginning; return the median seconds of an iteration.
 
     Raises:
         LabError: when it fails.
@@ -67,7 +67,7 @@ def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) ->
 
 
 def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int) -> int:
-    """Runs the cases and draws their curves.
+    """Run the cases and draw their curves.
 
     Raises:
         LabError: when hosts cannot be made, or a run fails.

@@ -69,7 +69,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
 
 
 def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step:
-    """Returns a function that takes a step and returns the parts of its time on this rank."""
+    """Return a function that takes a step and return the parts of its time on this rank."""
     config = engines.config
     choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
 
@@ -101,7 +101,7 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
 
 
 def wait_for(path: Path) -> dict[str, Any]:
-    """Waits for a command; ends the process when the folder is gone."""
+    """Wait for a command; end the process when the folder is gone."""
     while not path.exists():
         if not path.parent.is_dir():
             sys.exit("the process that gives commands is gone")

@@ -161,7 +161,7 @@ KINDS = {
 
 
 def unpack(archive: Path) -> None:
-    """Unpacks an archive into its folder; complete files stay."""
+    """Unpack an archive into its folder; complete files stay."""
     try:
         with zipfile.ZipFile(archive) as packed:
             sizes = {member: member.file_size for member in packed.infolist() if not member.is_dir()}
@@ -175,7 +175,7 @@ def unpack(archive: Path) -> None:
 
 
 def write_first_lines(packed: Path, target: Path, count: int) -> None:
-    """Writes the first lines of an xz file, unless that was done before."""
+    """Write the first lines of an xz file, unless that was done before."""
     if target.exists():
         return
     try:
@@ -186,6 +186,6 @@ def write_first_lines(packed: Path, target: Path, count: int) -> None:
 
 
 def write_lines(shards: list[Path], target: Path) -> None:
-    """Writes Parquet files as JSON lines, unless that was done after the last of them came."""
+    """Write Parquet files as JSON lines, unless that was done after the last of them came."""
     if not target.exists() or target.stat().st_mtime < max(shard.stat().st_mtime for shard in shards):
         parquet_to_lines.run(parquet_to_lines.parse(["--dataset", str(shards[0].parent), "--output", str(target)]))

@@ -40,7 +40,7 @@ _NO_RANGES = 33
 
 
 def fetch(remote: Remote, url: str) -> str:
-    """Downloads a file with curl, unless it is there, and verifies it.
+    """Download a file with curl, unless it exists, and verify it.
 
     Returns:
         Size and digest, for the user.
@@ -68,7 +68,7 @@ def fetch(remote: Remote, url: str) -> str:
 
 
 def _download(url: str, part: Path, size: int | None) -> None:
-    """Completes a partial file; goes on after an interruption as long as something arrives."""
+    """Complete a partial file; continue after an interruption as long as data arrives."""
     progress = ["--progress-bar"] if sys.stderr.isatty() else ["--silent"]
     while (have := part.stat().st_size) != size:
         try:
@@ -85,7 +85,7 @@ def _download(url: str, part: Path, size: int | None) -> None:
 
 
 def _verify(remote: Remote, path: Path, advice: str) -> str:
-    """Compares a file with the published size and digest."""
+    """Compare a file with the published size and digest."""
     size = path.stat().st_size
     if remote.size not in (None, size):
         raise UserError(f"{remote.path}: has {size:,} bytes, but {remote.size:,} are published; {advice}")
@@ -102,7 +102,7 @@ def _verify(remote: Remote, path: Path, advice: str) -> str:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags."""
+    """Check the flags."""
     kind = KINDS[options.what]
     if options.name is not None and options.name not in kind.names and "*" not in kind.names:
         raise UserError(f"{options.what} {options.name}: give {' or '.join(kind.names)}")
@@ -115,7 +115,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Downloads a set."""
+    """Download a set."""
     kind = KINDS[options.what]
     name = options.name or kind.names[0]
     default_folder = REPO / "checkpoints" / name if options.what == "ckpt" else DATA

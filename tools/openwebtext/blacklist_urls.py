@@ -42,7 +42,7 @@ def words_of(path: str | Path) -> frozenset[str]:
 
 @cache
 def _host_parser() -> Any:
-    """Splits a host by the public suffixes in the package; nothing is fetched."""
+    """Split a host by the public suffixes in the package; nothing is fetched."""
     import tldextract
 
     return tldextract.TLDExtract(suffix_list_urls=())
@@ -91,7 +91,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Filters the URLs of a folder.
+    """Filter the URLs of a folder.
 
     Raises:
         UserError: when there are none.

@@ -80,7 +80,7 @@ class Cleanup:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags, and that the vocabulary can be read."""
+    """Check the flags, and that the vocabulary can be read."""
     check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
     if (options.vocab_file is None) != (options.merge_file is None):
         raise UserError("--vocab-file and --merge-file belong together: give both, or none")
@@ -91,7 +91,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Cleans a file."""
+    """Clean a file."""
     tokenizer = partial(_tokenizer, options.vocab_file, options.merge_file) if options.vocab_file is not None else None
     cleanup = Cleanup(options.key, options.language, options.min_tokens, tokenizer)
     settings: dict[str, Any] = {"workers": options.workers, "skip_bad": options.skip_bad_lines, "label": "cleanup"}

@@ -56,7 +56,7 @@ class Fix:
     tasks: tuple[str, ...]
 
     def repair(self, text: str) -> str:
-        """Applies the selected repairs to a text."""
+        """Apply the selected repairs to a text."""
         if "ftfy_fix_text" in self.tasks:
             import ftfy
 
@@ -81,7 +81,7 @@ def output_paths(path: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Cleans files.
+    """Clean files.
 
     Raises:
         UserError: for files that cannot be read or written.

@@ -64,7 +64,7 @@ def line_of(row: dict[str, Any]) -> bytes:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks that nothing is written into a data set of this machine, or over one of its files."""
+    """Check that nothing is written into a data set of this machine, or over one of its files."""
     check_at_least(options, limit=1)
     if not os.path.exists(options.dataset):
         return
@@ -77,7 +77,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Writes the data set."""
+    """Write the data set."""
     report = Report(written=0)
     with writing(options.output) as write:
         for number, row in enumerate(progress(islice(rows(options), options.limit), "rows", "row")):

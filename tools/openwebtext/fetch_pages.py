@@ -75,7 +75,7 @@ def _extract(page: Page) -> dict[str, str]:
 
 
 def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
-    """Passes rows on; those of unreachable hosts wait until another host is reached.
+    """Pass rows on; those of unreachable hosts wait until another host is reached.
 
     Args:
         rows: rows of the record.
@@ -103,7 +103,7 @@ def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) ->
 
 
 def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, str]:
-    """Reads what an interrupted run recorded, and removes the half line at its end; a new record gets its first line.
+    """Read what an interrupted run recorded, and remove the half line at its end; a new record gets its first line.
 
     Returns:
         The page of each URL that was fetched, and the URL where it has a text.
@@ -136,7 +136,7 @@ def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, st
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Fetches the pages of a file of URLs.
+    """Fetch the pages of a file of URLs.
 
     Raises:
         UserError: when the file cannot be read, no page can be fetched, or another run fetches them.
@@ -204,7 +204,7 @@ FLAGS = list(field_options("fetching", Limits))
 
 
 def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds the flags of ``Limits``."""
+    """Add the flags of ``Limits``."""
     for field in FLAGS:
         flag, text = f"--{field.flag}", field.option.help
         if field.is_switch:
@@ -247,7 +247,7 @@ def _record_of(output: Path) -> Path:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags, and puts what they say of fetching into ``options.limits``.
+    """Check the flags, and put what they say of fetching into ``options.limits``.
 
     Raises:
         UserError: when they make no sense.

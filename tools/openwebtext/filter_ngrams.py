@@ -135,7 +135,7 @@ class NgramCut(Search):
 
 
 def _load_dictionary(path: str) -> dict[str, int]:
-    """Reads a file written by --save-dictionary."""
+    """Read a file written by --save-dictionary."""
     try:
         ngrams = json.loads(b"\n".join(lines(path)))
     except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ def dictionary(options: argparse.Namespace) -> dict[str, int]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags, and reads the runs into ``options.dictionary``."""
+    """Check the flags, and read the runs into ``options.dictionary``."""
     if not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise UserError(
             f"--min-ngram-size {options.min_ngram_size}: give 1 to --max-ngram-size {options.max_ngram_size}"
@@ -180,7 +180,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Filters a file."""
+    """Filter a file."""
     path, key = options.dedup_dataset
     ngrams = options.dictionary
     shared: dict[str, Any] = {"keys": [key], "workers": options.num_threads, "skip_bad": options.skip_bad_lines}

@@ -64,7 +64,7 @@ class _Fingerprinting:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags.
+    """Check the flags.
 
     Raises:
         UserError: when they make no sense.
@@ -102,7 +102,7 @@ def _scratch_file(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Finds the duplicates of some files."""
+    """Find the duplicates of some files."""
     report = Report()
     folder = Path(options.output or options.save_fingerprints).resolve().parent
     with _scratch_file(folder) as (texts, texts_path), _scratch_file(folder) as (rows_file, rows_path):

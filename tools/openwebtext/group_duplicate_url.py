@@ -38,14 +38,14 @@ def pairs_of(row: dict[str, Any], line: bytes, where: str) -> list[tuple[str, st
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags."""
+    """Check the flags."""
     if not 0 <= options.threshold <= 1:
         raise UserError(f"threshold {options.threshold:g}: give a similarity from 0 to 1")
     check_apart([options.input], [options.output, options.report])
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Groups the pairs of a file."""
+    """Group the pairs of a file."""
     from networkx.utils import UnionFind
 
     links, report = UnionFind(), Report(pairs=0)

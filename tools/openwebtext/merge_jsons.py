@@ -25,7 +25,7 @@ from tools.openwebtext.cleaning.filtering import Judged, judge_all
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Merges the files of a folder.
+    """Merge the files of a folder.
 
     Raises:
         UserError: when there are none, or the lines of a file are no JSON objects.

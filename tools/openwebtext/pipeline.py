@@ -108,7 +108,7 @@ class Step:
 
 
 def merge(paths: Sequence[str | Path], urls: Path | None, output: Path, skip_bad: bool) -> Report:
-    """Merges the documents of files and gives each a unique key; with ``urls``, only pages of those."""
+    """Merge the documents of files and give each a unique key; with ``urls``, only pages of those."""
     allowed = None if urls is None else {page_of(url.decode("utf-8", "replace")) for url in lines(urls)}
     numbers = count(1)
 
@@ -138,7 +138,7 @@ def shuffled(source: Path, seed: int) -> Iterator[bytes]:
 
 
 def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Report:
-    """Runs the last step."""
+    """Run the last step."""
     report, judge = Report(written=0), numbering(prefix)
     with writing(output) as write:
         for line in shuffled(source, seed):
@@ -157,7 +157,7 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
     steps: list[Step] = []
 
     def add(module: Any, words: Sequence[str | Path | None], free_words: Sequence[str] = ()) -> Path:
-        """Adds a tool, whose output is None among the words; paths and free words do not change its output."""
+        """Add a tool, whose output is None among the words; paths and free words do not change its output."""
         name, tool = module.__name__.rpartition(".")[2], module.main
         flags = tool.parse([*free_words, *(str(word or outputs[name]) for word in words)])
         settings = [word for word in words if isinstance(word, str)]
@@ -235,7 +235,7 @@ def _read_report(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Runs all steps that are not done."""
+    """Run all steps that are not done."""
     if not (options.json or options.urls):
         raise UserError("--json is missing (or --urls, whose pages are then fetched)")
     folder = Path(options.output_path)

@@ -41,7 +41,7 @@ def duplicates_in(groups: str) -> set[str]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Removes the duplicates of a file."""
+    """Remove the duplicates of a file."""
     check_apart([options.groups, options.data], [options.output, options.report])
     duplicates, removed = duplicates_in(options.groups), set[str]()
 

@@ -75,7 +75,7 @@ def help_documents() -> Iterator[Document]:
 
 
 def unique(documents: Iterator[Document]) -> Iterator[Document]:
-    """Leaves out documents whose text came before under another name."""
+    """Leave out documents whose text came before under another name."""
     seen: set[str] = set()
     for document in documents:
         if document.text not in seen:
@@ -84,7 +84,7 @@ def unique(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def write_corpus(folder: Path, library: Path) -> dict[str, tuple[int, int]]:
-    """Writes both files, whole or not at all.
+    """Write both files, whole or not at all.
 
     Returns:
         For each file its number of documents and bytes of text.

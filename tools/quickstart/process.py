@@ -18,7 +18,7 @@ class CommandFailed(Exception):
 
 
 def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str, str], show: bool) -> None:
-    """Runs a command to its end; its stdout and stderr go to the log, in the order they come.
+    """Run a command to its end; its stdout and stderr go to the log, in the order they come.
 
     When shown on a terminal, the command gets a terminal too, so that it draws its progress bar.
 
@@ -80,7 +80,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command that still runs; a launcher gets the time to end its workers."""
+    """End a command that still runs; a launcher gets the time to end its workers."""
     if process.poll() is None:
         process.terminate()
         try:

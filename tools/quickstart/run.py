@@ -208,7 +208,7 @@ class Quickstart:
         self._python("sample", ["tools/generate_samples_gpt.py", *arguments])
 
     def finish(self) -> tuple[str, float]:
-        """Draws the curve and writes the summary.
+        """Draw the curve and write the summary.
 
         Returns:
             The summary's text and how far the loss is below the unigram entropy.
@@ -232,7 +232,7 @@ class Quickstart:
         return format_summary(summary, places, sample), summary.gain
 
     def _start_over_when_changed(self) -> None:
-        """Puts a run of another model or other data aside: its checkpoints do not fit."""
+        """Put a run of another model or other data aside: its checkpoints do not fit."""
         mark = self.at.run / "made_from"
         if self.at.run.exists() and (not mark.exists() or mark.read_text() != self.run_key):
             aside = self.at.out / f"run.{time.strftime('%Y%m%d-%H%M%S')}"

@@ -42,7 +42,7 @@ class QuickstartStage:
             return False
 
     def run(self) -> float | None:
-        """Does the step where needed.
+        """Do the step where needed.
 
         Returns:
             Its seconds; None when there was nothing to do.

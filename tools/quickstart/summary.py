@@ -40,7 +40,7 @@ class Summary:
 
 
 def summarize(log: Path, heldout: Unigram) -> Summary:
-    """Reads the figures of a run from its JSON-lines log.
+    """Read the figures of a run from its JSON-lines log.
 
     Raises:
         UserError: when the run logged no training or no validation.

@@ -33,12 +33,12 @@ class Report(Counter[str]):
 
 
 def progress(items: Iterable[T], label: str, unit: str = "document") -> Any:
-    """Wraps items in a progress bar, which prints a line every 30 s if there is no terminal."""
+    """Wrap items in a progress bar, which prints a line every 30 s if there is no terminal."""
     return tqdm(items, unit=unit, desc=label, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
 def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lines: bool = True) -> None:
-    """Adds flags that most tools have."""
+    """Add flags that most tools have."""
     if workers:
         default = len(os.sched_getaffinity(0))
         parser.add_argument(
@@ -52,7 +52,7 @@ def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lin
 
 
 def check_at_least(options: argparse.Namespace, **minimums: int) -> None:
-    """Checks minimum values of numeric flags, given by name.
+    """Check minimum values of numeric flags, given by name.
 
     Raises:
         UserError: naming the first flag below its minimum.
@@ -63,7 +63,7 @@ def check_at_least(options: argparse.Namespace, **minimums: int) -> None:
 
 
 def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
-    """Checks that no output is also an input, and that outputs are distinct; None is a file that was not specified.
+    """Check that no output is also an input, and that outputs are distinct; None is a file that was not specified.
 
     Raises:
         UserError: naming the first conflict.
@@ -102,7 +102,7 @@ class Tool:
     interrupted: str = "no unfinished file is left"
 
     def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
-        """Parses command-line arguments (default: ``sys.argv``)."""
+        """Parse command-line arguments (default: ``sys.argv``)."""
         parser = argparse.ArgumentParser(
             prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
         )

@@ -92,7 +92,7 @@ class Comparison:
         return similarity(self._shingles(a), self._shingles(b), self.measure)
 
     def __call__(self, buckets: Sequence[list[int]]) -> Matches:
-        """Finds similar documents in each bucket.
+        """Find similar documents in each bucket.
 
         Each round compares a document with all others in the bucket and removes the similar documents, until the rounds
         or the documents run out.
@@ -118,7 +118,7 @@ class Comparison:
 
 
 def merge_matches(matches: Iterable[Matches]) -> dict[int, dict[int, float]]:
-    """Merges the matches of all buckets: each pair once, under its earlier document, in document order.
+    """Merge the matches of all buckets: each pair once, under its earlier document, in document order.
 
     Groups built from the result therefore list each document before its later duplicates.
     """

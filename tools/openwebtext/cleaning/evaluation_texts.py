@@ -24,7 +24,7 @@ TASKS = ("lambada", *SOURCES)
 
 
 def texts_of_file(path: str, key: str) -> Iterator[str]:
-    """Reads the texts of a JSON-lines file.
+    """Read the texts of a JSON-lines file.
 
     Raises:
         UserError: naming the first line without a text.
@@ -34,7 +34,7 @@ def texts_of_file(path: str, key: str) -> Iterator[str]:
 
 
 def texts_of_task(name: str) -> Iterator[str]:
-    """Reads the texts of a task from the hub.
+    """Read the texts of a task from the hub.
 
     Raises:
         UserError: when the texts cannot be downloaded.

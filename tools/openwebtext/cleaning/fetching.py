@@ -90,7 +90,7 @@ class Fetcher:
         self._rules = lru_cache(1000)(self._load_rules)
 
     def __call__(self, url: str) -> Page:
-        """Fetches a page; failures are reported in the result."""
+        """Fetch a page; failures are reported in the result."""
         target = url
         try:
             for _ in range(1 + _REDIRECTIONS):
@@ -125,7 +125,7 @@ class Fetcher:
             return Page(url, failed="timed out" if timed_out else "could not be reached", retry=retry)
 
     def _get(self, url: str) -> requests.Response:
-        """Sends a request; the body is not read yet. Session.get would read the bodies of redirections of any size."""
+        """Send a request; the body is not read yet. Session.get would read the bodies of redirections of any size."""
         request = self._session.prepare_request(requests.Request("GET", url, auth=lambda prepared: prepared))
         settings: dict[str, Any] = {}  # from the environment: proxies, certificates
         settings.update(self._session.merge_environment_settings(str(request.url), {}, True, None, None))
@@ -137,7 +137,7 @@ class Fetcher:
         return urljoin(url, requote_uri(target)) if target else ""
 
     def _read_body(self, response: requests.Response, max_bytes: int) -> bytes:
-        """Reads the decompressed body within bounded time; stops once it is longer than ``max_bytes``."""
+        """Read the decompressed body within bounded time; stop once it is longer than ``max_bytes``."""
         deadline = time.monotonic() + 3 * self.limits.timeout
         body = bytearray()
         # read1 returns the available bytes, so that slow sites do not evade the deadline.
@@ -164,7 +164,7 @@ class Fetcher:
 
 
 def _fetch_in_time(fetch: Callable[[str], Page], url: str, patience: float) -> Page:
-    """Fetches a page in a thread of its own, which is abandoned after ``patience`` seconds."""
+    """Fetch a page in a thread of its own, which is abandoned after ``patience`` seconds."""
     answers: SimpleQueue[Page] = SimpleQueue()
     threading.Thread(target=lambda: answers.put(fetch(url)), daemon=True).start()
     try:
@@ -176,7 +176,7 @@ def _fetch_in_time(fetch: Callable[[str], Page], url: str, patience: float) -> P
 def fetch_all(
     urls: Iterable[str], fetch: Callable[[str], Page], connections: int, delay: float, patience: float = 120.0
 ) -> Iterator[Page]:
-    """Fetches pages in parallel, those of a host one after another; yields them in order of completion.
+    """Fetch pages in parallel, those of a host one after another; yield them in order of completion.
 
     Args:
         urls: URLs, all of which are held in memory.

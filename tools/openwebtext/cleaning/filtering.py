@@ -27,7 +27,7 @@ _CHUNK, _CHUNK_BYTES = 64, 1 << 20
 
 
 def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dict[str, Any]:
-    """Parses the JSON object of a line.
+    """Parse the JSON object of a line.
 
     Args:
         line: line of a file.
@@ -54,7 +54,7 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
 
 
 def encode(record: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Encodes a JSON line in UTF-8; lone surrogates stay escaped, and a ``Numeral`` keeps its original form.
+    """Encode a JSON line in UTF-8; lone surrogates stay escaped, and a ``Numeral`` keeps its original form.
 
     Args:
         record: object of the line.
@@ -78,7 +78,7 @@ def encode(record: dict[str, Any], default: Callable[[Any], Any] | None = None) 
 
 
 def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
-    """Groups consecutive items into lists of at most ``size`` items, or about a megabyte of numbered lines."""
+    """Group consecutive items into lists of at most ``size`` items, or about a megabyte of numbered lines."""
     chunk: list[T] = []
     chunk_bytes = 0
     for item in items:
@@ -120,12 +120,12 @@ class FilePart:
 
 
 def parts_of(path: str | Path, *keys: str) -> Iterator[FilePart]:
-    """Splits the lines of a file into chunks."""
+    """Split the lines of a file into chunks."""
     return (FilePart(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
 
 
 def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart, skip_bad: bool) -> tuple[list[T], int]:
-    """Applies a function to the documents of a chunk of lines.
+    """Apply a function to the documents of a chunk of lines.
 
     Args:
         function: function of a document, its line and its position; may raise a UserError for invalid documents.
@@ -160,7 +160,7 @@ def judge_all(
     skip_bad: bool,
     label: str = "documents",
 ) -> Report:
-    """Judges every line of files and writes the results in order.
+    """Judge every line of files and write the results in order.
 
     Args:
         judge: judge of documents; picklable with several workers.

@@ -74,7 +74,7 @@ class Fingerprints:
     sizes: NDArray[np.int64]
 
     def estimate(self, a: int, b: int, measure: str) -> float:
-        """Estimates the similarity of two documents, for missing texts."""
+        """Estimate the similarity of two documents, for missing texts."""
         union = float((self.rows[a] == self.rows[b]).mean())
         intersection = union / (1 + union) * float(self.sizes[a] + self.sizes[b])
         small, large = sorted((float(self.sizes[a]), float(self.sizes[b])))
@@ -87,7 +87,7 @@ class Fingerprints:
         return num_equal < seeds * minimum - 4 * (seeds * minimum * (1 - minimum)) ** 0.5
 
     def buckets(self, bands: int, documents: NDArray[np.int64]) -> Iterator[list[int]]:
-        """Yields groups of two or more documents whose fingerprints agree in all rows of a band, band after band."""
+        """Yield groups of two or more documents whose fingerprints agree in all rows of a band, band after band."""
         for band in np.split(self.rows, bands, axis=1):
             groups: dict[bytes, list[int]] = defaultdict(list)
             for document in documents.tolist():
@@ -95,7 +95,7 @@ class Fingerprints:
             yield from (group for group in groups.values() if len(group) > 1)
 
     def save(self, path: Path, keys: Sequence[str], seed: int) -> None:
-        """Writes the fingerprints and the document keys as plain arrays.
+        """Write the fingerprints and the document keys as plain arrays.
 
         Raises:
             UserError: when the file cannot be written.
@@ -111,7 +111,7 @@ class Fingerprints:
 
 
 def load_fingerprints(path: Path, seeds: int, seed: int) -> tuple[Fingerprints, list[str]]:
-    """Reads a file written by ``save``; returns the fingerprints and the document keys.
+    """Read a file written by ``save``; return the fingerprints and the document keys.
 
     Raises:
         UserError: when the file is invalid, or uses other hash functions.

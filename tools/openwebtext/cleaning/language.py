@@ -16,7 +16,7 @@ def is_language(text: str, language: str) -> bool:
 
 
 def check_language(language: str) -> None:
-    """Checks a language code.
+    """Check a language code.
 
     Raises:
         UserError: when the classifier does not know the language.
