@@ -3,11 +3,11 @@
     make bench-cleaning                        20,000 synthetic documents (about two minutes)
     make bench-cleaning ARGS="--documents 2000"
 
-The documents consist of sentences of the documentation of Python's library, so that their words and lengths are real.
-Copies with a tenth and a twentieth of their words changed are planted among them; "found" is the share of the planted
-pairs in the output, "alike" the share of the pairs in the output that are planted or truly alike (Jaccard above 0.5
-over all runs of five characters). Each tool has one process: rates are those of a core. Prints a table, and writes its
-figures to --out as JSON.
+The documents consist of sentences of the Python library's documentation, so that their words and lengths are realistic.
+Copies with 5% and 10% of their words changed are planted among them: "found" is the share of the planted pairs that
+are in the output, and "alike" the share of the output's pairs that are planted or truly similar (Jaccard similarity of
+five-character shingles above 0.5). Each tool runs in a single process, so rates are per core. Prints a table, and
+writes its figures to --out as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.data.lines import lines
 MIN_DOCUMENTS = 20
 """Enough documents for copies of both kinds."""
 
-_TIMED = """
+_TIMING_PROGRAM = """
 import importlib, sys, time
 tool = importlib.import_module(f"tools.openwebtext.{sys.argv[1]}")
 start = time.perf_counter()
@@ -100,18 +100,18 @@ def datasketch_loop(path: Path, threshold: float, permutations: int) -> list[tup
 
 
 def seconds(tool: str, *flags: object) -> float:
-    """Seconds of a tool in a process of its own.
+    """Seconds of a tool in a separate process.
 
     Raises:
         SystemExit: when it fails, with its output.
     """
     with tempfile.NamedTemporaryFile() as log:
-        run(["-c", _TIMED, tool, *map(str, flags)], Path(log.name))
+        run(["-c", _TIMING_PROGRAM, tool, *map(str, flags)], Path(log.name))
         return float(log.read().split()[-1])
 
 
-def runs_of(text: str) -> set[str]:
-    """A text's runs of five characters."""
+def shingles_of(text: str) -> set[str]:
+    """Five-character shingles of a text."""
     return {text[i : i + 5] for i in range(len(text) - 4)}
 
 
@@ -124,7 +124,7 @@ def quality(data: Path, pairs: set[tuple[str, str]]) -> dict[str, float]:
         return float(np.mean([pair in pairs for pair, changed in planted.items() if changed == share]))
 
     def alike(a: str, b: str) -> bool:
-        runs_a, runs_b = (runs_of(rows[key]["text"]) for key in (a, b))
+        runs_a, runs_b = (shingles_of(rows[key]["text"]) for key in (a, b))
         return len(runs_a & runs_b) > 0.5 * len(runs_a | runs_b)
 
     right = sum(pair in planted or alike(*pair) for pair in pairs)
@@ -136,7 +136,7 @@ def quality(data: Path, pairs: set[tuple[str, str]]) -> dict[str, float]:
     }
 
 
-def pairs_of(path: Path) -> set[tuple[str, str]]:
+def read_pairs(path: Path) -> set[tuple[str, str]]:
     """Pairs in the output of find_duplicates.py."""
     pairs: set[tuple[str, str]] = set()
     for line in lines(path):
@@ -158,7 +158,7 @@ def compare(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]
         side = partial(seconds, "find_duplicates", *flags, "--output", output, "--num-bands", bands)
         turn_by_side[f"find_duplicates, 100 seeds in {bands} bands"] = side
     turns = in_turns(*turn_by_side.values(), turns=1)
-    pairs = [{(min(pair), max(pair)) for pair in loop_pairs}, *map(pairs_of, outputs.values())]
+    pairs = [{(min(pair), max(pair)) for pair in loop_pairs}, *map(read_pairs, outputs.values())]
     return [
         {"side": side, "per_s": len(rows) / turns.median(n), "speed_up": 1 / turns.ratio(n), **quality(data, pairs[n])}
         for n, side in enumerate(turn_by_side)
@@ -167,7 +167,7 @@ def compare(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=20_000, metavar="N", help="(20000)")
+    parser.add_argument("--documents", type=int, default=20_000, metavar="N", help="number of documents (20000)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/cleaning"), help="folder of the figures")
     options = parser.parse_args(arguments)
     if options.documents < MIN_DOCUMENTS:

@@ -37,7 +37,7 @@ def row_key(shape: Shape, precision: str, name: str) -> str:
 class StepComparison:
     """The steps of a shape in a precision.
 
-    A single side at a time is built and compiled, as sides share the device and the processors.
+    Sides are built and compiled one at a time, since they share the device and the processors.
 
     Args:
         shape, precision: the model and its precision.
@@ -46,8 +46,8 @@ class StepComparison:
         peak_flops: peak rate of products in this precision, FLOP/s; 0 if unknown.
         log: log of the rows.
         divisor: number that divides our padded vocabulary.
-        turns, warm: counted turns, and earlier steps.
-        turn_seconds: least seconds of a turn, in which short steps are repeated.
+        turns, warm: number of counted turns, and of steps before them.
+        turn_seconds: minimum seconds of a turn, in which short steps are repeated.
     """
 
     shape: Shape
@@ -72,7 +72,7 @@ class StepComparison:
         try:
             self.log.begin(self.key(names[0]))
             ours = self._start(OURS, workers)
-            if OURS in missing:  # before peers compile, which may take the rest of a time limit
+            if OURS in missing:  # before peers compile, which may use up the time limit
                 self._log_ours(ours, in_turns(ours.step, turns=self.turns, warm=self.warm).median())
                 missing.remove(OURS)
             for peer in list(missing):
@@ -91,7 +91,7 @@ class StepComparison:
                 side.kill()
 
     def _start(self, name: str, workers: list[Side]) -> Side:
-        """Start a side, and wait until it is built and compiled: its first step is over."""
+        """Start a side, and wait for its first step: then it is built and compiled."""
         build = partial(process_step, name, self.shape, self.precision, self.threads, self.device, self.divisor)
         side = Side(name, build, self.device)
         workers.append(side)

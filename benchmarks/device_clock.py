@@ -1,4 +1,4 @@
-"""Times operations: on a CPU by the clock, on CUDA by events with inputs outside of the L2 cache."""
+"""Timers of operations: on a CPU by the clock, on CUDA by events, with inputs outside of the L2 cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.turns import timed
 
 Call = Callable[[], Any]
 MAX_SETS = 64
-"""Largest number of input sets of a measurement."""
-_ROOM = 4
-"""Size of all input sets, in sizes of the L2."""
+"""Maximum number of input sets of a measurement."""
+_L2_SIZES = 4
+"""Size of all input sets together, as a multiple of the L2 cache."""
 _SHORT_SECONDS = 2e-3
 """Shorter calls are captured into a graph, since launching them could take longer than running them."""
 
@@ -38,7 +38,7 @@ class CallTimer(Protocol):
     """A timer of calls that do the same work over different inputs."""
 
     def sets(self, nbytes: int) -> int:
-        """The number of input sets of this size that a measurement needs."""
+        """Number of input sets of this size that a measurement needs."""
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
@@ -47,7 +47,7 @@ class CallTimer(Protocol):
 
 
 class CpuClock:
-    """Times calls by the processor's clock, with the first input set only.
+    """Timer by the processor's clock, with the first input set only.
 
     Args:
         budget: seconds of each measurement; a call that takes longer is timed once, others at least three times.
@@ -57,7 +57,7 @@ class CpuClock:
         self.budget = budget
 
     def sets(self, nbytes: int) -> int:
-        """A single set: code on a CPU finds its inputs in the caches as they are."""
+        """Return 1: on a CPU, the state of the caches is left as it is."""
         return 1
 
     def time(self, calls: Sequence[Call]) -> Time:
@@ -72,10 +72,10 @@ class CpuClock:
 
 
 class CudaClock:
-    """Times calls by the device's events, which count neither launches nor the host's work.
+    """Timer by the device's events, which count neither launches nor the host's work.
 
     Short calls are captured into a graph over all input sets, so that the inputs of each call have been evicted from
-    the L2. Long calls, and calls that cannot be captured, are timed singly, with the L2 overwritten in between.
+    the L2. Long calls, and calls that cannot be captured, are timed one by one, with the L2 overwritten in between.
 
     Args:
         budget: seconds of each measurement; a call that takes longer is timed three times, others at least five.
@@ -91,18 +91,19 @@ class CudaClock:
         self._flush: torch.Tensor | None = None
 
     def sets(self, nbytes: int) -> int:
-        """As many sets as exceed the L2 several times."""
-        return max(1, min(MAX_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
+        """Number of sets that together exceed the L2 several times."""
+        return max(1, min(MAX_SETS, -(-_L2_SIZES * self.l2_bytes // max(nbytes, 1))))
 
     def time(self, calls: Sequence[Call]) -> Time:
         for call in calls:  # loading, compilation and allocations
             call()
         first = statistics.median(self._events(calls[:1], 3))
         if first < _SHORT_SECONDS:
-            graph = self._captured(calls)
+            graph = self._capture(calls)
             if graph is not None:
-                count = self._samples(first * len(calls))
-                return Time(statistics.median(self._replays(graph, count)) / len(calls), "graph")
+                graph.replay()
+                seconds = self._events([graph.replay], self._samples(first * len(calls)))
+                return Time(statistics.median(seconds) / len(calls), "graph")
         return Time(statistics.median(self._events(calls, self._samples(first))), "events")
 
     def _samples(self, seconds: float) -> int:
@@ -121,18 +122,13 @@ class CudaClock:
         self.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
-    def _replays(self, graph: Any, count: int) -> list[float]:
-        """Time replays of a graph, in seconds, one behind another."""
-        graph.replay()
-        return self._events([graph.replay], count)
-
     def _evict(self) -> None:
         if self._flush is None:
             self._flush = torch.empty(2 * self.l2_bytes, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
 
-    def _captured(self, calls: Sequence[Call]) -> Any:
-        """Capture all calls in a graph; None when a call waits for the device, or cannot be captured."""
+    def _capture(self, calls: Sequence[Call]) -> Any:
+        """Capture all calls in a graph; None if a call waits for the device or cannot be captured."""
         self.cuda.synchronize()
         stream = self.cuda.current_stream()
         try:
@@ -146,7 +142,7 @@ class CudaClock:
                 for call in calls:
                     call()
         except RuntimeError:
-            self.cuda.set_stream(stream)  # a failed capture leaves its own stream
+            self.cuda.set_stream(stream)  # a failed capture leaves its own stream set
             self.cuda.synchronize()
             return None
         return graph

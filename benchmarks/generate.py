@@ -4,9 +4,8 @@
     make bench-generate ARGS="--quick"  a smoke run on tiny shapes
 
 Both sides continue the same prompts greedily by the same number of tokens with cached keys and values, in one process,
-taking turns; their tokens are compared. Rates are medians. The limit of a token for each row is the time to read all
-weights once, at the rate of reading measured here, or to compute their products, at the rate of a large product,
-whichever is longer.
+taking turns; their tokens are compared. Rates are medians. The limit of a step is the time to read all weights once at
+the read rate measured here, or to compute their products at the rate of a large product, whichever is longer.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def measure(
     Args:
         ours, theirs: both models.
         prompts: the prompts of a batch.
-        new: new tokens of each.
+        new: number of new tokens for each prompt.
         turns: measured turns of each side.
         after_turn: called after every turn of a side.
     """
@@ -136,7 +135,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--threads", type=int, default=2, help="of each side, on a CPU (2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each side on a CPU (2)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,19 +19,19 @@ MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
 BITS, DENSITIES, RANKS = (2, 4, 8), (0.01, 0.1, 0.5), (8, 32, 128)
 MESSAGE_RANKS = (8, 16, 24, 32, 40)
 SECTOR = 32
-"""Least bytes of a memory access."""
+"""Minimum bytes of a memory access."""
 Size = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class BuiltCase:
     """An operation on an input set.
 
     Args:
         run: the compiled operation.
         reference: the reference implementation in pure torch.
         input_bytes: bytes that GB/s counts.
-        traffic: least bytes that must be read and written.
+        traffic: minimum bytes that must be read and written.
         in_place: share of the traffic that is read and written in place, in bytes.
         rival: another implementation.
     """
@@ -58,7 +58,7 @@ class KernelCase:
     model: str
     shape: str
     setting: str
-    build: Callable[[], Runs]
+    build: Callable[[], BuiltCase]
     rival_name: str = ""
 
 
@@ -77,8 +77,8 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def drawn(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers of a generator of their own, as a graph whose capture fails breaks the device's generator."""
+def draw_normal(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw normal numbers from a separate generator: a failed graph capture breaks the device's generator."""
     generator = torch.Generator(device).manual_seed(7)
     return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
@@ -92,17 +92,17 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     """Cases of Optimus-CC's compressed backpropagation: an activation's gradient to two low-rank factors, and back."""
     size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
 
-    def build(rank: int, back: bool) -> Runs:
-        x_nm = drawn(size, device)
+    def build(rank: int, back: bool) -> BuiltCase:
+        x_nm = draw_normal(size, device)
         codec, state = LowRankCodec(LowRankConfig(rank)), CompressorState()
         payload = codec.encode(x_nm, state, 0)
         state.commit()
         sizes = nbytes(x_nm), nbytes(x_nm, payload.wire)
         if back:
             run = partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0)
-            return Runs(run, partial(product, payload.wire, x_nm.shape, rank), *sizes)
+            return BuiltCase(run, partial(product, payload.wire, x_nm.shape, rank), *sizes)
         rival = partial(factors, x_nm, rank, gram_schmidt)
-        return Runs(
+        return BuiltCase(
             partial(codec.encode, x_nm, state, 0), partial(factors, x_nm, rank, _reference_basis), *sizes, rival=rival
         )
 
@@ -162,29 +162,29 @@ def choice_cases(model: str, shape: str, n: int, density: float, device: str) ->
     count = int(density * n)
 
     def choose() -> tuple[Tensor, Tensor, Tensor]:
-        x_n = drawn((n,), device)
+        x_n = draw_normal((n,), device)
         return x_n, ops.abs_topk(x_n.view(1, -1), count), torch.zeros(count, device=device)
 
-    def topk() -> Runs:
+    def topk() -> BuiltCase:
         x_n, indices_1c, _ = choose()
         x_1n = x_n.view(1, -1)
-        return Runs(
+        return BuiltCase(
             lambda: ops.abs_topk(x_1n, count), lambda: reference.abs_topk(x_1n, indices_1c.clone()), nbytes(x_n),
             nbytes(x_n, indices_1c), rival=lambda: torch.topk(x_1n.abs(), count, dim=1, sorted=False),
         )  # fmt: skip
 
-    def gather() -> Runs:
+    def gather() -> BuiltCase:
         x_n, indices_1c, packed_c = choose()
         indices_c, reference_c = indices_1c.view(-1), torch.empty_like(packed_c)
-        return Runs(
+        return BuiltCase(
             lambda: ops.gather_packed(x_n, indices_c), lambda: reference.gather_packed(x_n, indices_c, reference_c),
             nbytes(packed_c), nbytes(indices_c, packed_c, packed_c),
         )  # fmt: skip
 
-    def scatter() -> Runs:
+    def scatter() -> BuiltCase:
         x_n, indices_1c, packed_c = choose()
         indices_c, in_place = indices_1c.view(-1), 2 * nbytes(packed_c)
-        return Runs(
+        return BuiltCase(
             lambda: ops.scatter_add_packed(x_n, indices_c, packed_c),
             lambda: reference.scatter_add_packed(x_n, indices_c, packed_c),
             nbytes(packed_c), nbytes(indices_c, packed_c) + in_place, in_place,
@@ -201,10 +201,10 @@ def basis_case(
 ) -> KernelCase:
     """The case of an orthonormal basis of a few columns."""
 
-    def build() -> Runs:
-        p_knr = drawn((1, n, rank), device)
+    def build() -> BuiltCase:
+        p_knr = draw_normal((1, n, rank), device)
         out_knr = torch.empty_like(p_knr)
-        return Runs(
+        return BuiltCase(
             lambda: ops.orthonormalize(p_knr), lambda: reference.orthonormalize(p_knr, out_knr),
             nbytes(p_knr), 2 * nbytes(p_knr), rival=lambda: rival(p_knr[0]),
         )  # fmt: skip
@@ -218,18 +218,18 @@ def norm_cases(
     """Cases of a norm, and of a histogram of a sample."""
     bins, stride = 1000, 4
 
-    def norm() -> Runs:
-        x_nm, out_2 = drawn(size, device, dtype), torch.empty(2, dtype=torch.float64, device=device)
-        return Runs(
+    def norm() -> BuiltCase:
+        x_nm, out_2 = draw_normal(size, device, dtype), torch.empty(2, dtype=torch.float64, device=device)
+        return BuiltCase(
             lambda: ops.finite_norm(x_nm), lambda: reference.finite_norm(x_nm, out_2), nbytes(x_nm), nbytes(x_nm)
         )
 
-    def histogram() -> Runs:
-        x_nm = drawn(size, device, dtype)
+    def histogram() -> BuiltCase:
+        x_nm = draw_normal(size, device, dtype)
         counts_b = torch.empty(bins, dtype=torch.int64, device=device)
         range_2 = torch.empty(2, dtype=torch.float64, device=device)
         fetched = min(nbytes(x_nm), x_nm.numel() // stride * SECTOR)
-        return Runs(
+        return BuiltCase(
             lambda: ops.sample_histogram(x_nm, stride, bins),
             lambda: reference.sample_histogram(x_nm, stride, counts_b, range_2), nbytes(x_nm) // stride, fetched,
         )  # fmt: skip
@@ -246,20 +246,20 @@ def combine_cases(
 
     def draw_rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         indices_n = torch.randperm(size[0] * k, device=device, generator=torch.Generator(device).manual_seed(7))
-        rows_rh = drawn((size[0] * k, size[1]), device, dtype)
-        return rows_rh, indices_n.view(-1, k), drawn((size[0], k), device), drawn(size, device, dtype)
+        rows_rh = draw_normal((size[0] * k, size[1]), device, dtype)
+        return rows_rh, indices_n.view(-1, k), draw_normal((size[0], k), device), draw_normal(size, device, dtype)
 
-    def forward() -> Runs:
+    def forward() -> BuiltCase:
         rows_rh, indices_tk, weights_tk, out_th = draw_rows()
-        return Runs(
+        return BuiltCase(
             lambda: ops.combine_rows(rows_rh, indices_tk, weights_tk, out_th),
             lambda: combine.combine_rows(rows_rh, indices_tk, weights_tk, out_th),
             nbytes(rows_rh), nbytes(rows_rh, indices_tk, weights_tk, out_th),
         )  # fmt: skip
 
-    def backward() -> Runs:
+    def backward() -> BuiltCase:
         rows_rh, indices_tk, weights_tk, grad_th = draw_rows()
-        return Runs(
+        return BuiltCase(
             lambda: ops.combine_rows_back(grad_th, rows_rh, indices_tk, weights_tk),
             lambda: combine.combine_rows_back(grad_th, rows_rh, indices_tk, weights_tk),
             nbytes(rows_rh), nbytes(grad_th, rows_rh, indices_tk, weights_tk, rows_rh, weights_tk),

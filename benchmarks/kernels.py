@@ -1,13 +1,13 @@
 """Throughput of the compressors' kernels, compared with a copy and their reference implementations in the same run.
 
-    make bench-kernels                          on the CPU, or on a GPU where the CUDA kernels are built
+    make bench-kernels                          on the CPU, or on a GPU if the CUDA kernels are built
     make bench-kernels ARGS="--models 2.5B --quick"
 
 Shapes are those of Optimus-CC's models: activations of a micro-batch (s x b x h / TP) and the gradients of a layer's
-matrices. GB/s counts the input's bytes. The limit is the time that the operation's least traffic (each input read once,
-each output written once) takes at a copy's speed, measured on as many bytes; operations in place are compared with
+matrices. GB/s counts the input's bytes. The limit is the time of the operation's minimum traffic (each input read once,
+each output written once) at the speed of a copy, measured on as many bytes; operations in place are compared with
 scaling in place, since a copy also fetches the memory that it overwrites. "Of limit" is the limit over the measured
-time. device_clock.py says how times are taken. Prints Markdown tables, and writes them with every figure to --out.
+time. For the timing method see device_clock.py. Prints Markdown tables, and writes them with every figure to --out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KernelRow:
         times_reference, times_rival: times of the reference implementation and of the rival over that of the operation.
         rival: name of the other implementation.
         seconds: time of the operation.
-        traffic: least bytes that must be read and written.
+        traffic: minimum bytes that must be read and written.
         how: way in which the time was measured.
     """
 
@@ -149,12 +149,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problem = native.problem()
     if problem is not None or device not in native.devices():
-        parser.error(f"the kernels are not compiled for {device}: {problem or 'build them where nvcc is'}")
+        parser.error(f"the kernels are not compiled for {device}: {problem or 'build them on a machine with nvcc'}")
     torch.set_num_threads(options.threads)
     rows: list[KernelRow] = []
     print(ROWS.head(), flush=True)
     for model in models:
-        # The first measurement includes the start of the processor and of the allocator: it is repeated.
+        # The first measurement includes the start-up of the processor and the allocator, so it is repeated.
         measure(next(codec_cases(model, device, options.quick)), clock_of(device, 4 * SECONDS), device)
         for cases in (codec_cases, tile_cases, message_cases, combine_cases, gradient_cases):
             for case in cases(model, device, options.quick):

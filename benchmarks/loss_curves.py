@@ -3,13 +3,13 @@
     python tools/plot_loss_curves.py dense=dense/log.jsonl radius=radius/log.jsonl --baseline dense -o loss.png
     python tools/plot_loss_curves.py a.txt b.txt --x iterations,hours --smooth 50
 
-A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines), with
-a name before it if you like. Lines are training losses: means over --smooth points of the run that logs least often,
-and over as many iterations of the others; without it over ten points, but at most a tenth of the shortest run. Hollow
-markers are validation losses, filled markers losses at the end of training, of other samples: each kind is compared
-with its own. Training time (--x hours, in the unit that fits) is the time of the iterations in the log, without pauses
-between restarts. Also prints a table: the last losses, and when each run had the last validation loss of
-the baseline. Losses that are not finite are gaps in the curves, and are counted below the table.
+A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines),
+optionally with a name before it. Lines are training losses, averaged over --smooth points of the run that logs least
+often, and over as many iterations of the others (by default ten points, but at most a tenth of the shortest run).
+Hollow markers are validation losses, filled markers losses at the end of training, on other samples; each kind is only
+compared with its own kind. Training time (--x hours, in a suitable unit) is the time of the iterations in the log,
+without pauses between restarts. Also prints a table of the last losses, and of when each run reached the last
+validation loss of the baseline. Non-finite losses are gaps in the curves, and are counted below the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run, split_name
+from benchmarks.loss_logs import LossCurves, LossPoint, interpolate, read_run, split_name
 from megatron.base.errors import UserError
 from megatron.base.figures import curve_style, label_iterations, new_figure, picture_format, save_figure, time_unit
 from megatron.base.markdown import markdown_table
@@ -40,7 +40,7 @@ def default_smooth(runs: Sequence[LossCurves]) -> int:
     return min(10, max(1, int(shortest / 10 / span_of(runs, 1))))
 
 
-def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
+def smooth_losses(points: Sequence[LossPoint], span: float) -> list[float]:
     """Means of the finite losses over the ``span`` iterations before each point; nan where the point is not finite."""
     means: list[float] = []
     sums, counts = [0.0], [0]
@@ -73,7 +73,7 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
     span = span_of(runs, smooth)
     for run in runs:
         last = run.train[-1]
-        cells = [run.name, str(last.iteration), f"{smoothed(run.train, span)[-1]:.4f}", _last(run.valid)]
+        cells = [run.name, str(last.iteration), f"{smooth_losses(run.train, span)[-1]:.4f}", _last(run.valid)]
         cells += [*([_last(run.final)] if ends else []), f"{last.hours / length:.3g}"]
         if baseline is not None and not math.isnan(goal):
             point, base_point = (first_at_loss(compared[name], goal) for name in (run.name, baseline.name))
@@ -97,7 +97,7 @@ def _last(points: Sequence[LossPoint]) -> str:
 
 
 def notes(runs: Sequence[LossCurves], baseline: LossCurves | None) -> list[str]:
-    """Lines about losses that are not finite, and about differing samples."""
+    """Notes on non-finite losses, and on differing samples."""
     lines = []
     for run in runs:
         for kind, points in (("training", run.train), ("validation", [*run.valid, *run.final])):
@@ -109,7 +109,7 @@ def notes(runs: Sequence[LossCurves], baseline: LossCurves | None) -> list[str]:
         if baseline is not None and run.eval_interval and run.eval_interval != baseline.eval_interval != 0:
             lines.append(
                 f"{run.name}: validated every {run.eval_interval:g} iterations, {baseline.name} every "
-                f"{baseline.eval_interval:g}, so on other samples at one iteration; compare training losses"
+                f"{baseline.eval_interval:g}, so the samples at an iteration differ; compare training losses"
             )
     return lines
 
@@ -122,7 +122,7 @@ def differences(curve: Curve, baseline: Curve) -> list[tuple[float, float]]:
     """Differences of a curve to a baseline, at the points of the curve that the baseline covers."""
     pairs = []
     for x, y in zip(*curve, strict=True):
-        base = interpolated(*baseline, x)
+        base = interpolate(*baseline, x)
         if base is not None:
             pairs.append((x, y - base))
     return pairs
@@ -138,8 +138,8 @@ def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
     for kind, points in (("train", run.train), ("valid", run.valid), ("final", run.final)):
         coordinates = [point.at(axis) for point in points]
         if any(x is None for x in coordinates):
-            raise UserError(f"{run.name}: the text log does not say tokens; add --seq-length, or leave them out of --x")
-        losses = smoothed(points, span) if kind == "train" else [point.loss for point in points]
+            raise UserError(f"{run.name}: the text log lacks tokens; add --seq-length, or leave tokens out of --x")
+        losses = smooth_losses(points, span) if kind == "train" else [point.loss for point in points]
         curves_by_kind[kind] = ([x for x in coordinates if x is not None], losses)
     return curves_by_kind
 
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--smooth",
         type=int,
-        help="training losses in a mean, of the run that logs least (10, or a tenth of a short run)",
+        help="training losses to average, of the run that logs least often (10, or a tenth of a short run)",
     )
     parser.add_argument("--seq-length", type=int, help="tokens of a sample, for text logs, which count samples")
     options = parser.parse_args(arguments)

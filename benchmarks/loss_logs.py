@@ -1,4 +1,4 @@
-"""Reads losses from the logs of runs."""
+"""Losses from the logs of runs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class LossCurves:
     Args:
         name: name of the run.
         train: training losses, means since the previous point.
-        valid: validation losses during training, each of the next samples.
-        final: losses at the end of training, of the first samples of the validation set.
+        valid: validation losses during training, each on the next samples.
+        final: losses at the end of training, on the first samples of the validation set.
     """
 
     name: str
@@ -93,7 +93,7 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
     train = [row for row in rows if row[0] == "train"]
     if not train:
         raise UserError(f"{path}: no training losses; give a file of --log-json-file or --log-txt-file")
-    hours, before = 0.0, _beginning(train)
+    hours, before = 0.0, _start_iteration(train)
     starts = LossPoint(before, math.nan, None, 0.0)
     for _, iteration, loss, tokens, seconds in train:
         hours += seconds * max(iteration - before, 0) / 3600.0
@@ -106,7 +106,7 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
     return run
 
 
-def _beginning(train: Sequence[_Row]) -> int:
+def _start_iteration(train: Sequence[_Row]) -> int:
     """The iteration before a log's first window, whose length is taken from the second."""
     first = train[0][1]
     return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
@@ -116,17 +116,17 @@ def _evaluation_point(train: Sequence[LossPoint], iteration: int, loss: float, t
     """A point of an evaluation, with time (and missing tokens) interpolated between training losses."""
     iterations = [point.iteration for point in train]
     clamped = min(max(iteration, iterations[0]), iterations[-1])
-    hours = interpolated(iterations, [point.hours for point in train], clamped)
+    hours = interpolate(iterations, [point.hours for point in train], clamped)
     counted = [point for point in train if point.tokens is not None]
     if tokens is None and counted:
         iterations = [0, *(point.iteration for point in counted)]
         counts = [0.0, *(point.tokens or 0.0 for point in counted)]
-        tokens = interpolated(iterations, counts, min(iteration, iterations[-1]))
+        tokens = interpolate(iterations, counts, min(iteration, iterations[-1]))
     return LossPoint(iteration, loss, tokens, hours or 0.0)
 
 
-def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """Interpolate a curve at x; None outside it, nan beside a gap."""
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
+    """Interpolate a curve at x; None outside its range, nan next to a gap."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
     i = bisect.bisect_left(xs, x)

@@ -3,9 +3,9 @@
     make bench-memory                          four processes: 2 pipeline stages x 2 replicas
     make bench-memory ARGS="--hidden 1024"     another size
 
-Each case runs in its own processes. Peak memory is reported by the device's allocator on CUDA, else it is the largest
-resident size of a process. "Held" counts the state of compressors between steps on the rank with most, and "formula" a
-residual and the factors (low-rank) or indices (stable Top-K) of everything that this rank compresses.
+Each case runs in its own processes. Peak memory is the device allocator's on CUDA, else the largest resident size of a
+process. "Held" is the size of the compressors' state between steps, on the rank with the most, and "formula" that of a
+residual and of the factors (low-rank) or indices (stable Top-K) for everything that this rank compresses.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a case in processes of its own.
+    """Run a case in separate processes.
 
     Raises:
         SystemExit: when it fails, with its output.

@@ -166,7 +166,7 @@ class HuggingFaceLoss(nn.Module):
         self.model = hugging_face(shape)
 
     def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
-        # The model shifts the labels itself: the same work but for a token.
+        # The model shifts the labels itself, so it does the same work except for one token.
         loss: Tensor = self.model(input_ids=tokens_bs, labels=labels_bs).loss
         return loss
 
@@ -194,7 +194,7 @@ def peer_training(name: str, shape: Shape, precision: str, device: str, compiled
         shape: shape of the model; nanoGPT's vocabulary is padded.
         precision: fp32, or bf16: autocast over fp32 weights (on a GPU, bf16 weights of experts).
         device: torch's name of the device.
-        compiled: whether torch.compile compiles it.
+        compiled: whether to compile the model with torch.compile.
     """
     vocab = PEER_VOCAB if name == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):

@@ -15,10 +15,10 @@ from benchmarks.kernel_cases import (
     MODELS,
     SEQUENCE,
     TP,
+    BuiltCase,
     KernelCase,
-    Runs,
     Size,
-    drawn,
+    draw_normal,
     dtype_text,
     nbytes,
 )
@@ -52,23 +52,23 @@ def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(grid.scale_count(x.numel()), device=x.device)
 
 
-def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> Runs:
+def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> BuiltCase:
     codes, scales = _message(x, grid)
     other = None if role is Role.PLAIN else torch.zeros_like(x)
     in_place = 0 if other is None else 2 * nbytes(other)
-    return Runs(
+    return BuiltCase(
         lambda: ops.quantize_pack(x, codes, scales, grid, role, other, seed),
         lambda: reference.quantize_pack(x, other, codes, scales, grid, role, seed),
         nbytes(x), nbytes(x, codes, scales) + in_place, in_place,
     )  # fmt: skip
 
 
-def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
+def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> BuiltCase:
     codes, scales = _message(x, grid)
     ops.quantize_pack(x, codes, scales, grid)
     out = torch.zeros_like(x)
     in_place = 2 * nbytes(out) if role is Role.ADD else 0
-    return Runs(
+    return BuiltCase(
         lambda: ops.unpack_dequantize(codes, scales, out, grid, role),
         lambda: reference.unpack_dequantize(codes, scales, None, out, grid, role),
         nbytes(x), nbytes(codes, scales) + (in_place or nbytes(out)), in_place,
@@ -80,8 +80,8 @@ def scale_cases(
 ) -> Iterator[KernelCase]:
     """Cases of quantizing to a grid, and back."""
     shape = f"{size[0]} x {size[1]}"
-    yield KernelCase("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
-    yield KernelCase("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
+    yield KernelCase("quantize", model, shape, setting, lambda: _encode(draw_normal(size, device, dtype), grid))
+    yield KernelCase("dequantize", model, shape, setting, lambda: _decode(draw_normal(size, device, dtype), grid))
 
 
 def grid_cases(
@@ -93,8 +93,8 @@ def grid_cases(
     if plain:
         return
 
-    def case(op: str, build: Callable[[Tensor], Runs]) -> KernelCase:
-        return KernelCase(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
+    def case(op: str, build: Callable[[Tensor], BuiltCase]) -> KernelCase:
+        return KernelCase(op, model, shape, setting, lambda: build(draw_normal(size, device, dtype)))
 
     yield case("quantize, delta", lambda x: _encode(x, grid, Role.DELTA))
     yield case("quantize, feedback", lambda x: _encode(x, grid, Role.FEEDBACK))
@@ -116,9 +116,11 @@ def float8_cases(
         formats += [("e4m3", 3, "row"), ("e4m3", 3, "tensor")]
     for name, mantissa, scale in formats:
 
-        def case(op: str, build: partial[Runs], setting: str = f"{name}{dtype_text(dtype)}, {scale}") -> KernelCase:
+        def case(
+            op: str, build: partial[BuiltCase], setting: str = f"{name}{dtype_text(dtype)}, {scale}"
+        ) -> KernelCase:
             return KernelCase(
-                op, model, f"{size[0]} x {size[1]}", setting, lambda: build(drawn(size, device, dtype))
+                op, model, f"{size[0]} x {size[1]}", setting, lambda: build(draw_normal(size, device, dtype))
             )  # fmt: skip
 
         form = Float8(mantissa, groups[scale])
@@ -134,20 +136,20 @@ def _float8_message(x: Tensor, form: Float8) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(form.scale_count(x.numel()), device=x.device)
 
 
-def _encode_float8(x: Tensor, form: Float8, seed: int | None = None) -> Runs:
+def _encode_float8(x: Tensor, form: Float8, seed: int | None = None) -> BuiltCase:
     codes, scales = _float8_message(x, form)
-    return Runs(
+    return BuiltCase(
         lambda: ops.float8_encode(x, codes, scales, form, seed),
         lambda: float8.float8_encode(x, codes, scales, form, seed), nbytes(x), nbytes(x, codes, scales),
     )  # fmt: skip
 
 
-def _decode_float8(x: Tensor, form: Float8, added: int = 0) -> Runs:
+def _decode_float8(x: Tensor, form: Float8, added: int = 0) -> BuiltCase:
     codes, scales = _float8_message(x, form)
     ops.float8_encode(x, codes, scales, form)
     out = torch.zeros_like(x)
     in_place = 2 * nbytes(out) if added else 0
-    return Runs(
+    return BuiltCase(
         lambda: ops.float8_decode(codes, scales, out, form, added),
         lambda: float8.float8_decode(codes, scales, out, form, added),
         nbytes(x), nbytes(codes, scales) + (in_place or nbytes(out)), in_place,
@@ -168,7 +170,7 @@ def tile_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     for setting, tiles in tiles_by_setting.items():
 
         def case(
-            op: str, build: Callable[[Tensor, Tiles], Runs], setting: str = setting, tiles: Tiles = tiles
+            op: str, build: Callable[[Tensor, Tiles], BuiltCase], setting: str = setting, tiles: Tiles = tiles
         ) -> KernelCase:
             return KernelCase(
                 op, model, f"{size[0]} x {size[1]}", setting, lambda: build(_with_outliers(size, device), tiles)
@@ -182,7 +184,7 @@ def tile_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
 
 
 def _with_outliers(size: tuple[int, int], device: str) -> Tensor:
-    x = drawn(size, device)
+    x = draw_normal(size, device)
     x.view(-1)[::1000] *= 20.0
     return x
 
@@ -202,24 +204,24 @@ def _tile_bytes(message: TiledMessage) -> int:
     return nbytes(*message.scales, *message.codes, message.rotated, message.marked)
 
 
-def _encode_tiles(x: Tensor, tiles: Tiles, role: Role = Role.PLAIN) -> Runs:
+def _encode_tiles(x: Tensor, tiles: Tiles, role: Role = Role.PLAIN) -> BuiltCase:
     message = _tile_message(tiles, x.device)
     other = None if role is Role.PLAIN else torch.zeros_like(x)
     in_place = 0 if other is None else 2 * nbytes(other)
     # The tiles with an additional bit are known after all were read, so they are read again.
     read_again = nbytes(x) + in_place // 2 if tiles.mixture else 0
-    return Runs(
+    return BuiltCase(
         lambda: ops.quantize_tiles(x, message, tiles, role, other),
         lambda: tiles_reference.quantize_tiles(x, other, message, tiles, role, None),
         nbytes(x), nbytes(x) + read_again + _tile_bytes(message) + in_place, in_place,
     )  # fmt: skip
 
 
-def _decode_tiles(x: Tensor, tiles: Tiles, role: Role = Role.PLAIN) -> Runs:
+def _decode_tiles(x: Tensor, tiles: Tiles, role: Role = Role.PLAIN) -> BuiltCase:
     message, out = _tile_message(tiles, x.device), torch.zeros_like(x)
     ops.quantize_tiles(x, message, tiles)
     in_place = 2 * nbytes(out) if role is Role.ADD else 0
-    return Runs(
+    return BuiltCase(
         lambda: ops.dequantize_tiles(message, out, tiles, role),
         lambda: tiles_reference.dequantize_tiles(message, out, tiles, role),
         nbytes(x), _tile_bytes(message) + (in_place or nbytes(out)), in_place,

@@ -26,10 +26,10 @@ from megatron.training.step import train_step
 
 TITLE = "Training with 8-bit products"
 NOTE = (
-    "Speed: one model in one process, whose layers are switched between the kinds of products. These take turns;"
-    " figures are medians over the turns, ratios to bf16 medians over pairs. TFLOP/s count the model's operations; the"
-    " limit is the device's peak in bf16 for all rows. Loss: the mean of the last tenth of the steps of a small model,"
-    " each from the same weights on the same text."
+    "Speed: one model in one process, whose layers switch between the kinds of products. These take turns; figures are"
+    " medians over the turns, ratios to bf16 medians over pairs. TFLOP/s count the model's operations; the limit is the"
+    " device's peak in bf16 for all rows. Loss: the mean over the last tenth of a small model's steps, with the same"
+    " initial weights and text in each row."
 )
 COLUMNS = (
     Column("model", "model"),
@@ -75,13 +75,13 @@ def build(setting: Setting, shape: Shape) -> Engines:
     return build_engines(config, single_process(setting.device), shape.vocab)
 
 
-def _choose(engines: Engines, products: str) -> None:
+def _select_products(engines: Engines, products: str) -> None:
     for stage in engines.stages:
         stage.compute_in_fp8(PRODUCTS[products])
 
 
 def predictable_batches(shape: Shape, step: int, device: torch.device) -> list[Batch]:
-    """Micro-batches of a step, in whose text each token follows from the previous token but for a choice among four."""
+    """Micro-batches of a step; each token of their text is one of four that the previous token determines."""
     generator = torch.Generator().manual_seed(step)
     choices = torch.randint(0, 4, (shape.samples, shape.seq), generator=generator)
     columns = [torch.randint(0, shape.vocab, (shape.samples,), generator=generator)]
@@ -119,7 +119,7 @@ def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
 
 
 def _measure_speeds(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
-    """Measure steps in turns; rows are recorded after every turn, as a time limit may cut the others."""
+    """Measure steps in turns; rows are recorded after every turn, since a time limit may end the measurement."""
     shape = TOY_GPT if setting.toy else GPT_2_7B
     log.begin(speed_key(setting, BF16))
     engines = build(setting, shape)
@@ -128,7 +128,7 @@ def _measure_speeds(setting: Setting, row_keys: Sequence[str], log: RowLog) -> N
     seconds: dict[str, list[float]] = {products: [] for products in PRODUCTS}
 
     def step(products: str) -> float:
-        _choose(engines, products)
+        _select_products(engines, products)
         return timed(partial(train_step, engines, batches, 0, 1e-4, 0.01), setting.device)
 
     for turn in range(TURNS):
@@ -160,7 +160,7 @@ def _train(setting: Setting, shape: Shape, steps: int, products: str, sign_of_li
     """Train a small model; return the mean loss of the last tenth of the steps."""
     sign_of_life()
     engines = build(setting, shape)
-    _choose(engines, products)
+    _select_products(engines, products)
     losses = []
     for step in range(steps):
         if step % (steps // 4) == 0:

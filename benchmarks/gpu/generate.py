@@ -73,7 +73,7 @@ def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
         figures = measure_model(ours, theirs, prompts, new, turns, sign_of_life)
         limit = setting.copy_bytes_per_s / sum(weight.numel() * weight.element_size() for weight in weights_of(ours))
         figures |= {"limit": limit, "of_limit": figures["tokens_per_s"] / limit}
-        log.row(name, model=name, **figures)  # now, as a time limit may cut the rest
+        log.row(name, model=name, **figures)  # before the rest, which a time limit may cut off
         figures["eager_tokens_per_s"] = eager_rate(replace(ours, workspaces=Workspaces()), prompts, new)
         log.row(name, model=name, **figures)
 

@@ -97,7 +97,9 @@ def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
     """Measure each operation, its reference implementation, and its rival."""
     problem = native.problem()
     if problem is not None or setting.device not in native.devices():
-        raise SystemExit(f"the kernels are not compiled for {setting.device}: {problem or 'build them where nvcc is'}")
+        raise SystemExit(
+            f"the kernels are not compiled for {setting.device}: {problem or 'build them on a machine with nvcc'}"
+        )
     clock = clock_of(setting.device, SECONDS[setting.device])
     for case in cases(setting):
         key = key_of(case)

@@ -13,7 +13,7 @@ from benchmarks.device_clock import clock_of
 from benchmarks.report import device_name
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""FLOP/s of dense bf16 products, by the vendor; the measured rate stands in for other devices."""
+"""FLOP/s of dense bf16 products according to the vendor; other devices have the measured rate instead."""
 COPY_BYTES, PRODUCT_SIZE = {"cuda": 1 << 31, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 128}
 
 

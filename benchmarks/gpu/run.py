@@ -1,15 +1,15 @@
 """All speeds on a GPU: training, 8-bit products, kernels, generation, slow networks; tables and JSON to a folder.
 
     make bench-gpu                                the most important rows of every section, in about eight minutes
-    make bench-gpu ARGS="--minutes 30"            more of them
+    make bench-gpu ARGS="--minutes 30"            more rows
     make bench-gpu ARGS="--only train,kernels"    some sections
     make bench-gpu ARGS="--limit network=900"     another time limit for a section
-    make bench-gpu ARGS="--device cpu"            toy sizes: does it run?
+    make bench-gpu ARGS="--device cpu"            toy sizes, to check that everything runs
 
-Every section runs in a process of its own; when it hangs, crashes or runs out of memory, the report says so, and the
-others go on. The sections share the --minutes of the call, and each measures its most important rows first: its time
-limit may cut the others. Finished rows are kept while hardware, torch and sources stay the same: the same command goes
-on with the missing rows, and --again repeats all. Writes report.md, results.json and each section's log to --out.
+Each section runs in its own process: if it hangs, crashes or runs out of memory, the report notes it, and the other
+sections continue. The sections share --minutes, and each measures its most important rows first, since its time limit
+may cut off the rest. Finished rows are kept while hardware, torch and sources stay the same: the same command continues
+with the missing rows, and --again repeats all. Writes report.md, results.json and each section's log to --out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from benchmarks import parse_names
 from benchmarks.gpu import machine
-from benchmarks.gpu.section import NAMES, path_of, run_section, section_of
+from benchmarks.gpu.section import NAMES, load_section, rows_path, run_section
 from benchmarks.gpu.setting import Section, Setting
 from benchmarks.report import Table, header, write_record
 from benchmarks.rows import RowFile, earlier_rows, open_rows
 from megatron.data.interrupt import stopped_in_order
 
 SHORTEST_SECONDS = 30.0
-"""Least time of a section; in less it would not even start."""
+"""Minimum time of a section; in less time it would not even start."""
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"comma-separated sections, of {', '.join(NAMES)} (all)")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes, to see that everything runs"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes, to check that everything runs"
     )
     parser.add_argument("--again", action="store_true", help="repeat finished rows")
     parser.add_argument(
@@ -50,9 +50,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="SECTION=SECONDS",
-        help="time limit of a section, such as network=500, instead of its share of the call's time",
+        help="time limit of a section, such as network=500, instead of its share of --minutes",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="time of the call, which the sections share (8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="total time, which the sections share (8)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
     options = parser.parse_args(words)
     options.only = parse_names(parser, "--only", options.only, NAMES)
@@ -90,7 +90,7 @@ def heading(record_header: Mapping[str, Any]) -> str:
 
 
 def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str:
-    """A table of a section's finished rows, and the reasons of missing rows."""
+    """A table of a section's finished rows, and the reasons for missing rows."""
     rows = [file.rows[key] for key in order if key in file.rows]
     lines = [f"## {section.TITLE}", "", section.NOTE, ""]
     if rows:
@@ -98,7 +98,7 @@ def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str
     keys_by_reason: dict[str, list[str]] = {}
     for key in order:
         if key not in file.rows:
-            keys_by_reason.setdefault(file.failures.get(key, "not asked for"), []).append(key)
+            keys_by_reason.setdefault(file.failures.get(key, "not requested"), []).append(key)
     for reason, keys in keys_by_reason.items():
         named = "; ".join(keys) if len(keys) <= 3 else f"{len(keys)} rows, the first {keys[0]}"
         lines.append(f"Not measured ({named}): {reason}.")
@@ -107,14 +107,14 @@ def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str
 
 def write(out: Path, record_header: dict[str, object], files: dict[str, RowFile], setting: Setting) -> None:
     """Write the report and the results."""
-    sections = {name: section_of(name) for name in files}
+    sections = {name: load_section(name) for name in files}
     texts = [section_report(section, files[name], section.keys(setting)) for name, section in sections.items()]
     (out / "report.md").write_text("\n\n".join([heading(record_header), *texts]) + "\n")
     results = {name: {"rows": file.rows, "failures": file.failures} for name, file in files.items()}
     write_record(out / "results.json", record_header, sections=results)
 
 
-def limit_of(names: Sequence[str], limits: Mapping[str, float], seconds: float) -> float:
+def section_limit(names: Sequence[str], limits: Mapping[str, float], seconds: float) -> float:
     """The time limit of the next section: its share of the remaining time.
 
     Args:
@@ -124,7 +124,7 @@ def limit_of(names: Sequence[str], limits: Mapping[str, float], seconds: float) 
     """
     if names[0] in limits:
         return limits[names[0]]
-    weights = {name: section_of(name).WEIGHT for name in names if name not in limits}
+    weights = {name: load_section(name).WEIGHT for name in names if name not in limits}
     shared = seconds - sum(limits[name] for name in names if name in limits)
     return max(SHORTEST_SECONDS, shared * weights[names[0]] / sum(weights.values()))
 
@@ -142,16 +142,16 @@ def measure(options: argparse.Namespace) -> dict[str, RowFile]:
     print(heading(record_header).partition("\n\n")[2], flush=True)
     files: dict[str, RowFile] = {}
     for name in NAMES:
-        path = path_of(out, name)
+        path = rows_path(out, name)
         if name in options.only:
             files[name] = open_rows(path, dependencies, options.again)
         elif (earlier := earlier_rows(path, dependencies)).rows:  # other sections stay in the report
             files[name] = earlier
-    keys = {name: section_of(name).keys(setting) for name in options.only}
+    keys = {name: load_section(name).keys(setting) for name in options.only}
     with tqdm(total=sum(map(len, keys.values())), unit="row", mininterval=1.0) as bar:
         for number, name in enumerate(options.only):
             later = [other for other in options.only[number + 1 :] if {*keys[other]} - files[other].rows.keys()]
-            limit = limit_of([name, *later], options.limits, end - time.monotonic())
+            limit = section_limit([name, *later], options.limits, end - time.monotonic())
             files[name] = run_section(name, setting, keys[name], files[name], limit, bar)
             write(out, record_header, files, setting)
     return {name: files[name] for name in options.only}

@@ -1,4 +1,4 @@
-"""Runs a section in a process of its own, and survives its failures; as a command, this module is that process."""
+"""Runs a section in a separate process, whose failures it reports; as a command, this module is that process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megatron.data.interrupt import stopped_in_order
 NAMES = ("train", "fp8", "kernels", "generate", "network")
 POLL_SECONDS = 0.1
 TOY_FACTOR = 10
-"""Factor of the time limits of toys: nobody needs their figures, and a busy processor takes minutes to start."""
+"""Factor of the time limits of toy sizes, since a busy processor takes minutes to start."""
 GRACE_SECONDS = 15.0
-"""Time of a section for cleaning up when it is asked to end."""
+"""Time that a section has for cleaning up after SIGTERM."""
 
 
-def section_of(name: str) -> Section:
-    """The module of a section: a module of this package, or a dotted name."""
+def load_section(name: str) -> Section:
+    """Import the module of a section: a module of this package, or a dotted name."""
     return cast(Section, import_module(name if "." in name else f"benchmarks.gpu.{name}"))
 
 
-def path_of(out: Path, name: str) -> Path:
+def rows_path(out: Path, name: str) -> Path:
     """Path of a section's file of rows."""
     return out / f"{name}.jsonl"
 
@@ -54,7 +54,7 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], file: RowFile,
     def missing() -> list[str]:
         return [key for key in keys if key not in file.rows and key not in file.failures]
 
-    path, patience = path_of(setting.out, name), section_of(name).PATIENCE_SECONDS
+    path, patience = rows_path(setting.out, name), load_section(name).PATIENCE_SECONDS
     if setting.toy:
         limit, patience = TOY_FACTOR * limit, TOY_FACTOR * patience
     deadline = time.monotonic() + limit
@@ -63,10 +63,10 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], file: RowFile,
         process = SectionProcess(name, setting, row_keys)
         reason = process.watch(file, path, deadline, patience, bar)
         if reason is None:
-            file.failures |= dict.fromkeys(missing(), "its section ended without it")
+            file.failures |= dict.fromkeys(missing(), "the section ended before it")
         elif process.overdue:
-            over = f"the section's limit of {limit:g} s was over; the same command goes on from here"
-            file.failures |= dict.fromkeys(missing(), over)
+            reason = f"the section reached its limit of {limit:g} s; repeat the command to continue"
+            file.failures |= dict.fromkeys(missing(), reason)
         elif file.current in missing():
             file.failures[file.current] = reason
         elif len(missing()) == len(row_keys):
@@ -117,7 +117,7 @@ class SectionProcess:
                     bar.set_postfix_str(f"{self.name}: {file.current}")
                 self.overdue = time.monotonic() > deadline
                 if self.overdue or time.monotonic() - alive > patience:
-                    return f"it hung: no sign of life for {patience:g} s, and was ended"
+                    return f"it hung: it was stopped after {patience:g} s without a sign of life"
         finally:
             self.end()
             file.read(path)
@@ -125,10 +125,10 @@ class SectionProcess:
         return None if status == 0 else self._failure(status)
 
     def _failure(self, status: int) -> str:
-        """The last line that the process printed, or the signal that ended it."""
+        """Last line that the process printed, or the signal that ended it."""
         if status < 0:
-            perhaps = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
-            return f"it was ended by {signal.Signals(-status).name}{perhaps}; see {self.log.name}"
+            hint = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
+            return f"it was ended by {signal.Signals(-status).name}{hint}; see {self.log.name}"
         text = self.log.read_bytes()[self.start :].decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         return lines[-1].strip()[:300].rstrip(".") if lines else f"it ended with status {status}"
@@ -152,7 +152,7 @@ def main() -> int:
     setting, row_keys = Setting.from_json(sys.stdin.readline()), json.loads(sys.stdin.readline())
     try:
         with stopped_in_order():
-            section_of(name).measure(setting, row_keys, RowLog(path_of(setting.out, name)))
+            load_section(name).measure(setting, row_keys, RowLog(rows_path(setting.out, name)))
     except KeyboardInterrupt:
         return 130
     return 0

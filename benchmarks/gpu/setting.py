@@ -39,7 +39,7 @@ class Setting:
 
     @staticmethod
     def from_json(text: str) -> Setting:
-        """The setting of a text of ``to_json``."""
+        """Parse a setting that ``to_json`` wrote."""
         values = json.loads(text)
         return Setting(**{**values, "out": Path(values["out"])})
 
@@ -54,7 +54,7 @@ class Section(Protocol):
     WEIGHT: float
     """Share of a call's time, relative to the other sections."""
     PATIENCE_SECONDS: float
-    """Silence of a section that counts as a hang."""
+    """Seconds without a sign of life after which a section counts as hung."""
 
     def keys(self, setting: Setting) -> list[str]:
         """The rows, the most important first."""

@@ -16,8 +16,8 @@ from benchmarks.steps import COMPILED
 
 TITLE = "Training, bf16, one device"
 NOTE = (
-    "Sides take turns in one run, each in a process of its own; figures are medians over the turns, ratios medians over"
-    " pairs. Ours is the trainer's own step with the vocabulary padded as users get it; peers have fp32 weights under"
+    "Sides take turns in one run, each in its own process; figures are medians over the turns, ratios medians over"
+    " pairs. Ours is the trainer's step with the vocabulary padded as by default; peers have fp32 weights under"
     " autocast (bf16 weights of Mixtral's experts, which autocast does not reach), torch.compile, torch's fused AdamW."
     " A step has micro-batches of b sequences (x their number). TFLOP/s count the model's operations (causal attention,"
     " no padding, no recomputation) on either side; the peak is the device's. Memory is the process's peak."
@@ -41,7 +41,7 @@ REAL = (
     (LLAMA, (OURS, HUGGING_FACE + COMPILED)),
     (MIXTRAL, (OURS, HUGGING_FACE + COMPILED)),
 )
-"""Shapes and sides, the most important first: a time limit may cut the last."""
+"""Shapes and sides, the most important first: a time limit may cut off the last."""
 TOY = (
     (TOY_GPT, (OURS, NANOGPT)),
     (TOY_GPT, (HUGGING_FACE,)),

@@ -1,16 +1,16 @@
-"""Runs a training command on hosts of its own making, with links of the rates you ask for. Linux, root.
+"""Runs a training command on virtual hosts whose links have given rates. Needs Linux and root.
 
     sudo python tools/netlab.py --hosts 4 --rate 100mbit -- pretrain_gpt.py ...
     sudo python tools/netlab.py --hosts 2 --ranks-per-host 2 --rate 1gbit --rate 1=200mbit -- pretrain_gpt.py ...
     sudo python tools/netlab.py --device cuda --rate 1gbit -- pretrain_gpt.py ...   ranks on this machine's GPUs
-    sudo python tools/netlab.py clean          removes the remains of killed runs, their processes too
+    sudo python tools/netlab.py clean          removes what killed runs left behind, processes included
 
-Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
-inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
-torchrun, a node for each host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links, also
-where several ranks share a GPU. When it has ended or timed out, the interfaces' byte counters are printed, but not
-after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
-killed; only SIGKILL leaves everything as it is, which `clean` removes. Two laboratories at once do not meet.
+Each host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
+inside communicate over loopback. `--cpus-per-host 0.5` gives each host its own share of the processors. The command
+runs under torchrun, with a node per host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links
+even if several ranks share a GPU. When the command has ended or timed out (but not after Ctrl-C), the interfaces' byte
+counters are printed. In any case, all hosts are removed, and ranks that do not react to SIGTERM within seconds are
+killed. Only SIGKILL leaves hosts behind; `clean` removes them. Concurrent laboratories do not interfere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.lab.hosts import Lab, LabError, Traffic, check_permission, run_w
 from benchmarks.lab.removal import clean
 
 MAX_RATE = 600 * 10**9
-"""Bits per second; tc counts the bytes that wait at a link, 50 ms of them, in 32 bits."""
+"""Bits per second; tc counts the bytes queued at a link, 50 ms of them, in 32 bits."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -44,7 +44,7 @@ def parse_rate(text: str) -> int | None:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?)bit", text.lower())
     rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 1000 <= rate <= MAX_RATE:
-        raise LabError(f"--rate {text}: write 100mbit, 2.5gbit (1kbit to {describe(MAX_RATE)}) or none")
+        raise LabError(f"--rate {text}: write 100mbit, 2.5gbit (1kbit to {format_rate(MAX_RATE)}) or none")
     return int(rate)
 
 
@@ -66,8 +66,8 @@ def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
     return rates
 
 
-def describe(rate: int | None) -> str:
-    """A rate as people write it."""
+def format_rate(rate: int | None) -> str:
+    """Format a rate, such as 100mbit."""
     if rate is None:
         return "unshaped"
     for unit, size in (("g", 10**9), ("m", 10**6), ("k", 10**3)):
@@ -77,16 +77,16 @@ def describe(rate: int | None) -> str:
 
 
 def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: float) -> str:
-    """A table of the interfaces' counters."""
+    """Format a table of the interfaces' counters."""
     lines = [f"{'host':>4}  {'link':>10}  {'sent MB':>10}  {'received MB':>11}  {'mean Mbit/s sent':>16}"]
     for index, (rate, counted) in enumerate(zip(rates, traffic, strict=True)):
         mean = counted.sent * 8 / max(seconds, 1e-9) / 1e6
         sent_mb, received_mb = counted.sent / 1e6, counted.received / 1e6
-        lines.append(f"{index:>4}  {describe(rate):>10}  {sent_mb:>10.2f}  {received_mb:>11.2f}  {mean:>16.1f}")
+        lines.append(f"{index:>4}  {format_rate(rate):>10}  {sent_mb:>10.2f}  {received_mb:>11.2f}  {mean:>16.1f}")
     return "\n".join([*lines, f"in {seconds:.1f} s, launch included"])
 
 
-def checked_command(words: Sequence[str]) -> list[str]:
+def check_command(words: Sequence[str]) -> list[str]:
     """Check the command of the hosts, and remove the ``--`` before it.
 
     Raises:
@@ -100,7 +100,7 @@ def checked_command(words: Sequence[str]) -> list[str]:
     elif not program or program.startswith("-"):
         raise LabError("give a Python script or -m MODULE after --, such as: -- pretrain_gpt.py --num-layers 4 ...")
     elif not os.path.isfile(program) and not os.path.isfile(os.path.join(program, "__main__.py")):
-        raise LabError(f"{program}: there is no such Python script; give its path as seen from {Path.cwd()}")
+        raise LabError(f"{program}: there is no such Python script; give its path relative to {Path.cwd()}")
     return command
 
 
@@ -129,20 +129,20 @@ def parse_options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="[HOST=]RATE",
-        help=f"of links, each way, such as 100mbit (1kbit to {describe(MAX_RATE)}) or none, the default, which leaves "
-        "them unshaped; 0=1gbit for one host",
+        help=f"rate of the links in each direction, such as 100mbit (1kbit to {format_rate(MAX_RATE)}), or none for "
+        "unshaped links (none); 0=1gbit for a single host",
     )
     parser.add_argument(
         "--cpus-per-host",
         type=float,
         default=None,
         metavar="N",
-        help="processors that each host has for itself, such as 0.5; all share what there is unless given",
+        help="processors reserved for each host, such as 0.5 (all hosts share the machine)",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks: cuda sets NCCL up for the links (cpu)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; cuda sets up NCCL (cpu)"
     )
-    parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended (status 124)")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds until the run is stopped, with status 124")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -163,7 +163,7 @@ def parse_options() -> argparse.Namespace:
         if not torch.cuda.is_available():
             raise LabError("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
     if options.command[0] == "clean" and len(options.command) > 1:
-        raise LabError("`clean` takes nothing after it; a script of that name is run by: -- clean ...")
+        raise LabError("`clean` takes no arguments; to run a script of that name, write: -- clean ...")
     return options
 
 
@@ -180,7 +180,7 @@ def _run() -> int:
     options = parse_options()
     if options.command == ["clean"]:
         return _clean()
-    command = checked_command(options.command)
+    command = check_command(options.command)
     with Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab:
         before, start = lab.traffic(), time.monotonic()
         status = lab.run(command, options.ranks_per_host, options.timeout)

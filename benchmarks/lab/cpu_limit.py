@@ -11,12 +11,12 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
-"""Short, so that a host waits for its next share for milliseconds, not for the system's usual 100."""
+"""Short, so that a host waits for its next share for milliseconds, not for the usual 100 ms."""
 _REMOVAL_SECONDS = 5.0
 
 
 class CpuLimitError(Exception):
-    """Raised when a group cannot be made; a line."""
+    """Raised when a group cannot be created; the message is a single line."""
 
 
 def _parent() -> tuple[Path, bool]:
@@ -27,7 +27,7 @@ def _parent() -> tuple[Path, bool]:
 
 
 class CpuLimit:
-    """A control group: ``make`` it, let processes join; ``clean`` removes it.
+    """A control group that processes join through ``members``; ``clean`` removes it.
 
     Args:
         name: name of the group, unique on this machine.
@@ -44,11 +44,11 @@ class CpuLimit:
         """Path of the members' file: a process joins by writing its number there, and so do its children."""
         return self.folder / "cgroup.procs"
 
-    def make(self) -> None:
-        """Make the group.
+    def create(self) -> None:
+        """Create the group.
 
         Raises:
-            CpuLimitError: when that cannot be done.
+            CpuLimitError: when it cannot be created.
         """
         quota = max(int(self.cpus * PERIOD_US), 1000)
         try:
@@ -63,13 +63,13 @@ class CpuLimit:
         except OSError as error:
             _remove(self.folder)
             raise CpuLimitError(
-                f"processors cannot be shared out here: {self.folder}: {error.strerror}; run as root where control "
-                "groups with the cpu controller can be written, or leave the limit out"
+                f"processors cannot be limited here: {self.folder}: {error.strerror}; run as root where control groups "
+                "with the cpu controller are writable, or leave out the limit"
             ) from error
 
 
 def kill(members: Callable[[], Iterable[int]]) -> list[int]:
-    """Kill processes and their new children. Return the processes that do not end."""
+    """Kill processes and their new children. Return the processes that cannot be killed."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while pids := list(members()):
         if time.monotonic() > deadline:
@@ -103,7 +103,7 @@ def _members(folder: Path) -> list[int]:
 def _remove(folder: Path) -> str | None:
     pids = kill(lambda: _members(folder))
     if pids:
-        return f"{folder}: processes {', '.join(map(str, pids))} do not end"
+        return f"{folder}: processes {', '.join(map(str, pids))} cannot be killed"
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while folder.exists():
         try:

@@ -1,4 +1,4 @@
-"""Hosts of network namespaces on a bridge, with shaped links, and commands under torchrun on them. Linux, root."""
+"""Hosts as network namespaces on a bridge, with shaped links, and torchrun commands on them. Linux, root."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ FRAME = 1514
 LOOPBACK_FRAME = 65550
 """Bytes of a full frame that a host sends to itself."""
 QUEUE = 1 << 20
-"""Least bytes that wait at a link before any are dropped, like the buffer of a switch's port; 50 ms of a faster link.
-With less, the end of a message's burst is lost, and TCP must notice."""
+"""Minimum bytes queued at a link before any are dropped, like the buffer of a switch's port; faster links queue 50 ms.
+With less, the end of a message's burst is lost until TCP notices."""
 GRACE_SECONDS = 15.0
-"""Time in which the other hosts may notice that a host has gone."""
+"""Time for the other hosts to notice that a host is gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
 NCCL_BUFFER = str(1 << 20)
 """Bytes of NCCL's buffer for each connection, in eight parts: a part of the usual 4 MiB takes 42 ms at 100 Mb/s, and
 several ranks with many groups share one GPU's memory."""
 _OWN_HOST = 'export NCCL_HOSTID="$0-$RANK" && exec "$@"'
-"""A host for each rank: NCCL refuses two ranks of a host on a GPU, and would connect them without the link."""
+"""A host identity for each rank: NCCL refuses two ranks of a host on a GPU, and would connect them past the link."""
 END_SECONDS = 5.0
-"""Time in which hosts may end when they are asked to, before they are killed."""
+"""Time for hosts to end after SIGTERM, before they are killed."""
 
 
 class LabError(Exception):
-    """Raised when the laboratory lacks something; a line."""
+    """Raised when hosts cannot be created or used; the message is a single line."""
 
 
 def call(*words: str) -> str:
@@ -51,10 +51,10 @@ def call(*words: str) -> str:
     Raises:
         LabError: when it fails, with its message.
     """
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise LabError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
-    return done.stdout
+    result = subprocess.run(words, capture_output=True, text=True)
+    if result.returncode:
+        raise LabError(f"`{' '.join(words)}` failed: {result.stderr.strip() or result.returncode}")
+    return result.stdout
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Traffic:
 
 
 class Lab:
-    """Hosts on a bridge; a context manager that makes and removes them.
+    """Hosts on a bridge; a context manager that creates and removes them.
 
     Args:
         rates: bits per second of every host's link, in each direction; None leaves it unshaped.
-        cpus: processors that each host has for itself, such as 0.5; None lets all share the machine. With a limit a
-            host computes at the same speed whether others compute or wait.
+        cpus: processors reserved for each host, such as 0.5; None lets all share the machine. With a limit, a host
+            computes at the same speed whether others compute or wait.
         device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
         inside: bits per second of a host's loopback; None leaves it unshaped.
 
@@ -119,7 +119,7 @@ class Lab:
                 self.shape(index, rate)
                 _shape(("-n", self.host(index)), "lo", self.inside, LOOPBACK_FRAME)
             for limit in self.limits:
-                limit.make()
+                limit.create()
         except BaseException as error:
             with contextlib.suppress(LabError):  # the first error matters more
                 self.remove()
@@ -144,7 +144,7 @@ class Lab:
         call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:
-        """Change the rate of a host's link, also while something runs on it."""
+        """Change the rate of a host's link, even while processes use it."""
         self.rates[index] = rate
         _shape(("-n", self.host(index)), "eth0", rate, FRAME)
         _shape((), self.link(index), rate, FRAME)
@@ -163,14 +163,14 @@ class Lab:
         return self.run_each([(host, self.node(host, len(hosts), command, ranks_per_host)) for host in hosts], timeout)
 
     def run_each(self, commands: Sequence[tuple[int, Sequence[str]]], timeout: float | None = None) -> int:
-        """Run Python on hosts, each with words of its own.
+        """Run Python on hosts, each with its own arguments.
 
         Args:
             commands: a host, and the words after Python's name; a host may have several.
             timeout: seconds after which they are ended.
 
         Returns:
-            0, or the exit status of the first failed command; 124 after the time-out. The others are ended then.
+            0, or the exit status of the first failed command; 124 after the timeout. The other commands are ended then.
         """
         started: list[tuple[int, subprocess.Popen[bytes]]] = []
         try:
@@ -195,7 +195,7 @@ class Lab:
         return ["-m", "torch.distributed.run", *launcher, *command]
 
     def _start(self, host: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        # Hosts have no names, which the rendezvous would warn of once for each connection.
+        # Hosts have no names; the rendezvous would warn about that once per connection.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         env = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         if self.device == "cuda":
@@ -225,7 +225,7 @@ class Lab:
             if time.monotonic() > deadline:
                 if failed is not None:
                     return failed
-                say(f"time-out after {timeout:g} s")
+                say(f"timeout after {timeout:g} s")
                 return 124
             time.sleep(0.1)
 
@@ -241,11 +241,11 @@ class Lab:
             _end(list(self._running))
             problems = remove(self.key)
         if problems:
-            raise LabError(f"not all is removed; `netlab.py clean` tries again: {'; '.join(problems)}")
+            raise LabError(f"some parts remain; `netlab.py clean` tries again: {'; '.join(problems)}")
 
 
 def check_permission() -> None:
-    """Raise a LabError with the fix, if hosts cannot be made."""
+    """Check that hosts can be created; raise a LabError with the fix if not."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")
@@ -266,7 +266,7 @@ def say(text: str, name: str = "netlab") -> None:
 
 
 def run_with_hosts(name: str, body: Callable[[], int]) -> int:
-    """Run a program that makes hosts; return its exit status. Signals end it once the hosts are removed.
+    """Run a program that creates hosts; return its exit status. Signals end it once the hosts are removed.
 
     Args:
         name: name of the program in messages.

@@ -13,21 +13,21 @@ from benchmarks.lab import cpu_limit
 _NAME = re.compile(r"\bnl(\d+)[bhv]\d*\b")
 
 
-def _printed(*words: str) -> str:
-    """The output of a command of iproute2; empty when it failed, such as for a missing host."""
+def _run_ip(*words: str) -> str:
+    """Run a command of iproute2; return its output, empty if it failed, such as for a missing host."""
     return subprocess.run(words, capture_output=True, text=True).stdout
 
 
 def _hosts(key: str) -> list[str]:
-    return re.findall(rf"^({key}h\d*)\b", _printed("ip", "netns", "list"), re.MULTILINE)
+    return re.findall(rf"^({key}h\d*)\b", _run_ip("ip", "netns", "list"), re.MULTILINE)
 
 
 def _links(key: str) -> list[str]:
-    return re.findall(rf"^\d+: ({key}[bv]\d*)\b", _printed("ip", "-o", "link", "show"), re.MULTILINE)
+    return re.findall(rf"^\d+: ({key}[bv]\d*)\b", _run_ip("ip", "-o", "link", "show"), re.MULTILINE)
 
 
 def _processes(host: str) -> list[int]:
-    return [int(pid) for pid in _printed("ip", "netns", "pids", host).split()]
+    return [int(pid) for pid in _run_ip("ip", "netns", "pids", host).split()]
 
 
 def kill(hosts: Sequence[str]) -> list[str]:
@@ -37,7 +37,9 @@ def kill(hosts: Sequence[str]) -> list[str]:
         A line for each host that keeps processes.
     """
     pids_by_host = ((host, cpu_limit.kill(partial(_processes, host))) for host in hosts)
-    return [f"host {host}: processes {', '.join(map(str, pids))} do not end" for host, pids in pids_by_host if pids]
+    return [
+        f"host {host}: processes {', '.join(map(str, pids))} cannot be killed" for host, pids in pids_by_host if pids
+    ]
 
 
 def remove(key: str) -> list[str]:
@@ -48,15 +50,15 @@ def remove(key: str) -> list[str]:
     """
     problems = kill(_hosts(key))
     for host in _hosts(key):
-        _printed("ip", "netns", "del", host)
+        _run_ip("ip", "netns", "del", host)
     for link in _links(key):
-        _printed("ip", "link", "del", link)
+        _run_ip("ip", "link", "del", link)
     problems += [f"{name}: cannot be removed" for name in (*_hosts(key), *_links(key))]
     return problems + cpu_limit.clean(f"{key}h")
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or is a zombie, as it may be in a container for ever."""
+    """Whether a process is gone or a zombie, which it may remain forever in a container."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -69,7 +71,7 @@ def clean() -> tuple[list[str], list[str]]:
     Returns:
         Their keys, and a line for each thing that remains.
     """
-    names = [_printed("ip", "netns", "list"), _printed("ip", "-o", "link", "show"), *cpu_limit.groups("nl")]
+    names = [_run_ip("ip", "netns", "list"), _run_ip("ip", "-o", "link", "show"), *cpu_limit.groups("nl")]
     pids = {int(match[1]) for text in names for match in _NAME.finditer(text)}
     dead = sorted(f"nl{pid}" for pid in pids if has_ended(pid))
     return dead, [line for key in dead for line in remove(key)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import REPO, runs
 from benchmarks.convergence_cases import MODEL
-from benchmarks.lab.command import describe
+from benchmarks.lab.command import format_rate
 from benchmarks.lab.hosts import Lab
 from megatron.config.islands import file_of
 
@@ -63,7 +63,7 @@ class Links:
     @property
     def name(self) -> str:
         """The common rate, or each host's, as in 100mbit/100mbit/20mbit."""
-        return "/".join(map(describe, self.rates if len(set(self.rates)) > 1 else self.rates[:1]))
+        return "/".join(map(format_rate, self.rates if len(set(self.rates)) > 1 else self.rates[:1]))
 
 
 @dataclass(frozen=True)

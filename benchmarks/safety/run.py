@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.lab.command import describe, parse_rate
+from benchmarks.lab.command import format_rate, parse_rate
 from benchmarks.lab.hosts import LabError, check_permission, run_with_hosts
 from benchmarks.report import device_name, header, write_record
 from benchmarks.safety.card import content_of
@@ -72,7 +72,7 @@ def make_card(planner: Planner, rate: int | None, has_link: bool) -> None:
     _say(f"{planner.text}: {planner.form.name} form, {planner.layout.name}")
     train_all(planner.all_runs, _say)
     speed: LinkSpeed | None = None
-    link = describe(rate) if has_link else None
+    link = format_rate(rate) if has_link else None
     if has_link:
         widest = max(planner.form.sizes, key=lambda size: (size.width, size.iterations))
         run = link_run(planner.text_run(widest, 1), planner.form.link_iterations)

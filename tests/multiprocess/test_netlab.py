@@ -232,7 +232,7 @@ def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespace
     ended.wait()
     group = cpu_limit.CpuLimit(f"nl{ended.pid}h0", 0.5)
     try:
-        group.make()
+        group.create()
     except cpu_limit.CpuLimitError as problem:
         pytest.skip(str(problem))
     member = subprocess.Popen(["sleep", "600"])
@@ -261,7 +261,7 @@ def test_hosts_do_not_wait_long_for_a_failed_host(
     monkeypatch.setattr("benchmarks.lab.hosts.END_SECONDS", 0.5)
     with netlab.Lab([None, None]) as hosts:
         assert hosts.run([str(tmp_path / "exit.py")], timeout=0.1) == 124
-        assert "netlab: time-out after 0.1 s" in capfd.readouterr().err
+        assert "netlab: timeout after 0.1 s" in capfd.readouterr().err
         for script, status in (("exit.py", 1), ("killed.py", 137)):
             if script == "killed.py":  # a rank's parent must be its torchrun
                 monkeypatch.delenv("PYTHON_EXEC")
@@ -330,7 +330,7 @@ def test_hosts_have_their_own_processors(tmp_path: Path) -> None:
     with _started(tmp_path, BUSY, "--hosts", "2", "--cpus-per-host", "0.25") as process:
         out, err = process.communicate(timeout=200)
         groups = list(Path("/sys/fs/cgroup").glob(f"**/nl{process.pid}h*"))
-    if "processors cannot be shared out here" in err:
+    if "processors cannot be limited here" in err:
         pytest.skip(err.strip())
     assert process.returncode == 0, out + err
     shares = [float(share) for share in re.findall(r"share ([\d.]+) of", out)]

@@ -17,7 +17,7 @@ import torch
 from benchmarks import REPO, comparison
 from benchmarks.gpu import fp8, generate, kernels, machine, network, run, section, train
 from benchmarks.gpu.run import section_report
-from benchmarks.gpu.section import NAMES, path_of, run_section, section_of
+from benchmarks.gpu.section import NAMES, load_section, rows_path, run_section
 from benchmarks.gpu.setting import Setting
 from benchmarks.lab.hosts import LabError
 from benchmarks.models import HuggingFaceLoss, Shape
@@ -49,7 +49,7 @@ class Bar(SimpleNamespace):
 
 def _run(out: Path, keys: list[str], limit: float = 600.0, name: str = ENDS) -> tuple[RowFile, Bar]:
     bar = Bar()
-    file = open_rows(path_of(out, name), DEPENDENCIES, False)
+    file = open_rows(rows_path(out, name), DEPENDENCIES, False)
     return run_section(name, Setting("cuda", out), keys, file, limit, bar), bar
 
 
@@ -66,13 +66,13 @@ def test_failing_rows_do_not_end_the_others(tmp_path: Path, monkeypatch: pytest.
     assert file.failures == {
         "raises": "MemoryError: out of memory: 3 GiB are missing",
         "dies": f"it was ended by SIGKILL, perhaps for lack of memory; see {ENDS}.log",
-        "hangs": "it hung: no sign of life for 5 s, and was ended",
+        "hangs": "it hung: it was stopped after 5 s without a sign of life",
         "gives up": "nothing to measure it with",
     }
     assert have_ended([int((tmp_path / "hanging").read_text())])
-    text = section_report(section_of(ENDS), file, bench_section.KEYS)
+    text = section_report(load_section(ENDS), file, bench_section.KEYS)
     assert "| good | 1.00 |" in text
-    assert "Not measured (hangs): it hung: no sign of life for 5 s, and was ended." in text
+    assert "Not measured (hangs): it hung: it was stopped after 5 s without a sign of life." in text
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_section_has_a_limit_and_continues_from_there(tmp_path: Path, monkeypa
     monkeypatch.setattr(bench_section, "PATIENCE_SECONDS", 1000.0)
     monkeypatch.setattr(section, "GRACE_SECONDS", 0.5)
     file, _ = _run(tmp_path, ["hangs", "last"], limit=2.0)
-    reason = "the section's limit of 2 s was over; the same command goes on from here"
+    reason = "the section reached its limit of 2 s; repeat the command to continue"
     assert (file.rows, file.failures) == ({}, {"hangs": reason, "last": reason})
     file, _ = _run(tmp_path, ["last"])
     assert (list(file.rows), file.failures) == (["last"], {})
@@ -89,7 +89,7 @@ def test_a_section_has_a_limit_and_continues_from_there(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_a_section_that_cannot_start_gives_its_reason(tmp_path: Path) -> None:
     name = "tests.support.cleanup"  # no section
-    module: Any = section_of(name)
+    module: Any = load_section(name)
     module.PATIENCE_SECONDS = 60.0
     file, _ = _run(tmp_path, ["a", "b"], name=name)
     assert set(file.failures) == {"a", "b"}
@@ -110,8 +110,8 @@ def test_the_command_measures_only_missing_rows(
     monkeypatch.setattr(machine, "probe", _figures)
     monkeypatch.setattr(run, "NAMES", (ENDS, f"{ENDS}_again"))
     monkeypatch.setattr(bench_section, "KEYS", ["good", "gives up", "last"])
-    monkeypatch.setattr(run, "section_of", lambda name: bench_section)
-    monkeypatch.setattr(section, "section_of", lambda name: bench_section)
+    monkeypatch.setattr(run, "load_section", lambda name: bench_section)
+    monkeypatch.setattr(section, "load_section", lambda name: bench_section)
     words = ["--device", "cpu", "--only", ENDS, "--out", str(tmp_path)]
     assert run.main(words) == 1
     assert f"{ENDS}: 2 rows; 1 missing: nothing to measure it with" in capsys.readouterr().out
@@ -119,10 +119,10 @@ def test_the_command_measures_only_missing_rows(
     assert sorted(results["sections"][ENDS]["rows"]) == ["good", "last"]
     for word in ("torch", "commit", "sources", "date", "driver", "copy_bytes_per_s", "peak_flops"):
         assert results["header"][word], word
-    path = path_of(tmp_path, ENDS)
+    path = rows_path(tmp_path, ENDS)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith('{"row": "good"')))
-    path_of(tmp_path, f"{ENDS}_again").write_text(path.read_text())
+    rows_path(tmp_path, f"{ENDS}_again").write_text(path.read_text())
     last = next(line for line in lines if '"row": "last"' in line)
     path.write_text(path.read_text().replace(last, last.replace('"value": 1.0', '"value": 7.0')))
     run.main(words)
@@ -138,7 +138,7 @@ def test_sections_measure_all_rows_at_toy_sizes(name: str, tmp_path: Path, monke
     """In this process, with sides that have none of their own."""
     monkeypatch.setattr(comparison, "Side", InProcessSide)
     setting, log = Setting("cpu", tmp_path, 1e10, 1e11), RowLog(tmp_path / "rows.jsonl")
-    module = section_of(name)
+    module = load_section(name)
     module.measure(setting, module.keys(setting), log)
     file = RowFile().read(log.path)
     assert file.failures == {}
@@ -187,7 +187,7 @@ def test_the_network_section_records_the_missing_rows(tmp_path: Path, monkeypatc
 def test_every_row_has_its_own_key(device: str, tmp_path: Path) -> None:
     """Without a device, and without a tensor of the real sizes."""
     for name in NAMES:
-        keys = section_of(name).keys(Setting(device, tmp_path))
+        keys = load_section(name).keys(Setting(device, tmp_path))
         assert keys
         assert len(keys) == len(set(keys)), name
 
@@ -217,12 +217,12 @@ def test_the_most_important_rows_come_first(tmp_path: Path) -> None:
 
 def test_sections_share_the_time_of_a_call() -> None:
     share = train.WEIGHT / (train.WEIGHT + kernels.WEIGHT)
-    assert run.limit_of(["train", "kernels"], {}, math.inf) == math.inf
-    assert run.limit_of(["train", "kernels"], {}, 400.0) == pytest.approx(400 * share)
-    assert run.limit_of(["train", "kernels", "network"], {"network": 90.0}, 490.0) == pytest.approx(400 * share)
-    assert run.limit_of(["kernels"], {}, 400.0) == 400.0
-    assert run.limit_of(["network", "train"], {"network": 500.0}, 60.0) == 500.0
-    assert run.limit_of(["train", "kernels"], {}, -5.0) == run.SHORTEST_SECONDS
+    assert run.section_limit(["train", "kernels"], {}, math.inf) == math.inf
+    assert run.section_limit(["train", "kernels"], {}, 400.0) == pytest.approx(400 * share)
+    assert run.section_limit(["train", "kernels", "network"], {"network": 90.0}, 490.0) == pytest.approx(400 * share)
+    assert run.section_limit(["kernels"], {}, 400.0) == 400.0
+    assert run.section_limit(["network", "train"], {"network": 500.0}, 60.0) == 500.0
+    assert run.section_limit(["train", "kernels"], {}, -5.0) == run.SHORTEST_SECONDS
 
 
 @pytest.mark.parametrize(

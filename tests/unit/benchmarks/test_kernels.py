@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import kernel_cases, quantizer_cases
 from benchmarks.device_clock import Call, Time
-from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, combine_cases, message_cases
+from benchmarks.kernel_cases import MESSAGE_RANKS, BuiltCase, KernelCase, combine_cases, message_cases
 from benchmarks.kernels import KernelRow, measure, summarize
 from benchmarks.quantizer_cases import float8_cases, grid_cases, tile_cases
 
@@ -39,9 +39,11 @@ def test_low_rank_messages_and_their_references_are_equal(monkeypatch: pytest.Mo
     monkeypatch.setitem(kernel_cases.MODELS, "tiny", 96)
     torch.manual_seed(0)
     matrix = torch.randn(1024, 8) @ torch.randn(8, 96)
-    drawn = kernel_cases.drawn
+    draw_normal = kernel_cases.draw_normal
     monkeypatch.setattr(
-        kernel_cases, "drawn", lambda size, device: matrix.clone() if size == (1024, 96) else drawn(size, device)
+        kernel_cases,
+        "draw_normal",
+        lambda size, device: matrix.clone() if size == (1024, 96) else draw_normal(size, device),
     )
     cases = list(message_cases("tiny", "cpu", quick=False))
     assert [case.op for case in cases] == ["low-rank compress", "low-rank decompress"] * len(MESSAGE_RANKS)
@@ -85,7 +87,7 @@ class ScriptedClock:
 def test_operations_in_place_have_a_limit_of_their_own() -> None:
     """A copy's speed for copied bytes, the speed of scaling for the others."""
     clock = ScriptedClock(2.0, 1.0, 4.0, 8.0, sets=3)
-    runs = Runs(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
+    runs = BuiltCase(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
     row = measure(KernelCase("op", "m", "s", "", lambda: runs), clock, "cpu")
     assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
     assert (row.gbps, row.times_reference) == (0.25, 2.0)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.lab import command as netlab
 from benchmarks.lab import cpu_limit, hosts, removal
-from benchmarks.lab.command import LabError, Traffic, describe, parse_rate, parse_rates
+from benchmarks.lab.command import LabError, Traffic, format_rate, parse_rate, parse_rates
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from benchmarks.lab.command import LabError, Traffic, describe, parse_rate, pars
 )
 def test_rates(text: str, bits: int | None) -> None:
     assert parse_rate(text) == bits
-    assert parse_rate(describe(bits)) == bits if bits else describe(bits) == "unshaped"
+    assert parse_rate(format_rate(bits)) == bits if bits else format_rate(bits) == "unshaped"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_host_may_have_another_rate() -> None:
         ("--rate 99999999999999999gbit -- s.py", "1kbit to 600gbit"),
         ("--device cuda -- s.py", "--device cuda: torch sees no CUDA device; leave it out to train over gloo"),
         ("--hosts 3 -- clean", "clean: there is no such Python script"),
-        ("clean foo", "`clean` takes nothing after it"),
+        ("clean foo", "`clean` takes no arguments"),
         ("--hosts 2 -- nope.py --lr 1", "nope.py: there is no such Python script"),
         ("-- folder", "folder: there is no such Python script"),
         (f"-- {'a' * 5000}.py", "there is no such Python script"),
@@ -94,8 +94,8 @@ def test_existing_scripts_folders_and_modules_are_accepted(tmp_path: Path, monke
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
     for words in (["clean"], ["package"], ["-m", "module"], ["-m", "package.x"], ["--module", "json.tool", "-"]):
-        assert netlab.checked_command(["--", *words]) == words
-        assert netlab.checked_command(words) == words
+        assert netlab.check_command(["--", *words]) == words
+        assert netlab.check_command(words) == words
 
 
 def test_the_message_without_permission_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

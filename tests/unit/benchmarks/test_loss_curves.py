@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import loss_curves
-from benchmarks.loss_curves import default_smooth, main, smoothed
-from benchmarks.loss_logs import LossPoint, interpolated, read_run
+from benchmarks.loss_curves import default_smooth, main, smooth_losses
+from benchmarks.loss_logs import LossPoint, interpolate, read_run
 
 
 def _json_log(path: Path, seconds: float, gain: float, steps: int = 20) -> Path:
@@ -94,15 +94,15 @@ def test_a_short_run_is_smoothed_over_a_tenth_of_it_and_drawn_beside_its_log(tmp
 
 def test_means_and_lines_between_points() -> None:
     points = [LossPoint(i, float(i)) for i in range(5)]
-    assert smoothed(points, 1) == [0, 1, 2, 3, 4]
-    assert smoothed(points, 3) == [0, 0.5, 1, 2, 3]
+    assert smooth_losses(points, 1) == [0, 1, 2, 3, 4]
+    assert smooth_losses(points, 3) == [0, 0.5, 1, 2, 3]
     gap = [LossPoint(i, loss) for i, loss in enumerate([1.0, math.nan, 4.0, 6.0, 8.0])]
-    assert [str(mean) for mean in smoothed(gap, 2)] == ["1.0", "nan", "4.0", "5.0", "7.0"]
-    assert interpolated([0, 2], [1, 3], 1.0) == 2.0
-    assert interpolated([0, 2], [1, 3], 2.5) is None
-    assert interpolated([1], [7], 1) == 7
-    assert interpolated([0, 2, 4], [1, math.nan, 5], 0.0) == 1
-    assert interpolated([0, 2, 4], [1, math.nan, 5], 4.0) == 5
+    assert [str(mean) for mean in smooth_losses(gap, 2)] == ["1.0", "nan", "4.0", "5.0", "7.0"]
+    assert interpolate([0, 2], [1, 3], 1.0) == 2.0
+    assert interpolate([0, 2], [1, 3], 2.5) is None
+    assert interpolate([1], [7], 1) == 7
+    assert interpolate([0, 2, 4], [1, math.nan, 5], 0.0) == 1
+    assert interpolate([0, 2, 4], [1, math.nan, 5], 4.0) == 5
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_means_and_lines_between_points() -> None:
     [
         (["missing.jsonl"], "missing.jsonl: No such file"),
         (["{empty}"], "no training losses; give a file of --log-json-file"),
-        (["{text}"], "the text log does not say tokens; add --seq-length"),
+        (["{text}"], "the text log lacks tokens; add --seq-length"),
         (["{json}", "--x", "days"], "--x days: choose from iterations, tokens, hours"),
         (["{json}", "--baseline", "none"], "--baseline none: the runs are"),
         (["{json}", "{json}"], "two runs are named"),

@@ -104,7 +104,7 @@ def test_pairs_equal_an_exact_search(workers: str, bands: str, max_removed: int,
         bands,
     ]
     assert find_duplicates.main([*flags, "--workers", workers, "--jaccard-parallel"]) == 0
-    assert bench.pairs_of(out) == exact(rows, 0.5)
+    assert bench.read_pairs(out) == exact(rows, 0.5)
     texts = {row["url"]: runs(row["text"]) for row in rows}
     for row in read(out):
         for key, matches in row.items():
@@ -123,7 +123,7 @@ def test_new_documents_are_compared_with_saved_fingerprints(tmp_path: Path) -> N
     )
     flags = [*base, "--inputs", write(tmp_path / "b", new), "url", "--load-fingerprints", saved, "--output", str(out)]
     assert find_duplicates.main([*flags, "--heuristic-iter", "-1"]) == 0
-    assert bench.pairs_of(out) == exact(rows, 0.5)
+    assert bench.read_pairs(out) == exact(rows, 0.5)
     # Old documents come first, so each group keeps a document that is already there.
     assert all("copy" not in key for row in read(out) for key in row)
     assert find_duplicates.main([*flags, "--seed", "5"]) == 2
