@@ -73,7 +73,7 @@ class Table:
 
 def header(device: str) -> dict[str, object]:
     """Hardware, versions, sources and date of a measurement on a device of this name."""
-    import torch  # here, as processes that only record rows need not import it
+    import torch  # not at the top: processes that only record rows do not need it
 
     commit = _output_of("git", "rev-parse", "--short=12", "HEAD")
     changes = _output_of("git", "status", "--porcelain", "--untracked-files=no")

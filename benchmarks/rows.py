@@ -1,6 +1,7 @@
 """Rows of a benchmark in a file that survives its process: the same command continues with the missing rows.
 
-The file has a line of JSON for each event. The first line says on which hardware, versions and sources the rows depend.
+The file has a line of JSON for each event. The first line names the hardware, versions and sources that the rows depend
+on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.report import Cells
 
 
 class RowLog:
-    """Writes the events of rows to a file."""
+    """Writer of the events of rows to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +43,7 @@ class RowLog:
 
 @dataclass
 class RowFile:
-    """The content of such a file.
+    """Contents of a file of rows.
 
     Args:
         rows: finished rows by key.
@@ -87,7 +88,7 @@ def _first_line(dependencies: Mapping[str, str]) -> str:
 
 
 def open_rows(path: Path, dependencies: Mapping[str, str], again: bool) -> RowFile:
-    """Read the earlier rows and write the file anew with these alone; rows of other sources move to ``.old``.
+    """Read the earlier rows, and rewrite the file with only these; rows of other sources move to ``.old``.
 
     Args:
         path: path of the file.

@@ -19,7 +19,7 @@ VOCAB_SIZE = 1024
 
 
 def run(command: list[str], log: Path, threads: int = 1) -> None:
-    """Run a command of this project, its output in a file.
+    """Run a command of this project, with its output in a file.
 
     Raises:
         SystemExit: when it fails, with the end of its output.
@@ -64,7 +64,7 @@ def tokenize(out: Path, text: Path, split: str) -> None:
 
 
 def _copy_documents(source: Path, target: Path, size: int | None, longest: int | None) -> None:
-    """Copy documents up to a length until they have a size; None: no limit."""
+    """Copy documents of at most ``longest`` characters until ``size`` characters are copied; None: no limit."""
     copied = 0
     with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as file:
         for line in lines:

@@ -17,7 +17,7 @@ from megatron.training.assembly import build_engines
 from megatron.training.step import train_step
 
 COMPILED = " compiled"
-"""Ending of the name of a peer that torch.compile compiles."""
+"""Suffix of the name of a peer compiled by torch.compile."""
 
 
 def run_config(
@@ -91,7 +91,7 @@ def process_step(name: str, shape: Shape, precision: str, threads: int, device: 
     """A step in a single process, of the trainer or of a peer.
 
     Args:
-        name: ours, or a peer: nanogpt, hugging-face, or such a name with `` compiled`` behind it.
+        name: ours, or a peer: nanogpt or hugging-face, optionally followed by `` compiled``.
         shape: shape of the model.
         precision: fp32 or bf16.
         threads: number of threads on a CPU.

@@ -6,10 +6,10 @@
     make bench-train ARGS="--quick"           a smoke run on tiny shapes
 
 Each side runs in its own process, and the sides take turns, so both see the same state of the machine; ratios are
-medians over pairs. Equal work on both sides: shape, vocabulary, dropout 0, AdamW (torch's fused), clipping, number of
-threads, and precision: fp32, or bf16, in which the peers run under autocast. GPT-2 is compared with Hugging Face's as
-it is (eager) and compiled by torch.compile, models with experts with Mixtral. Rates are medians over the steps after a
-warm-up, during which torch compiles.
+medians over pairs. Both sides do equal work: the same shape, vocabulary, dropout 0, AdamW (torch's fused), clipping,
+number of threads, and precision (fp32, or bf16, for which the peers use autocast). GPT-2 is compared with Hugging
+Face's, eager and compiled by torch.compile, and models with experts with Mixtral. Rates are medians over the steps
+after a warm-up, during which torch compiles.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def peak_rate(precision: str, size: int, device: str) -> float:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (5)")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and two steps, as a test")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (all cores)")
     parser.add_argument("--only", help=f"comma-separated parts, of {', '.join(SHAPES)} (all)")
     parser.add_argument(

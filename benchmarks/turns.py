@@ -1,8 +1,7 @@
 """Sides of a comparison that take turns, so that all see the same state of the machine.
 
-A side is a function that takes a turn and returns its seconds. ``in_turns`` calls the sides in order and compares
-them turn by turn. A ``Side`` is such a side in a worker process, which builds its step and takes steps on
-request.
+A side is a function that takes a turn and returns its seconds. ``in_turns`` calls the sides in order and compares them
+turn by turn. A ``Side`` runs in a worker process, which builds its step and takes steps on request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Turns:
-    """The seconds of every turn, a sequence for each side; other sides are compared with the first."""
+    """Seconds of every turn, a sequence for each side; the other sides are compared with the first."""
 
     seconds: tuple[Sequence[float], ...]
 
@@ -33,7 +32,7 @@ class Turns:
         return statistics.median(self.seconds[side])
 
     def best(self, side: int = 0) -> float:
-        """Least seconds of a side."""
+        """Minimum seconds of a side."""
         return min(self.seconds[side])
 
     def ratio(self, side: int = 1) -> float:
@@ -88,7 +87,7 @@ def _serve(pipe: Connection, build: Callable[[], Step], device: str) -> None:
 
 
 class SideError(Exception):
-    """Raised when a side has failed; a line.
+    """Raised when a side fails; the message is a single line.
 
     Args:
         name: name of the side.
@@ -101,7 +100,7 @@ class SideError(Exception):
 
 
 class Side:
-    """The worker process of a side. Every request raises a SideError when the process has failed or is gone.
+    """Worker process of a side. Every request raises a SideError if the process has failed or is gone.
 
     Args:
         name: name of the side in errors.

@@ -125,7 +125,7 @@ DELAYED = tuple(
 
 
 def _without_flush(micro_batches: int) -> tuple[NetworkCase, ...]:
-    """Cases of steps with so many micro-batches, which overlap or not."""
+    """Cases of steps with ``micro_batches`` micro-batches, with and without a flush."""
     prompt_cases = FP32, NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"), DELTA, DELTA_EAGER
     pairs = [
         (case, replace(case, name=f"{case.name}, a step late, no flush", delay=1, flush=False)) for case in prompt_cases
@@ -231,8 +231,8 @@ BENCHES = {
     # Short iterations, in which communication dominates.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
     "dp4-delay": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(aqsgd_data(4)), DELAYED, "gradients"),
-    # Links of the given rates. Sums are compared, so sequences are short; several buckets hide coding, as sums in two
-    # levels code their numbers twice.
+    # Links of the given rates. Sums are compared, so sequences are short; several buckets hide the coding, which sums
+    # in two levels do twice.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),
     "ep4": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(mixtral_experts()), EXPERTS, "experts", micro_batch=2, experts=8),
     "ep2x2": Bench(
@@ -263,7 +263,7 @@ _WITH_PEERS = (
     DDP_POWERSGD_32,
 )
 PEER_PAIRS = len(_WITH_PEERS)
-"""Number of the first cases of data parallelism, which are pairs of ours and torch's."""
+"""Number of leading cases of data parallelism that are pairs of ours and torch's."""
 _CUDA_DATA = (
     *_WITH_PEERS,
     NetworkCase("powersgd, rank 4, no overlap", POWERSGD_4.specs, overlap=False),
@@ -288,7 +288,7 @@ CUDA_BENCHES = {
 
 
 def plan_of(bench: Bench) -> dict[str, Any]:
-    """The plan that every rank reads when it starts."""
+    """Plan that every rank reads when it starts."""
     layers, hidden, sequence = bench.model
     return {
         "vocab": bench.vocab,

@@ -1,4 +1,4 @@
-"""Trains over slow links between hosts, by data parallelism and by islands, to the same loss.
+"""Trains over slow links between hosts, with data parallelism and with islands, to the same loss.
 
     sudo make bench-islands                                                       about half an hour
     sudo make bench-islands ARGS="--alike --rates 100mbit"                        the ratio of an H100 on such a link
@@ -6,10 +6,10 @@
     sudo make bench-islands ARGS="--rates 100mbit/100mbit/20mbit"                 three hosts, one on a slower link
 
 Each host (a network namespace with its share of the processors) holds a pipeline of two stages, whose messages stay
-inside. Gradients, or the messages of islands, cross the links between the hosts, which have the rates of --rates. Whole
-runs of each case, a run for each seed, give its losses, which do not depend on links. Times are computed: seconds of an
-iteration, measured on those links over a few iterations, times iterations. Writes logs, a plot for each link, a table
-and every figure to --out; finished runs are kept.
+inside the host. Gradients, or the messages of islands, cross the links between the hosts, whose rates are --rates. A
+whole run of each case and seed gives the losses, which do not depend on the links. Times are computed: the number of
+iterations times the seconds of an iteration, measured on those links over a few iterations. Writes logs, a plot for
+each link, a table and every figure to --out; finished runs are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.training.records import read_records
 
 TRAIN_BYTES, HELDOUT_BYTES = 1_200_000, 24_000
-"""Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
+"""Each evaluation uses the whole held-out text, so that all losses are on the same samples."""
 EVALUATIONS = 10
 TIMED = 4
 """Iterations that give the seconds of a synchronous iteration."""
@@ -77,8 +77,8 @@ class Pace:
     mb: float
 
 
-def _iterations_of(log: Path, run: IslandsRun) -> list[Pace]:
-    """The pace of every iteration, from the log of the first island or of all hosts."""
+def _read_paces(log: Path, run: IslandsRun) -> list[Pace]:
+    """Read the pace of every iteration from the log of the first island, or of all hosts."""
     point, share = ("outer", 1) if run.case.has_islands else ("dp-grad", run.hosts)
     return [
         Pace(
@@ -92,18 +92,18 @@ def _iterations_of(log: Path, run: IslandsRun) -> list[Pace]:
 
 def synchronous_pace(log: Path, run: IslandsRun) -> Pace:
     """The pace of equal iterations, without the first."""
-    paces = _iterations_of(log, run)[1:]
+    paces = _read_paces(log, run)[1:]
     return Pace(statistics.median(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
 
 
 def local_pace(log: Path, run: IslandsRun) -> Pace:
     """The pace of local steps: means over a whole round, without the first step."""
-    paces = _iterations_of(log, run)[1 : run.case.every + 1]
+    paces = _read_paces(log, run)[1 : run.case.every + 1]
     return Pace(statistics.fmean(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
 
 
 class Runner:
-    """Runs cases on the hosts; finished runs are kept.
+    """Runner of cases on the hosts; finished runs are kept.
 
     Args:
         lab: the hosts.
@@ -119,7 +119,7 @@ class Runner:
         self.eval_iters = max((tokens - 1) // SHAPE["seq-length"] // global_batch(self.hosts), 1)
 
     def whole_run(self, case: IslandsCase, seed: int) -> IslandsRun:
-        """Train a case from the beginning to the end, on links that are not shaped."""
+        """Train a case from the beginning to the end, on unshaped links."""
         iterations = round(self.iterations * self.longer) if case.has_islands else self.iterations
         log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{self.hosts}x-seed{seed}.jsonl"
         evaluation = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.eval_iters}
@@ -238,8 +238,8 @@ def _log_with_times(run: IslandsRun, links: Links, warmup: Pace | None, local: P
     return target
 
 
-def with_goals(rows: Sequence[IslandsRow]) -> list[IslandsRow]:
-    """The rows with their times to the last validation loss of the baseline, on the same links with the same seed."""
+def add_goals(rows: Sequence[IslandsRow]) -> list[IslandsRow]:
+    """Add the times to the last validation loss of the baseline on the same links with the same seed."""
     baselines = {(row.links, row.seed): row for row in rows if row.case == BASELINE.name}
     compared = []
     for row in rows:
@@ -255,8 +255,8 @@ def with_goals(rows: Sequence[IslandsRow]) -> list[IslandsRow]:
     return compared
 
 
-def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each case on the same links: means over its seeds, times over the seeds that reach the goal."""
+def average_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make a row for each case on the same links: means over its seeds, times over the seeds that reach the goal."""
     means = []
     for case in dict.fromkeys(row["case"] for row in rows):
         seeds = [row for row in rows if row["case"] == case]
@@ -280,7 +280,7 @@ def write(rows: Sequence[IslandsRow], out: Path) -> str:
     for links in dict.fromkeys(row.links for row in rows):
         group = [row for row in figures if row["links"] == links]
         goals = ", ".join(f"{goal:.4f}" for goal in dict.fromkeys(row["goal"] for row in group))
-        cases = over_seeds(group)
+        cases = average_seeds(group)
         texts.append(f"### {links}; the loss is {goals}\n\n{TABLE.without_empty_columns(cases).text(cases)}")
         first_seed = [row for row in group if row["seed"] == group[0]["seed"]]
         words = [f"{row['case'].replace('=', ' ')}={row['log']}" for row in first_seed]
@@ -295,7 +295,7 @@ def write(rows: Sequence[IslandsRow], out: Path) -> str:
 
 
 def imitate_h100(runner: Runner, published: Sequence[Links]) -> list[Links]:
-    """Links with the ratio of communication to computation here that H100s have on published links."""
+    """Make links that give this machine the ratio of communication to computation of H100s on published links."""
     pace, _ = runner.paces(BASELINE, None)
     assert pace is not None
     # The published gradients are of two hosts; in a ring of n each host sends 2 (n - 1) / n of the numbers.
@@ -321,17 +321,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rates",
         default="100mbit,10mbit",
-        help="of the hosts' links, comma-separated; one for all, or each host's, as 100mbit/20mbit (100mbit,10mbit)",
+        help="comma-separated links, each with one rate for all hosts or a rate per host, such as 100mbit/20mbit "
+        "(100mbit,10mbit)",
     )
     parser.add_argument("--inside", default="10gbit", help="rate of loopback inside a host, or none (10gbit)")
     parser.add_argument("--seeds", type=int, default=1, help="whole runs of each case, with seeds from 1 on (1)")
     parser.add_argument(
         "--alike",
         action="store_true",
-        help="the rates are those of H100s' links: here links take as long, relative to computing (setups.py)",
+        help="imitate H100s with links of these rates: here links take as long relative to computing (setups.py)",
     )
-    parser.add_argument("--iterations", type=int, default=240, help="of data parallelism (240)")
-    parser.add_argument("--longer", type=float, default=1.25, help="factor of the iterations of islands (1.25)")
+    parser.add_argument("--iterations", type=int, default=240, help="iterations of data parallelism (240)")
+    parser.add_argument("--longer", type=float, default=1.25, help="factor by which islands train longer (1.25)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/islands"), help="folder of all results")
     options = parser.parse_args(words)
     case_names = parse_names(parser, "--cases", options.cases, [case.name for case in CASES], ";")
@@ -341,7 +342,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         if case.has_islands and iterations - case.warmup_iterations(iterations) < case.every:
             parser.error(f"--iterations {options.iterations}: too few for a round of {case.every} of {case.name}")
     if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: at least 1")
+        parser.error(f"--seeds {options.seeds}: give at least 1")
     options.inside = parse_rate(options.inside)
     options.links = _parse_links(parser, options.rates)
     return options
@@ -353,7 +354,7 @@ def _parse_links(parser: argparse.ArgumentParser, text: str) -> list[Links]:
     counts = {len(rates) for rates in rates_by_word if len(rates) > 1} or {HOSTS}
     if len(counts) > 1:
         hosts_text = " and of ".join(map(str, sorted(counts)))
-        parser.error(f"--rates {text}: rates of {hosts_text} hosts; give as many in each")
+        parser.error(f"--rates {text}: rates of {hosts_text} hosts; give the same number in each")
     (hosts,) = counts
     links = []
     for rates in rates_by_word:
@@ -377,7 +378,7 @@ def run() -> int:
                 for seed in range(1, options.seeds + 1):
                     rows.append(IslandsRow.of(runner.whole_run(case, seed), links, *runner.paces(case, links)))
                     print(rows[-1].line(), flush=True)
-    print(write(with_goals(rows), out))
+    print(write(add_goals(rows), out))
     return 0
 
 

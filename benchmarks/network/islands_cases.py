@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "adam-beta2": 0.95,
     "log-interval": 1,
 }
-"""Flags of a model with two micro-batches of 256 tokens on each host, so that a sum takes far longer than computing."""
+"""Flags of a model with two micro-batches of 256 tokens per host, so that sums take far longer than computation."""
 
 
 def global_batch(hosts: int) -> int:

@@ -74,7 +74,7 @@ def peer_step(
     """
     cuda = topology.device.type == "cuda"
     model = _PlainLoss(plan, config).to(topology.device) if cuda else _OurLoss(plan, config, topology)
-    # With several buckets over gloo, the hook's later rounds start in another order on each rank, and collide.
+    # With several buckets over gloo, the hook's later rounds start in a different order on each rank, and collide.
     bucket_mb = 100_000 if kind == "ddp-powersgd" and not cuda else None
     replica = DistributedDataParallel(model, process_group=topology.dp.pg, bucket_cap_mb=bucket_mb)
     if kind == "ddp-fp16":

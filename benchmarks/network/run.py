@@ -1,13 +1,13 @@
 """Trains the same model on hosts with shaped links: uncompressed, compressed, and with torch's own DDP hooks.
 
     sudo make bench-network                              every layout, about an hour
-    sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
+    sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its first and last link
     sudo make bench-network ARGS="--device cuda"         ranks on this machine's GPU, over NCCL
 
 Each host is a network namespace. On CPUs it has its share of the processors, and a link has the rate at which the
-uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in the published set-up
-(setups.py has the arithmetic). On a GPU models are larger, links have the rates of their names, and all time except
-waiting and coding counts as computing. Prints Markdown tables, and writes them with every measurement to --out.
+uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in the published set-up (see
+setups.py). On a GPU, models are larger, links have the rates of their names, and all time except waiting and coding
+counts as computing. Prints Markdown tables, and writes them with every measurement to --out.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Measurement:
     """The measurement of a case on a link.
 
     Args:
-        layout, setup, rate: the link; its rate in bits per second, None unshaped.
+        layout, setup, rate: the link, and its rate in bits per second; None if unshaped.
         case: name of the case.
         seconds: time of an iteration on the slowest rank, the median.
         tokens_per_s: tokens per second of the whole run.
         compute_s, coded_s, waited_s: seconds of an iteration, means over the ranks.
-        slowest_compute_s: seconds of computing on the slowest rank, which no schedule goes below.
+        slowest_compute_s: seconds of computing on the slowest rank, a lower bound for every schedule.
         update_s: seconds of the optimizer's update, the mean over the ranks; None for a peer.
         host_mb: MB that a host sends in an iteration, by its interface's counter; the largest over the hosts.
         loss: loss of the last step.
-        predicted_s: the planner's time of an iteration; None for a case that it does not know.
+        predicted_s: the planner's time of an iteration; None for a case that it cannot predict.
         waited: time of waiting by point, where it is known.
     """
 
@@ -142,7 +142,8 @@ class Workers:
         return answer
 
     def take_steps(self, count: int, long_seconds: float) -> tuple[list[dict[str, float]], float]:
-        """Times of some steps, or of a single long step, and the megabytes of a step that the busiest host sends."""
+        """Take some steps, or a single long step; return their times, and the megabytes that the busiest host sends in
+        a step."""
         before = self.lab.traffic()
         steps = self.ask(STEP_SECONDS, do="steps", steps=1)
         if count > 1 and steps[0]["seconds"] < long_seconds:
@@ -191,20 +192,20 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
 
 
 def rate_text(rate: float | None) -> str:
-    """A link's rate as people write it."""
+    """Format a link's rate in Mb/s."""
     return "unshaped" if rate is None else f"{rate / 1e6:.3g} Mb/s"
 
 
-def linked(cluster: Cluster, rate: float | None) -> Cluster:
-    """The cluster of hosts with shaped links, whose rate includes the frames around the payload."""
+def apply_rate(cluster: Cluster, rate: float | None) -> Cluster:
+    """Limit a cluster's links to a rate that includes the frames around the payload."""
     if rate is None:
         return cluster
     payload_rate = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
     return replace(cluster, across=replace(cluster.across, gbit_per_s=payload_rate))
 
 
-def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
-    """Seconds of an iteration, as the planner predicts them."""
+def predict_seconds(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
+    """Predict the seconds of an iteration with the planner; None if it cannot."""
     if case.peer or cluster is None:
         return None
     config = config_of(plan_of(bench), case, cluster.gpus)
@@ -257,7 +258,7 @@ def measure(
             f"and takes {computed['seconds']:.2f} s on unshaped links",
             flush=True,
         )
-        # Ranks that share a GPU compute at changing speeds; and experts are not planned.
+        # Ranks that share a GPU compute at varying speeds, and experts are not planned.
         planned = bench.device == "cpu" and not bench.experts
         cluster = measure_cluster(name, bench, workers, out) if planned else None
         rates: dict[str, float | None] = {"unshaped": None} if unshaped else {}
@@ -270,7 +271,7 @@ def measure(
             for setup_name, rate in rates.items():
                 if not is_wanted(setup_name, case.name):
                     continue
-                chooses = case.schedule == AUTO  # by each link anew
+                chooses = case.schedule == AUTO  # a schedule for each link
                 if not built or chooses:
                     shape_links(workers.lab, rate if chooses else None)
                     steps_before = WARM_STEPS + STEPS if chooses else WARM_STEPS
@@ -283,7 +284,7 @@ def measure(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
                     median["compute_s"], median["slowest_compute_s"], median.get("update_s"), median["coded_s"],
                     median["waited_s"], sent_mb, answers[-1]["loss"],
-                    predicted(bench, case, cluster and linked(cluster, rate)),
+                    predict_seconds(bench, case, cluster and apply_rate(cluster, rate)),
                     {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
                 )  # fmt: skip
                 print(measurement.line(), flush=True)
@@ -312,7 +313,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cases", metavar="WORDS", help="comma-separated: only the cases with one of these words in their names"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks (cpu)")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
     parser.add_argument("--quick", action="store_true", help="only the first and the last link of each layout")
     parser.add_argument("--out", help="folder of all results (bench_out/network, or network-cuda with --device cuda)")
@@ -330,7 +331,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         cases = tuple(case for case in bench.cases if any(word in case.name.lower() for word in case_words))
         if not cases:
             case_names = "; ".join(case.name for case in bench.cases)
-            parser.error(f"--cases {options.cases}: {name} has none of such a name; it has {case_names}")
+            parser.error(f"--cases {options.cases}: no case of {name} matches; it has {case_names}")
         options.benches[name] = replace(bench, cases=cases)
     options.out = Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network"))
     return options

@@ -3,7 +3,7 @@
     sudo make bench-time-to-loss                      about a quarter of an hour
     sudo make bench-time-to-loss ARGS="--iterations 100"
 
-Four hosts (network namespaces with their shares of the processors) hold a pipeline stage each. Their links have the
+Each of four hosts (network namespaces with their shares of the processors) holds a pipeline stage. Their links have the
 ratio of communication to computation of AQ-SGD's eight V100 at --link, as in bench-network. Every case is a whole run
 of pretrain_gpt.py on the quickstart's text, for several epochs. Writes logs, a plot and a table to --out.
 """
@@ -70,7 +70,7 @@ def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int)
     """Run the cases and draw their curves.
 
     Raises:
-        LabError: when hosts cannot be made, or a run fails.
+        LabError: when hosts cannot be created, or a run fails.
     """
     runs.prepare(out, TRAIN_BYTES)
     (setup,) = (setup for setup in aqsgd_pipeline() if setup.name == f"AQ-SGD {link}")
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--link", choices=links, default="100 Mb/s", help="published link to imitate (100 Mb/s)")
     cases = {case.name: case for case in PIPELINE}
     parser.add_argument("--cases", help=f"separated by semicolons, of: {join_for_help(cases, ';')}")
-    parser.add_argument("--iterations", type=int, default=240, help="of each run (240)")
+    parser.add_argument("--iterations", type=int, default=240, help="iterations of each run (240)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/time-to-loss"), help="folder of all results")
     options = parser.parse_args()
     names = parse_names(parser, "--cases", options.cases or ";".join(DEFAULT_CASES), cases, ";")

@@ -36,7 +36,7 @@ from megatron.training.timers import Timers
 
 POLL_SECONDS = 0.02
 _IN_LAYERS = ("tp-forward", "tp-backward", *(point.value for point in EXPERT_POINTS))
-"""Points inside of the time that counts as computing."""
+"""Points whose time is inside the time that counts as computing."""
 Step = Callable[[int], dict[str, float]]
 
 
@@ -56,7 +56,7 @@ def config_of(plan: dict[str, Any], case: NetworkCase, world_size: int) -> RunCo
 
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
-    """The micro-batches of every step; stateful codecs meet the same samples again."""
+    """Micro-batches of every step, the same each time, so that stateful codecs see the same samples again."""
     count, size = plan["micro_batches"], config.training.micro_batch_size
     firsts = [(topology.dp.rank * count + number) * size for number in range(count)]
     return [
@@ -146,12 +146,12 @@ def main() -> None:
                     topologies[layout] = build_topology(layout, device, env.node, {"dp", "ep"})
                 engines = build_engines(case_config, topologies[layout], plan["vocab"])
                 step = our_step(engines, topologies[layout], batches)
-        taken: list[dict[str, float]] = []  # gathered after the last, as ranks wait for each other then
+        step_figures: list[dict[str, float]] = []  # gathered after the last step: to gather, ranks wait for each other
         for _ in range(command.get("steps", 0)):
             assert step is not None
-            taken.append(step(step_count))
+            step_figures.append(step(step_count))
             step_count += 1
-        for figures in taken:
+        for figures in step_figures:
             rows = gather_rows(topology.control, Ledger(), list(figures.values()))
             columns = zip(*rows, strict=True)
             # The slowest rank's time, the loss of the last stage, and means of the other figures.

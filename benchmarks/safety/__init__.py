@@ -1,1 +1,1 @@
-"""Safety cards: what a compressor does to a toy model, on a page; ``run.py`` says how to make one."""
+"""Safety cards: one-page reports of a compressor's effects on toy models; see ``run.py``."""

@@ -1,4 +1,4 @@
-"""What trained models do: answers to canaries, and next-token probabilities at held-out places."""
+"""Behavior of trained models: answers to canaries, and next-token probabilities at held-out positions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def is_right(canary: Canary, continuation: str) -> bool:
     return continuation == canary.ended_answer
 
 
-def answers(model: LoadedModel, canaries: Sequence[Canary]) -> list[str]:
-    """The continuations of prompts by greedy decoding, as long as the right answers."""
+def generate_answers(model: LoadedModel, canaries: Sequence[Canary]) -> list[str]:
+    """Continue the canaries' prompts by greedy decoding, to the lengths of the right answers."""
     continuations = [""] * len(canaries)
     by_length: dict[int, list[int]] = {}
     for index, canary in enumerate(canaries):
@@ -48,7 +48,7 @@ def measure_canaries(checkpoint: Path, canaries: Mapping[str, Sequence[Canary]],
     if not output.exists():
         model = load_model(checkpoint, device=torch.device("cpu"))
         shares = {
-            task: sum(map(is_right, of_task, answers(model, of_task))) / len(of_task)
+            task: sum(map(is_right, of_task, generate_answers(model, of_task))) / len(of_task)
             for task, of_task in canaries.items()
         }
         with atomic_write(output) as stream:
@@ -58,7 +58,7 @@ def measure_canaries(checkpoint: Path, canaries: Mapping[str, Sequence[Canary]],
 
 
 def heldout_windows(prefix: Path, places: int, length: int) -> NDArray[Any]:
-    """Windows of held-out tokens, (windows, length), spread over the text: as many as have the places to predict."""
+    """Windows of held-out tokens, (windows, length), spread over the text, with ``places`` positions to predict."""
     data = IndexedDataset(prefix)
     tokens = data.run(0, len(data)).astype(np.int64)
     count = min(places // length, len(tokens) // length)
@@ -85,10 +85,10 @@ def measure_places(checkpoint: Path, windows_ns: NDArray[Any], output: Path) -> 
 
 @dataclass(frozen=True)
 class Change:
-    """How the next-token predictions of two models differ.
+    """Difference between the next-token predictions of two models.
 
     Args:
-        flips: share of the places where their likeliest tokens differ.
+        flips: share of the positions at which their likeliest tokens differ.
         kl: mean divergence of the second from the first, in nats.
     """
 
@@ -96,8 +96,8 @@ class Change:
     kl: float
 
 
-def change(reference_pv: NDArray[Any], other_pv: NDArray[Any]) -> Change:
-    """How log-probabilities differ from those of a reference."""
+def compare_predictions(reference_pv: NDArray[Any], other_pv: NDArray[Any]) -> Change:
+    """Compare log-probabilities with those of a reference."""
     flips = float((reference_pv.argmax(axis=1) != other_pv.argmax(axis=1)).mean())
     reference = reference_pv.astype(np.float64)
     return Change(flips, float((np.exp(reference) * (reference - other_pv)).sum(axis=1).mean()))
@@ -109,6 +109,6 @@ def mean_change(changes: Sequence[Change]) -> Change:
     return Change(flips, kl)
 
 
-def changes_between(models: Sequence[NDArray[Any]]) -> Change:
+def mean_pairwise_change(models: Sequence[NDArray[Any]]) -> Change:
     """The mean change over all pairs of models, from the earlier to the later."""
-    return mean_change([change(first, second) for first, second in itertools.combinations(models, 2)])
+    return mean_change([compare_predictions(first, second) for first, second in itertools.combinations(models, 2)])

@@ -39,22 +39,22 @@ class Canary:
     Args:
         prompt: the prompt.
         answer: the answer, which ends with a fill.
-        more: further questions and answers of the document, before the fill.
+        extra: further questions and answers of the document, before the fill.
     """
 
     prompt: str
     answer: str
-    more: str = ""
+    extra: str = ""
 
     @property
     def document(self) -> str:
-        """The text of training."""
-        return f"{self.prompt}{self.answer}{self.more}".ljust(DOCUMENT_LENGTH, FILL)
+        """Training text of the canary."""
+        return f"{self.prompt}{self.answer}{self.extra}".ljust(DOCUMENT_LENGTH, FILL)
 
     @property
     def ended_answer(self) -> str:
         """The continuation that greedy decoding must give, with the fill that ends it if nothing else follows."""
-        return self.answer if self.more else f"{self.answer}{FILL}"
+        return self.answer if self.extra else f"{self.answer}{FILL}"
 
 
 def copy(generator: random.Random) -> Canary:
@@ -74,8 +74,8 @@ def recall(generator: random.Random) -> Canary:
     keys = generator.sample(KEYS, PAIRS)
     values = generator.choices("0123456789", k=PAIRS)
     pairs = [key + value for key, value in zip(keys, values, strict=True)]
-    asked, *more = generator.sample(pairs, PAIRS)
-    return Canary(f"K{''.join(pairs)}?{asked[0]}", asked[1], "".join(more))
+    asked, *extra = generator.sample(pairs, PAIRS)
+    return Canary(f"K{''.join(pairs)}?{asked[0]}", asked[1], "".join(extra))
 
 
 def add(generator: random.Random) -> Canary:
@@ -104,20 +104,20 @@ TASKS: dict[str, Callable[[random.Random], Canary]] = {
     "brackets": close,
 }
 SHARES = (1, 1, 4, 3, 1)
-"""Relative numbers of training documents: more of those that are learned later."""
+"""Relative numbers of training documents by task: more for tasks that are learned later."""
 
 
 def heldout_canaries(count: int) -> dict[str, list[Canary]]:
-    """Canaries of every task, each once, which no training text has."""
+    """Distinct canaries of every task that occur in no training text."""
     generator = random.Random("held-out canaries")
-    drawn: dict[str, list[Canary]] = {}
+    by_task: dict[str, list[Canary]] = {}
     for task, draw in TASKS.items():
         canaries: dict[str, Canary] = {}
         while len(canaries) < count:
             canary = draw(generator)
             canaries[canary.prompt] = canary
-        drawn[task] = list(canaries.values())
-    return drawn
+        by_task[task] = list(canaries.values())
+    return by_task
 
 
 def training_documents(count: int, heldout: dict[str, list[Canary]]) -> list[str]:

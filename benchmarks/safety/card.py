@@ -1,4 +1,4 @@
-"""The content of a card: figures from the finished runs."""
+"""Content of a card: figures from the finished runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.convergence import bytes_per_iteration
 from benchmarks.safety.behavior import (
-    change,
-    changes_between,
+    compare_predictions,
     heldout_windows,
     mean_change,
+    mean_pairwise_change,
     measure_canaries,
     measure_places,
 )
@@ -69,7 +69,7 @@ def law_section(by_size: Mapping[Any, Sequence[CardRun]], heldout: Sequence[Card
 
 
 def law_figures(gaps: Sequence[Gap], heldout: Sequence[Gap]) -> Content:
-    """The law of some gaps beside the mean of others, of one size."""
+    """Law of some gaps, and its prediction beside the mean of held-out gaps of a single size."""
     law = GapLaw(gaps)
     predicted = law.predict(heldout[0].parameters, heldout[0].tokens, len(heldout))
     measured = statistics.fmean(gap.percent for gap in heldout)
@@ -110,8 +110,8 @@ def behavior_section(compressed: Sequence[CardRun], heldout: Path, places: int) 
         [measure_places(run.checkpoint, windows, run.file(f".places{places}.npy")) for run in runs]
         for runs in (compressed, [run.dense for run in compressed])
     )
-    twins = mean_change([change(reference, other) for reference, other in zip(dense, ours, strict=True)])
-    between = changes_between(dense)
+    twins = mean_change([compare_predictions(reference, other) for reference, other in zip(dense, ours, strict=True)])
+    between = mean_pairwise_change(dense)
     return {
         "places": int(windows.size),
         "flips": twins.flips,
@@ -140,7 +140,7 @@ def bytes_section(run: CardRun) -> Content:
 
 
 @dataclass(frozen=True)
-class Shares:
+class CardCosts:
     """Costs of a card.
 
     Args:
@@ -152,10 +152,10 @@ class Shares:
     dense: RunCost
 
 
-def costs(runs: Sequence[CardRun]) -> Shares:
-    """What the runs of a card cost."""
+def sum_costs(runs: Sequence[CardRun]) -> CardCosts:
+    """Add up the costs of the runs of a card."""
     total = reduce(add, (run.cost for run in runs), RunCost())
-    return Shares(total, reduce(add, (run.cost for run in runs if not run.text), RunCost()))
+    return CardCosts(total, reduce(add, (run.cost for run in runs if not run.text), RunCost()))
 
 
 def content_of(
@@ -169,7 +169,7 @@ def content_of(
     form = planner.form
     say("answers to canaries, and probabilities of held-out tokens")
     heldout = planner.text_data / "data" / "heldout_text_document"
-    cost = costs(planner.all_runs)
+    cost = sum_costs(planner.all_runs)
     return {
         "spec": planner.text,
         "form": form.name,

@@ -1,7 +1,7 @@
 """The law of the gap: how the difference to dense grows with parameters and tokens, and what it predicts.
 
-If all measured gaps are positive: gap = a N^b D^c, fitted to logarithms by least squares. Otherwise, as a power law has
-no sign to change: gap = a + b ln N + c ln D, in percent. Intervals are those of least squares, with Student's t.
+If all measured gaps are positive: gap = a N^b D^c, fitted to logarithms by least squares. Otherwise, since a power law
+cannot change its sign: gap = a + b ln N + c ln D, in percent. Intervals are those of least squares, with Student's t.
 """
 
 from __future__ import annotations

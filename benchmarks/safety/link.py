@@ -12,12 +12,12 @@ from pathlib import Path
 
 from benchmarks import REPO
 from benchmarks.lab.hosts import Lab, LabError
-from benchmarks.safety.training import CardRun, measured_cost
+from benchmarks.safety.training import CardRun, record_cost
 from megatron.base.atomic import atomic_write
 from megatron.training.records import read_records
 
 TURNS = 2
-"""Runs of each side, in turns with the other's."""
+"""Runs of each side; the sides take turns."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LinkSpeed:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as dense: the median over the turns."""
+        """Speed relative to dense, the median over the turns."""
         pairs = zip(self.dense_seconds, self.seconds, strict=True)
         return statistics.median(dense / seconds for dense, seconds in pairs)
 
@@ -71,14 +71,14 @@ def measure_link(run: CardRun, rate: int | None, output: Path, say: Callable[[st
     """Speed of a run and of its dense twin, in turns; from the output file if that exists.
 
     Raises:
-        LabError: when hosts cannot be made, or a run fails.
+        LabError: when hosts cannot be created, or a run fails.
     """
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         hosts = hosts_of(run)
         turns: Mapping[bool, list[tuple[float, float]]] = {True: [], False: []}
         load = os.getloadavg()[0]
-        with measured_cost(output.with_suffix(".cost")), Lab([rate] * hosts, (os.cpu_count() or 1) / hosts) as lab:
+        with record_cost(output.with_suffix(".cost")), Lab([rate] * hosts, (os.cpu_count() or 1) / hosts) as lab:
             for turn in range(TURNS):
                 for is_dense in (True, False):
                     say(f"on the link: {'dense' if is_dense else run.text}, turn {turn + 1} of {TURNS}")
@@ -93,6 +93,6 @@ def measure_link(run: CardRun, rate: int | None, output: Path, say: Callable[[st
 
 
 def link_run(run: CardRun, iterations: int) -> CardRun:
-    """The run with few iterations and frequent records, for the link."""
+    """Copy of a run with few iterations and frequent records, for the link."""
     values = {**run.values, "train-iters": iterations, "log-interval": 5, "eval-iters": 1}
     return replace(run, values=values, title=f"{run.title} on the link")

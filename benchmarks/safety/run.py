@@ -1,14 +1,14 @@
-"""Makes safety cards: what a compressor does to the loss, to what models do, to bytes and to speed, on a page.
+"""Makes safety cards: one-page reports of a compressor's effects on loss, behavior, bytes and speed.
 
     make safety-card ARGS="--spec dp-grad=powersgd,rank=4"
     make safety-card ARGS="--short --spec dp-grad=cast --spec 'pp-forward=fixpoint,bits=4 pp-backward=fixpoint,bits=8'"
     sudo make safety-card ARGS="--spec dp-grad=cast --link 100mbit"       with speeds on links of that rate
 
-A card compares a spec (or several at once, separated by spaces) with runs without compressors, its dense twins, of the
-same seeds. It has paired differences of the loss with their interval and an equivalence test, a law of the gap over
+A card compares a spec (or several at once, separated by spaces) with its dense twins, runs without compressors and with
+the same seeds. It has paired differences of the loss with their interval and an equivalence test, a law of the gap over
 sizes with its prediction of a held-out size, exact answers to canaries, flips and KL, and bytes. The short form takes
-0.15 hours of a processor (measured), the full form several times as much (not measured). Finished runs are kept: the
-same command goes on where it was killed. Writes card.md, card.json and card.svg into a folder for each spec.
+0.15 processor hours (measured), the full form several times as much (not measured). Finished runs are kept: repeat the
+command to continue after an interruption. Writes card.md, card.json and card.svg into a folder for each spec.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _say(text: str) -> None:
     print(f"{PROGRAM}: {text}", flush=True)
 
 
-def planner_of(out: Path, text: str, form: Form) -> Planner:
-    """The planner of a card, checked before any training.
+def make_planner(out: Path, text: str, form: Form) -> Planner:
+    """Make the planner of a card, and check its runs before any training.
 
     Raises:
-        UserError: for a spec that is unknown, or that the toy runs do not have or cannot train with.
+        UserError: for a spec that is unknown, or that the toy runs do not support.
     """
     specs = read_card_specs(text, min(size.iterations for size in form.sizes))
     planner = Planner(out, " ".join(text.split()), layout_of(specs), form)
@@ -86,8 +86,8 @@ def make_card(planner: Planner, rate: int | None, has_link: bool) -> None:
     _say(f"{content['loss']['verdict']}; {cost['hours']:.2f} hours; written to {folder}")
 
 
-def form_of(options: argparse.Namespace) -> Form:
-    """The form that the command line asks for."""
+def choose_form(options: argparse.Namespace) -> Form:
+    """Choose the form that the command line selects."""
     form = SHORT if options.short else FULL
     return form if options.seeds is None else replace(form, seeds=options.seeds)
 
@@ -102,7 +102,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="'SPEC ...'",
-        help="specs of a card, as of --compress. Repeatable",
+        help="specs of a card, as for --compress; repeatable",
     )
     parser.add_argument("--seeds", type=int, help=f"paired seeds ({FULL.seeds}; {SHORT.seeds} with --short)")
     parser.add_argument("--short", action="store_true", help="fewer seeds, sizes and steps: minutes")
@@ -112,7 +112,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.spec:
         raise UserError("give --spec, such as --spec dp-grad=powersgd,rank=4")
     if options.seeds is not None and options.seeds < 2:
-        raise UserError(f"--seeds {options.seeds}: give at least 2, as an interval needs")
+        raise UserError(f"--seeds {options.seeds}: give at least 2, which an interval needs")
     options.rate = None
     if options.link is not None:
         try:
@@ -127,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Make the cards of the command line; return the exit status."""
     try:
         options = parse(words)
-        planners = [planner_of(options.output.resolve(), text, form_of(options)) for text in options.spec]
+        planners = [make_planner(options.output.resolve(), text, choose_form(options)) for text in options.spec]
     except (UserError, LabError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for planner in planners:
                 make_card(planner, options.rate, options.link is not None)
         except KeyboardInterrupt:
-            _say("interrupted; the same command goes on")
+            _say("interrupted; repeat the command to continue")
             return 130
         return 0
 

@@ -25,12 +25,12 @@ _NEEDS: Mapping[Point, tuple[str, ...]] = {
     Point.TP_FWD: (TENSORS,),
     Point.TP_BWD: (TENSORS,),
 }
-"""Two of these carry a point's traffic; other points have none in the toy runs."""
+"""Kinds of ranks, two of each, that give a point traffic; other points have none in the toy runs."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks of a card's runs, dense and compressed: as few as give all points of the specs traffic.
+    """Ranks of a card's runs, dense and compressed: the fewest that give all points of the specs traffic.
 
     Args:
         tp, pp, dp: tensor-parallel ranks, pipeline stages and replicas.
@@ -51,7 +51,7 @@ class RankLayout:
 
     @property
     def name(self) -> str:
-        """The layout, as people write it."""
+        """Readable name of the layout."""
         counts = ((self.pp, STAGES), (self.dp, REPLICAS), (self.tp, TENSORS))
         words = [f"{count} {name}" for count, name in counts if count > 1]
         words += [f"{self.nodes} nodes"] if self.nodes > 1 else []
@@ -108,7 +108,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """How much a card trains.
+    """Extent of the training for a card.
 
     Args:
         name: name of the form.

@@ -86,7 +86,7 @@ class PairedDifference:
         return 1 - min(t_probability(above / error, self.freedom), t_probability(below / error, self.freedom))
 
     def is_equivalent(self, margin: float = MARGIN) -> bool:
-        """Whether both tests reject at 5%, which is that the 90% interval lies within the margin."""
+        """Whether both tests reject at 5%; equivalently, the 90% interval lies within the margin."""
         return self.equivalence_p(margin) < 0.05
 
     @property

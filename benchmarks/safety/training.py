@@ -1,4 +1,4 @@
-"""The runs of a card: whole trainings, kept with their settings, so that the same card goes on where it was killed."""
+"""Runs of a card: whole trainings, kept with their settings, so that an interrupted card can be continued."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class CardRun:
     """A run of a card.
 
     Args:
-        text: words of its specs, empty for a dense run.
+        text: its specs, separated by spaces; empty for a dense run.
         layout: the layout.
         seed: seed of weights and of the order of samples.
         values: values of the other flags.
         data: folder of its text.
-        title: what it trains, for a line of progress.
+        title: description of the training, for lines of progress.
     """
 
     text: str
@@ -56,7 +56,7 @@ class CardRun:
 
     @cached_property
     def name(self) -> str:
-        """Name of its files: with a digest of its settings and of the package's code, so that others do not count."""
+        """Name of its files, with a digest of the settings and the package's code, so that other runs do not count."""
         settings = json.dumps([self.text, asdict(self.layout), self.seed, self.values, self.data.name, code_digest()])
         return f"{runs.slug(self.text or _DENSE)[:60]}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
@@ -81,7 +81,7 @@ class CardRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it need not be trained again."""
+        """Whether the run is finished."""
         return self.cost_file.exists()
 
     @property
@@ -99,11 +99,11 @@ class CardRun:
         return runs.flags(values, self.text.split(), self.data, self.log)
 
     def train(self) -> None:
-        """Train, unless that is done; a run that was killed starts again."""
+        """Train the run unless it is finished; an interrupted run starts over."""
         if self.is_finished:
             return
         shutil.rmtree(self.checkpoint, ignore_errors=True)
-        with measured_cost(self.cost_file):
+        with record_cost(self.cost_file):
             title = f"{self.text or _DENSE}: {self.title}, seed {self.seed}"
             runs.train(self.flags, title, self.log, self.file(".log"), self.layout.ranks, self.layout.nodes)
 
@@ -135,7 +135,7 @@ class CardRun:
 
     @property
     def cost(self) -> RunCost:
-        """What it cost."""
+        """Cost of the run."""
         return RunCost(**json.loads(self.cost_file.read_text()))
 
 
@@ -156,8 +156,8 @@ class RunCost:
 
 
 @contextmanager
-def measured_cost(path: Path) -> Iterator[None]:
-    """Write the cost of the programs that the body runs to a file, once it is done."""
+def record_cost(path: Path) -> Iterator[None]:
+    """Write the cost of the programs that the body runs to a file when the body has finished."""
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -168,7 +168,7 @@ def measured_cost(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the runs of a card.
+    """Planner of the runs of a card.
 
     Args:
         out: folder of all cards; runs without compressors are shared.
@@ -189,7 +189,7 @@ class Planner:
 
     @cached_property
     def canary_data(self) -> Path:
-        """Folder of the canaries, with a digest of a sample: others of an earlier version do not count."""
+        """Folder of the canaries, with a digest of a sample, so that those of other versions do not count."""
         sample = "".join(training_documents(200, heldout_canaries(20)))
         digest = hashlib.sha256(sample.encode()).hexdigest()[:8]
         return self.out / f"canaries-{self.form.canary_documents}-{digest}"
@@ -227,14 +227,14 @@ class Planner:
     @property
     def law_runs(self) -> dict[Size, list[CardRun]]:
         """Runs of the law's sizes; the main size has all seeds."""
-        return {size: self.main_runs if size == self.form.main else self._some(size) for size in self.form.sizes}
+        return {size: self.main_runs if size == self.form.main else self._few_runs(size) for size in self.form.sizes}
 
     @property
     def heldout_runs(self) -> list[CardRun]:
         """Runs of the held-out size."""
-        return self._some(self.form.heldout)
+        return self._few_runs(self.form.heldout)
 
-    def _some(self, size: Size) -> list[CardRun]:
+    def _few_runs(self, size: Size) -> list[CardRun]:
         return [self.text_run(size, seed) for seed in range(1, self.form.law_seeds + 1)]
 
     @property
@@ -256,7 +256,7 @@ class Planner:
 
 
 def prepare_canaries(folder: Path, count: int) -> None:
-    """Write canaries as text and as tokens, one a byte, unless they exist."""
+    """Write canaries as text and as tokens, one per byte, unless they exist."""
     if (folder / "data" / "done").exists():
         return
     heldout = heldout_canaries(200)
@@ -282,10 +282,10 @@ def train_all(card_runs: Sequence[CardRun], say: Callable[[str], None]) -> None:
     """
     missing = [run for run in card_runs if not run.is_finished]
     if len(missing) < len(card_runs):
-        say(f"{len(card_runs) - len(missing)} of {len(card_runs)} runs are there")
+        say(f"{len(card_runs) - len(missing)} of {len(card_runs)} runs are finished")
     start = time.monotonic()
     for number, run in enumerate(missing):
         elapsed = time.monotonic() - start
-        left = f", about {elapsed / number * (len(missing) - number) / 60:.0f} min left" if number else ""
-        say(f"run {number + 1} of {len(missing)}{left} (load {os.getloadavg()[0]:.1f})")
+        remaining = f", about {elapsed / number * (len(missing) - number) / 60:.0f} min left" if number else ""
+        say(f"run {number + 1} of {len(missing)}{remaining} (load {os.getloadavg()[0]:.1f})")
         run.train()

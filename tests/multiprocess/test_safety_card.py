@@ -43,7 +43,7 @@ def test_a_card_of_tiny_models(
     monkeypatch.setattr(runs, "run", _run_with_a_small_corpus)
     words = ["--short", "--spec", SPEC, "--output", str(tmp_path)]
     assert main(words) == 0
-    planner = safety_run.planner_of(tmp_path, SPEC, tiny)
+    planner = safety_run.make_planner(tmp_path, SPEC, tiny)
     folder = card_folder(planner)
     content = json.loads((folder / "card.json").read_text())
     loss = content["loss"]
@@ -68,6 +68,6 @@ def test_a_card_of_tiny_models(
     killed.cost_file.unlink()
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "11 of 12 runs are there" in printed
+    assert "11 of 12 runs are finished" in printed
     assert printed.count(" ...\n") == 1
     assert json.loads((folder / "card.json").read_text())["loss"] == loss

@@ -14,12 +14,12 @@ from benchmarks.network.islands import (
     IslandsRow,
     Pace,
     Runner,
+    add_goals,
+    average_seeds,
     imitate_h100,
     local_pace,
-    over_seeds,
     parse,
     synchronous_pace,
-    with_goals,
     write,
 )
 from benchmarks.network.islands_cases import (
@@ -120,13 +120,13 @@ def test_times_to_the_baselines_loss(tmp_path: Path) -> None:
     _log(runs[1], [1.0] * 8, [1e6] * 8, {4: 4.5, 6: 4.0, 8: 3.9})
     links = Links((100, 100))
     paces: list[tuple[Pace, Pace | None]] = [(Pace(10.0, 20.0), None), (Pace(20.0, 30.0), Pace(1.0, 1.5))]
-    rows = with_goals([IslandsRow.of(run, links, *pace) for run, pace in zip(runs, paces, strict=True)])
+    rows = add_goals([IslandsRow.of(run, links, *pace) for run, pace in zip(runs, paces, strict=True)])
     assert [(row.warmup, row.local) for row in rows] == [(10.0, None), (20.0, 1.0)]
     assert [row.after for row in rows] == [8, 6]
     assert [60 * (row.goal_minutes or 0) for row in rows] == pytest.approx([80, 44])
     assert [row.times for row in rows] == pytest.approx([1, 80 / 44])
     _log(runs[1], [1.0] * 8, [0] * 8, {8: 4.1})
-    missed = with_goals([rows[0], IslandsRow.of(runs[1], links, *paces[1])])
+    missed = add_goals([rows[0], IslandsRow.of(runs[1], links, *paces[1])])
     assert (missed[1].goal, missed[1].after, missed[1].times) == (4.0, None, None)
     text = write(rows, tmp_path)
     assert (tmp_path / "table.md").read_text() == text + "\n"
@@ -142,9 +142,9 @@ def test_seeds_are_compared_with_their_own_baseline(tmp_path: Path) -> None:
             run = replace(_run(case, tmp_path, f"{case.name}{seed}", 4), seed=seed)
             _log(run, [10.0] * 4, [1e6] * 4, {2: 4.5, 4: final})
             rows.append(IslandsRow.of(run, links, Pace(10.0, 1.0), Pace(10.0, 1.0) if case.has_islands else None))
-    rows = with_goals(rows)
+    rows = add_goals(rows)
     assert [row.goal for row in rows] == [4.0, 4.0, 4.2, 4.2, 4.1, 4.1]
-    base, islands = over_seeds([asdict(row) for row in rows])
+    base, islands = average_seeds([asdict(row) for row in rows])
     assert (base["reached"], base["above"], base["times"]) == ("3 of 3", 0.0, 1.0)
     assert islands["loss"] == pytest.approx(4.1)
     assert islands["above"] == pytest.approx((4.1 / 4.0 + 4.1 / 4.2 + 1) / 3 - 1)
@@ -165,10 +165,10 @@ def test_links_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([]).inside == 10**10
     assert parse(["--inside", "none"]).inside is None
     for words, message in (
-        (["--rates", "1mbit/2mbit,1mbit/2mbit/3mbit"], "rates of 2 and of 3 hosts; give as many in each"),
+        (["--rates", "1mbit/2mbit,1mbit/2mbit/3mbit"], "rates of 2 and of 3 hosts; give the same number in each"),
         (["--rates", "none"], "--rates none: give the rates of slow links"),
         (["--rates", "1mbit/none"], "--rates none: give the rates of slow links"),
-        (["--seeds", "0"], "--seeds 0: at least 1"),
+        (["--seeds", "0"], "--seeds 0: give at least 1"),
     ):
         with pytest.raises(SystemExit):
             parse(words)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.safety.behavior import Change, change, changes_between, heldout_windows, is_right
+from benchmarks.safety.behavior import Change, compare_predictions, heldout_windows, is_right, mean_pairwise_change
 from benchmarks.safety.canaries import (
     CLOSING,
     DOCUMENT_LENGTH,
@@ -207,17 +207,17 @@ def test_training_has_no_held_out_prompt_and_all_tasks() -> None:
 def test_flips_and_kl() -> None:
     reference = np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]))
     other = np.log(np.array([[0.3, 0.5, 0.2], [0.1, 0.8, 0.1]]))
-    assert change(reference, reference) == Change(0.0, 0.0)
+    assert compare_predictions(reference, reference) == Change(0.0, 0.0)
     expected = (0.5 * math.log(0.5 / 0.3) + 0.3 * math.log(0.3 / 0.5)) / 2
-    assert change(reference, other).flips == 0.5
-    assert change(reference, other).kl == pytest.approx(expected)
-    assert changes_between([reference, other, other]).flips == pytest.approx(1 / 3)
+    assert compare_predictions(reference, other).flips == 0.5
+    assert compare_predictions(reference, other).kl == pytest.approx(expected)
+    assert mean_pairwise_change([reference, other, other]).flips == pytest.approx(1 / 3)
 
 
 def test_kl_is_that_of_the_other_model_from_the_reference() -> None:
     """Not the reverse, which differs."""
     reference, other = np.log(np.array([[0.9, 0.1]])), np.log(np.array([[0.5, 0.5]]))
-    assert change(reference, other).kl == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
+    assert compare_predictions(reference, other).kl == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
 
 
 def test_windows_are_spread_over_the_held_out_text(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from benchmarks.safety.card import law_figures, loss_section
 from benchmarks.safety.law import Gap
 from benchmarks.safety.link import LinkSpeed, hosts_of, link_run, measure_link
 from benchmarks.safety.page import draw_card, page_of
-from benchmarks.safety.run import card_folder, form_of, main, parse, planner_of
+from benchmarks.safety.run import card_folder, choose_form, main, make_planner, parse
 from benchmarks.safety.settings import FULL, SHORT, RankLayout, layout_of, read_card_specs
-from benchmarks.safety.training import Planner, measured_cost, train_all
+from benchmarks.safety.training import Planner, record_cost, train_all
 
 SPEC = "dp-grad=powersgd,rank=4"
 
@@ -34,7 +34,7 @@ def _record(loss: float) -> str:
 
 
 def _planner(out: Path, text: str = SPEC) -> Planner:
-    return planner_of(out, text, SHORT)
+    return make_planner(out, text, SHORT)
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def test_a_killed_card_goes_on_where_it_was(
     assert [run.is_finished for run in planner.all_runs] == [True] * 3 + [False] * (count - 3)
     lines: list[str] = []
     train_all(planner.all_runs, lines.append)
-    assert lines[0] == f"3 of {count} runs are there"
+    assert lines[0] == f"3 of {count} runs are finished"
     assert len(trained) == count == len(set(trained))
     assert planner.all_runs[3].loss == 4.04
     train_all(planner.all_runs, lines.append)
     assert len(trained) == count
-    assert lines[-1] == f"{count} of {count} runs are there"
+    assert lines[-1] == f"{count} of {count} runs are finished"
     assert loss_section(planner.main_runs)["percents"] == pytest.approx([1.0, 1.0])
 
 
@@ -107,12 +107,12 @@ def test_costs_are_those_of_programs(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    with measured_cost(tmp_path / "cost"):
+    with record_cost(tmp_path / "cost"):
         subprocess.run([sys.executable, "-IS", "-c", "sum(range(3_000_000))"], check=True)
     cost = json.loads((tmp_path / "cost").read_text())
     assert 0 < cost["cpu_s"] < 30
     assert cost["wall_s"] > 0
-    with pytest.raises(KeyboardInterrupt), measured_cost(tmp_path / "killed"):
+    with pytest.raises(KeyboardInterrupt), record_cost(tmp_path / "killed"):
         raise KeyboardInterrupt
     assert not (tmp_path / "killed").exists()
 
@@ -132,7 +132,7 @@ def test_costs_are_those_of_programs(tmp_path: Path) -> None:
 def test_the_layout_gives_every_point_traffic(tmp_path: Path, text: str, layout: RankLayout) -> None:
     assert layout_of(read_card_specs(text, 100)) == layout
     for form in (SHORT, FULL):
-        assert planner_of(tmp_path, text, form).layout.ranks == layout.ranks
+        assert make_planner(tmp_path, text, form).layout.ranks == layout.ranks
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_link_without_permission_ends_with_a_line(
 
 
 def test_forms() -> None:
-    full, short, more = (form_of(parse(["--spec", SPEC, *words])) for words in ([], ["--short"], ["--seeds", "7"]))
+    full, short, more = (choose_form(parse(["--spec", SPEC, *words])) for words in ([], ["--short"], ["--seeds", "7"]))
     assert (full.seeds, short.seeds, more.seeds) == (5, 2, 7)
     assert {size.width for size in full.sizes} == {32, 64, 128}
     for form in (full, short):
@@ -360,5 +360,5 @@ def test_the_picture_is_drawn(tmp_path: Path, percents: list[float]) -> None:
 
 
 def test_folders_of_cards_differ_by_spec_and_form(tmp_path: Path) -> None:
-    planners = [planner_of(tmp_path, text, form) for text in (SPEC, "dp-grad=cast") for form in (SHORT, FULL)]
+    planners = [make_planner(tmp_path, text, form) for text in (SPEC, "dp-grad=cast") for form in (SHORT, FULL)]
     assert len({card_folder(planner) for planner in planners}) == 4
