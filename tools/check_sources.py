@@ -1,4 +1,4 @@
-"""Checks that files and functions are short enough to be read, and that no two public classes have one name.
+"""Checks that files and functions are short, and that no two public classes have the same name.
 
 The limits are ``MAX_FILE_LINES`` and ``MAX_FUNCTION_LINES``.
 """
@@ -18,37 +18,37 @@ MAX_FUNCTION_LINES = 100
 
 
 def check_file(path: Path, repo: Path) -> list[str]:
-    """The problems of one file, each as one line."""
-    where = path.relative_to(repo)
+    """Check a file; return a line for each problem."""
+    name = path.relative_to(repo)
     source = path.read_text(encoding="utf-8")
     try:
-        tree = ast.parse(source, filename=str(where))
+        tree = ast.parse(source, filename=str(name))
     except SyntaxError as error:
-        return [f"{where}:{error.lineno}: {error.msg}"]
-    return [f"{where}:{problem}" for problem in _check_sizes(tree, source)]
+        return [f"{name}:{error.lineno}: {error.msg}"]
+    return [f"{name}:{problem}" for problem in _check_sizes(tree, source)]
 
 
 def check_repository(repo: Path) -> list[str]:
-    """The problems of all files."""
+    """Check all files; return a line for each problem."""
     paths = sorted(_sources(repo))
     return [problem for path in paths for problem in check_file(path, repo)] + check_class_names(paths, repo)
 
 
 def check_class_names(paths: Iterable[Path], repo: Path) -> list[str]:
-    """Public classes of files, private ones left out, whose name another file has given away before, as lines."""
+    """Check that no two files have a public class of the same name; return a line for each problem."""
     problems: list[str] = []
     seen: dict[str, Path] = {}
     for path in paths:
         for name, line in _public_classes(path):
             first = seen.setdefault(name, path)
             if first != path:
-                where, other = path.relative_to(repo), first.relative_to(repo)
-                problems.append(f"{where}:{line}: class {name} has the name of one in {other}: rename it")
+                location, other = path.relative_to(repo), first.relative_to(repo)
+                problems.append(f"{location}:{line}: class {name} has the name of a class in {other}: rename it")
     return problems
 
 
 def _public_classes(path: Path) -> Iterator[tuple[str, int]]:
-    """Names and lines of the public classes at the top of a file; none where it cannot be parsed."""
+    """Names and lines of the top-level public classes of a file; none if it cannot be parsed."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError:

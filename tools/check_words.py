@@ -68,13 +68,13 @@ VAGUE_NAMES = frozenset(
 MAX_VAGUE_NAMES = 1.0
 """Vague names per 1,000 lines."""
 MAX_WHAT = 5.0
-"""Times that "what" stands in 10,000 words."""
+"""Occurrences of "what" per 10,000 words."""
 _LISTED = 5
-"""Files that a problem names."""
+"""Number of files that a problem names."""
 
 
 def check_words(folder: Path) -> list[str]:
-    """Problems of a folder's Python files: too many vague names, or too often "what"."""
+    """Check a folder's Python files; return a line for too many vague names, and for too many uses of "what"."""
     lines = words = 0
     vague: dict[Path, int] = {}
     what: dict[Path, int] = {}
@@ -93,7 +93,7 @@ def check_words(folder: Path) -> list[str]:
         if rate > limit:
             most = sorted(counts, key=lambda path: -counts[path])[:_LISTED]
             files = ", ".join(f"{path.relative_to(folder.parent)} ({counts[path]})" for path in most)
-            problems.append(f"{folder.name}: {rate:.1f} {title}, more than {limit:g}; most in {files}")
+            problems.append(f"{folder.name}: {rate:.1f} {title}, more than {limit:g}; the most in {files}")
     return problems
 
 

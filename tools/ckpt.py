@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists what checkpoints hold, and whether they are intact; ``--help`` says how."""
+"""Lists the contents of checkpoints, and checks that they are intact; see ``--help``."""
 
 from _clone import start_program
 

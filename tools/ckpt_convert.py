@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Converts checkpoints to and from Hugging Face and the classic Megatron layout; ``--help`` says how."""
+"""Converts checkpoints to and from Hugging Face and the classic Megatron layout; see ``--help``."""
 
 from _clone import start_program
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the diagrams of the documents: communication points, pipeline schedules, experts and islands.
+"""Draws the diagrams of the documentation: communication points, pipeline schedules, experts and islands.
 
     python tools/draw_diagrams.py                     docs/images
     python tools/draw_diagrams.py --out /tmp/images
 
-The schedules are the engine's, as the planner simulates them.
+The schedules are those of training, simulated as by the planner.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _simulate(kind: str) -> Timeline:
 
 
 def draw_bubbles() -> Any:
-    """1F1B above the zero bubble schedule that fills its gaps with weight passes."""
+    """Draw 1F1B above the zero bubble schedule that fills its gaps with weight passes."""
     return draw_schedule([_simulate("1f1b"), _simulate("zb-h1")])
 
 
 def draw_no_flush() -> Any:
-    """Two steps of 1F1B with and without a flush between them."""
+    """Draw two steps of 1F1B with and without a flush between them."""
     count = MICRO_BATCHES // 2
     first = _simulate_passes("1f1b", count)
     _, end_s = find_span(first)
@@ -99,7 +99,7 @@ def _shift(timed: TimedPass, micro_batches: int, seconds: float) -> TimedPass:
 
 
 def draw_epilogue() -> Any:
-    """1F1B with marks on the backward passes of the epilogue."""
+    """Draw 1F1B with marks on the backward passes of the epilogue."""
     from matplotlib.patches import Patch
 
     figure = new_figure(10, 3.1)
@@ -148,7 +148,7 @@ def _label(axes: Any, x: float, y: float, points: Sequence[Point], ha: str = "ce
 
 
 def _bracket(axes: Any, side: float, edge: float, levels: tuple[float, float], point: Point) -> None:
-    """A connection of two boxes around the outside, at x ``side``, from their edges."""
+    """Connect two boxes around the outside, at x ``side``, from their edges."""
     high, low = levels
     axes.plot([edge, side, side, edge], [high, high, low, low], color=COLOR[point], linewidth=2.2)
     for level in levels:
@@ -156,7 +156,7 @@ def _bracket(axes: Any, side: float, edge: float, levels: tuple[float, float], p
 
 
 def draw_points() -> Any:
-    """Two replicas of two pipeline stages of two tensor-parallel ranks, and what they send each other where."""
+    """Draw two replicas of two pipeline stages of two tensor-parallel ranks, with the points of their messages."""
     figure = new_figure(10, 5.6)
     axes = figure.subplots()
     axes.set_xlim(-0.3, 12.5)
@@ -199,7 +199,7 @@ def draw_points() -> Any:
 
 
 def draw_experts() -> Any:
-    """What two ranks that share the experts of a layer send each other: rows of tokens, and their gradients."""
+    """Draw the messages of two ranks that share a layer's experts: rows of tokens, and their gradients."""
     figure = new_figure(9.5, 3.6)
     axes = figure.subplots()
     axes.set_xlim(-0.4, 12.0)
@@ -228,7 +228,7 @@ def draw_experts() -> Any:
 
 
 def draw_islands() -> Any:
-    """Two islands that go in step at first, and then exchange what they have learned after some steps."""
+    """Draw two islands that first train in step, and then exchange their progress after some steps."""
     figure = new_figure(9.5, 3.0)
     axes = figure.subplots()
     axes.set_xlim(-1.0, 12.6)
@@ -253,7 +253,7 @@ def draw_islands() -> Any:
 
 
 def draw_delay() -> Any:
-    """Steps whose gradients are applied at once, and a step late: what computes and what is on its way when."""
+    """Draw computation and communication over time, with gradients applied at once and a step late."""
     figure = new_figure(9.5, 3.2)
     axes = figure.subplots()
     compute_s, reduce_s, steps = 2.0, 1.6, 4
@@ -294,7 +294,7 @@ DIAGRAMS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw all."""
+    """Draw all diagrams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "images", help="folder of the pictures")
     options = parser.parse_args(arguments)

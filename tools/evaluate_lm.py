@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluates a checkpoint on tasks of lm-evaluation-harness; ``--help`` says how."""
+"""Evaluates a checkpoint on tasks of lm-evaluation-harness; see ``--help``."""
 
 from _clone import start_program
 

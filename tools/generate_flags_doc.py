@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated pages and tables of docs/reference; --check says whether they are current."""
+"""Writes the generated pages and tables of docs/reference; --check tests whether they are current."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPRESSORS = tuple(name for name in sorted(BUILTIN) if (REFERENCE / "compressor
 
 
 def documents() -> dict[Path, str]:
-    """The content of each document with a generated part."""
+    """Content of each document with a generated part."""
     pages = {REFERENCE / "flags.md": flags_markdown(), REFERENCE / "flags-of-others.md": flags_of_others_markdown()}
     for name in COMPRESSORS:
         path = REFERENCE / "compressors" / f"{name}.md"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generates text from a checkpoint of any layout; ``--help`` says how."""
+"""Generates text from a checkpoint of any layout; see ``--help``."""
 
 from _clone import start_program
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts a program's ranks as torchrun does; when they fail, the last line says why."""
+"""Starts a program's ranks as torchrun does; if they fail, the last line gives the reason."""
 
 from _clone import start_program
 

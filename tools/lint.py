@@ -1,6 +1,6 @@
-"""What `make lint` runs: ruff, mypy, import-linter, sizes and names of the sources, and whether pages are current.
+"""Runs the checks of `make lint`: ruff, mypy, import-linter, sizes and names of the sources, and generated pages.
 
-All of them run; any problem fails.
+All checks run, even if one fails.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SOURCES = [
 ]
 
 IMPORTS = ["-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache", "--no-logo"]
-"""import-linter, which has no module that Python can run. Its contracts are in pyproject.toml."""
+"""Arguments that run import-linter, which cannot be run by ``-m``. Its contracts are in pyproject.toml."""
 
 
 def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
-    """Name and arguments of Python of every check; of given files, of those that look at single files."""
+    """Name and Python arguments of every check; with ``files``, only of the checks of single files."""
     sources = list(files) or [name for name in SOURCES if (REPO / name).exists()]
     each = [
         ("ruff rules", ["-m", "ruff", "check", "--quiet", *(["--fix"] if fix else []), *sources]),
@@ -49,8 +49,8 @@ def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fix", action="store_true", help="let ruff mend what it can, and rewrite in its format")
-    parser.add_argument("files", nargs="*", help="check only these, without what looks at the whole tree")
+    parser.add_argument("--fix", action="store_true", help="let ruff fix and format the files")
+    parser.add_argument("files", nargs="*", help="check only these files, with ruff and mypy")
     options = parser.parse_args()
     failed = []
     for name, arguments in steps(options.fix, [str(Path(file).resolve()) for file in options.files]):

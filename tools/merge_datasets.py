@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Joins `.bin/.idx` files into one pair; ``--help`` says how."""
+"""Joins `.bin/.idx` files into one pair; see ``--help``."""
 
 from _clone import start_program
 

@@ -11,5 +11,5 @@ import sys
 from _clone import start_program
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["--model-type", "GPT"]  # which makes classic the default of --to
+    sys.argv[1:1] = ["--model-type", "GPT"]  # makes classic the default of --to
     start_program("megatron.convert.command")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes one trace of those that the ranks of a run wrote, for https://ui.perfetto.dev or chrome://tracing.
+"""Merges the traces of a run's ranks into one, for https://ui.perfetto.dev or chrome://tracing.
 
     python tools/launch.py ... pretrain_gpt.py ... --profile-trace traces
     python tools/merge_traces.py traces -o trace.json.gz
 
 Clocks of different machines are aligned by the barrier that the ranks passed just before the first traced iteration
-(`--no-align` leaves them as they are). A table on standard output says where each rank's time went. Traces of different
-runs are refused; ranks whose trace is missing are told. `--draw-schedule FILE.svg` also draws the forward, backward and
-weight passes of the last traced iteration on the pipeline ranks of a replica, as tools/plan.py draws predicted ones.
+(`--no-align` leaves them as they are). Prints a table of where each rank's time went. Traces of different runs are
+refused; missing ranks are reported. `--draw-schedule FILE.svg` also draws the forward, backward and weight passes of
+the last traced iteration on the pipeline ranks of a replica, as tools/plan.py draws predicted passes.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's file.
+    """Trace file of a rank.
 
     Args:
-        path: where it came from.
-        rank, label: who wrote it.
-        world_size, run: of the run; None in traces of versions that did not write them.
-        aligned_us: when the rank left the barrier, by its own clock.
+        path: path of the file.
+        rank, label: number and label of the rank.
+        world_size, run: size and identity of the run; None in traces of versions that did not write them.
+        aligned_us: time at which the rank left the barrier, by its own clock.
         layout, schedule: mesh and pipeline schedule of the run; None in traces of versions that did not write them.
         events: Chrome trace events.
     """
@@ -78,7 +78,7 @@ class RankTrace:
 
     @property
     def iterations(self) -> list[int]:
-        """Those that were traced."""
+        """Traced iterations."""
         return sorted({event["args"]["iteration"] for event in self.events if _is_iteration(event)})
 
 
@@ -87,7 +87,7 @@ def _is_iteration(event: dict[str, Any]) -> bool:
 
 
 def _check_event(event: Any) -> None:
-    """Refuse an event that lacks what the merged trace or the table takes from it."""
+    """Check that an event has the fields that the merged trace and the table need (else UserError)."""
     if not isinstance(event, dict):
         raise UserError("is not an object")
     values = Values(event)
@@ -103,10 +103,10 @@ def _check_event(event: Any) -> None:
 
 
 def read_trace(path: Path) -> RankTrace:
-    """Read a rank's file.
+    """Read the trace file of a rank.
 
     Raises:
-        UserError: when it is not one.
+        UserError: when the file is not a trace.
     """
     try:
         data = read_regular(path, MAX_BYTES + 1)
@@ -121,43 +121,45 @@ def read_trace(path: Path) -> RankTrace:
         raise UserError(f"{path}: not a trace of --profile-trace, or cut short; write it anew") from error
     if not isinstance(about, dict) or not isinstance(events, list):
         raise UserError(f"{path}: not a trace of --profile-trace; write it anew")
-    place = str(path)
+    location = str(path)
     try:
-        told = Values(about)
-        rank, label = told.integer("rank", minimum=0), told.text("label")
-        world_size = told.integer("world_size") if told.has("world_size") else None
-        name = told.text("run") if told.has("run") else None
-        aligned_us = told.number("aligned_us", minimum=0, maximum=MAX_MICROSECONDS) if told.has("aligned_us") else None
-        schedule = told.text("schedule") if told.has("schedule") else None
+        fields = Values(about)
+        rank, label = fields.integer("rank", minimum=0), fields.text("label")
+        world_size = fields.integer("world_size") if fields.has("world_size") else None
+        name = fields.text("run") if fields.has("run") else None
+        aligned_us = (
+            fields.number("aligned_us", minimum=0, maximum=MAX_MICROSECONDS) if fields.has("aligned_us") else None
+        )
+        schedule = fields.text("schedule") if fields.has("schedule") else None
         layout = None
-        if told.has("layout"):
-            sizes = Values(told.table("layout"))
+        if fields.has("layout"):
+            sizes = Values(fields.table("layout"))
             layout = Layout(tp=sizes.integer("tp"), pp=sizes.integer("pp"), dp=sizes.integer("dp"))
         for number, event in enumerate(events):
-            place = f"{path}: event {number}"
+            location = f"{path}: event {number}"
             _check_event(event)
     except UserError as error:
-        raise UserError(f"{place}: {error}; write it anew") from error
+        raise UserError(f"{location}: {error}; write it anew") from error
     return RankTrace(path, rank, label, world_size, name, aligned_us, layout, schedule, events)
 
 
-def find(words: Sequence[str]) -> list[Path]:
-    """The files that arguments name: files, or folders of them.
+def find_files(words: Sequence[str]) -> list[Path]:
+    """List the trace files that arguments name: files, or folders of them.
 
     Raises:
         UserError: when there is none.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for word in words:
         path = Path(word)
-        found += sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
-    if not found:
+        paths += sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
+    if not paths:
         raise UserError(f"no trace_rank_*.json in {', '.join(words)}; name the folder of --profile-trace")
-    return found
+    return paths
 
 
 def merge(traces: Sequence[RankTrace], align: bool = True) -> dict[str, Any]:
-    """One trace, its ranks' clocks set to that of the first.
+    """Merge traces, with all clocks set to that of the first.
 
     Raises:
         UserError: when two files are of the same rank, or of different runs.
@@ -186,35 +188,35 @@ def compute_clock_shifts(traces: Sequence[RankTrace], align: bool) -> list[float
 
 
 def _check_run(traces: Sequence[RankTrace]) -> None:
-    """All ranks of a run trace the same iterations."""
+    """Check that traces are of the same run and iterations (else UserError)."""
     first, iterations = traces[0], traces[0].iterations
     for trace in traces[1:]:
-        both = f"{first.path} and {trace.path} are of different"
+        paths = f"{first.path} and {trace.path} are of different"
         if trace.run != first.run:
-            raise UserError(f"{both} runs; merge one run at a time")
-        if (own := trace.iterations) != iterations:
-            shown = ", ".join(_few(numbers) or "none" for numbers in (iterations, own))
-            raise UserError(f"{both} iterations ({shown}); merge one run at a time")
+            raise UserError(f"{paths} runs; merge one run at a time")
+        if trace.iterations != iterations:
+            lists = ", ".join(_abbreviate(numbers) or "none" for numbers in (iterations, trace.iterations))
+            raise UserError(f"{paths} iterations ({lists}); merge one run at a time")
 
 
-def _few(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return ", ".join(map(str, numbers[:5])) + more
+def _abbreviate(numbers: Sequence[int]) -> str:
+    remainder = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return ", ".join(map(str, numbers[:5])) + remainder
 
 
-def doubts(traces: Sequence[RankTrace]) -> list[str]:
-    """What may be wrong with the whole, a line each."""
+def find_warnings(traces: Sequence[RankTrace]) -> list[str]:
+    """Describe possible problems of the merged trace, a line each."""
     if len(traces) > 1 and traces[0].run is None:
-        return ["the traces do not say which run they are of: an older version wrote them; see that all are of one"]
+        return ["the traces, of an older version, do not name their run; make sure that all are of the same run"]
     missing = sorted(set(range(traces[0].world_size or 0)) - {trace.rank for trace in traces})
     if not missing:
         return []
-    ranks = f"rank{'s' if len(missing) > 1 else ''} {_few(missing)}"
-    return [f"no trace of {ranks}, of {traces[0].world_size}; the merged trace is without it"]
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {_abbreviate(missing)}"
+    return [f"the merged trace is incomplete: no trace of {ranks}, of {traces[0].world_size}"]
 
 
-def summary(traces: Sequence[RankTrace]) -> str:
-    """Milliseconds per iteration of each rank in each kind of span, as a table."""
+def summarize(traces: Sequence[RankTrace]) -> str:
+    """Format a table of each rank's milliseconds per iteration in each kind of span."""
     rows = []
     for trace in sorted(traces, key=lambda trace: trace.rank):
         spans = [event for event in trace.events if event.get("ph") == "X"]
@@ -273,7 +275,7 @@ def find_stages(traces: Sequence[RankTrace]) -> list[RankTrace]:
     by_rank = {trace.rank: trace for trace in traces}
     layout = traces[0].layout
     if layout is None:
-        raise UserError(f"{FLAG}: {traces[0].path} does not say its layout: an older version wrote it; write it anew")
+        raise UserError(f"{FLAG}: {traces[0].path}, of an older version, lacks the layout; write it anew")
     for rank in sorted(by_rank) if layout.pp <= len(traces) else ():
         at = layout.coordinates(rank)
         ranks = [layout.rank_of(tp=at.tp, dp=at.dp, pp=pp) for pp in range(layout.pp)]
@@ -308,7 +310,7 @@ def _read_passes(trace: RankTrace, iteration: int, shift: float) -> list[TimedPa
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write a trace, compressed where the name ends in .gz; whole or not at all.
+    """Write a complete trace or none, compressed if the name ends in .gz.
 
     Raises:
         UserError: when it cannot be written.
@@ -321,14 +323,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", help="the folder of --profile-trace, or files from it")
     parser.add_argument("-o", "--output", default="trace.json", help="the merged trace; .json or .json.gz (trace.json)")
-    parser.add_argument(FLAG, metavar="FILE.svg", help="draw the passes of each pipeline rank over time there")
+    parser.add_argument(FLAG, metavar="FILE.svg", help="draw the passes of each pipeline rank over time")
     parser.add_argument("--no-align", action="store_true", help="leave the ranks' clocks as they are")
     options = parser.parse_args(arguments)
     try:
         if options.draw_schedule is not None:
             check_picture(options.draw_schedule, FLAG)
-        traces = [read_trace(path) for path in find(options.traces)]
-        merged, table = merge(traces, align=not options.no_align), summary(traces)
+        traces = [read_trace(path) for path in find_files(options.traces)]
+        merged, table = merge(traces, align=not options.no_align), summarize(traces)
         timeline = None if options.draw_schedule is None else read_timeline(traces, align=not options.no_align)
         write(merged, Path(options.output))
         if timeline is not None:
@@ -336,14 +338,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a folder that may not be looked into
+    except OSError as error:  # an unreadable folder
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    for doubt in doubts(traces):
-        print(f"warning: {doubt}", file=sys.stderr)
+    for warning in find_warnings(traces):
+        print(f"warning: {warning}", file=sys.stderr)
     print(table)
-    of = f" of {traces[0].world_size}" if len(traces) < (traces[0].world_size or 0) else ""
-    print(f"\n{options.output}: {len(traces)}{of} ranks; open it at https://ui.perfetto.dev")
+    total = f" of {traces[0].world_size}" if len(traces) < (traces[0].world_size or 0) else ""
+    print(f"\n{options.output}: {len(traces)}{total} ranks; open it at https://ui.perfetto.dev")
     if options.draw_schedule is not None:
         print(f"{options.draw_schedule}: the passes of an iteration")
     return 0

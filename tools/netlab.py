@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a training command on hosts of its own making, with links of the rates you ask for; ``--help`` says how."""
+"""Runs a training command on virtual hosts whose links have given rates; see ``--help``."""
 
 from _clone import start_program
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predicts what a training run costs on a cluster, and what would be fastest there; ``--help`` says how."""
+"""Predicts the cost of a training run on a cluster, and finds its fastest configuration; see ``--help``."""
 
 from _clone import start_program
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plots the losses of several runs; ``--help`` says how."""
+"""Plots the losses of several runs; see ``--help``."""
 
 from _clone import start_program
 

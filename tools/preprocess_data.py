@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns text into the `.bin/.idx` files that training reads; ``--help`` says how."""
+"""Turns text into the `.bin/.idx` files that training reads; see ``--help``."""
 
 from _clone import start_program
 

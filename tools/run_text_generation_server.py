@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serves a trained model over HTTP; ``--help`` says how."""
+"""Serves a trained model over HTTP; see ``--help``."""
 
 from _clone import start_program
 

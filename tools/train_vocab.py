@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains a byte-level BPE vocabulary on text, in GPT-2's two files; ``--help`` says how."""
+"""Trains a byte-level BPE vocabulary on text, in GPT-2's two files; see ``--help``."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""Downloads of what training needs: vocabularies, checkpoints, texts. dataset/ has a script for each."""
+"""Downloads of vocabularies, checkpoints and texts; dataset/ has a script for each."""

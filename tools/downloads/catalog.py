@@ -1,4 +1,4 @@
-"""Downloadable sets: their files, the steps that make training data of them, and the user's next command."""
+"""Downloadable sets: their files, the steps that turn them into training data, and the user's next command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Remote:
 
     Args:
         url: its address.
-        path: where it goes.
+        path: path to save it to.
         size, digest: published size, and ``sha256:`` or ``git:`` with the published digest; empty if unknown.
     """
 
@@ -42,7 +42,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Plan:
-    """Files to download, the user's next command, and the step that makes training data of the files."""
+    """Files to download, the user's next command, and the step that turns the files into training data."""
 
     files: list[Remote]
     next: str
@@ -121,7 +121,7 @@ def _openwebtext(mirror: str, name: str, folder: Path, shards: int | None) -> Pl
 def _texts(mirror: str, repository: str, name: str, folder: Path, lines: Path, shards: int | None) -> Plan:
     """Plan of a data set in Parquet files."""
     if importlib.util.find_spec("datasets") is None:
-        raise UserError("datasets is missing, which reads Parquet files: pip install -e '.[cleaning]'")
+        raise UserError("the package datasets, which reads Parquet files, is missing: pip install -e '.[cleaning]'")
     files = hub_files(mirror, repository, f"{name}/*.parquet", folder)[:shards]
     return Plan(files, _preprocess(lines), lambda: write_lines([file.path for file in files], lines))
 
@@ -141,7 +141,7 @@ class DownloadKind:
         about: description for ``--help``.
         names: names of its sets, the default first; ``*`` stands for any.
         plan: plan of a set, given the mirror, its name, the output folder and the number of shards.
-        has_shards: whether it comes in many files, of which the first few are good for a trial.
+        has_shards: whether it consists of many files, of which the first few suffice for a trial.
     """
 
     about: str
@@ -167,25 +167,25 @@ def unpack(archive: Path) -> None:
             sizes = {member: member.file_size for member in packed.infolist() if not member.is_dir()}
             paths = {member: archive.parent / member.filename for member in sizes}
             missing = [m for m, path in paths.items() if not path.is_file() or path.stat().st_size != sizes[m]]
-            if missing and (damaged := packed.testzip()) is not None:  # before anything of it is written
+            if missing and (damaged := packed.testzip()) is not None:  # before any file is written
                 raise zipfile.BadZipFile(f"{damaged} is damaged")
             packed.extractall(archive.parent, missing)  # never outside of the folder
     except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise UserError(f"{archive}: is no sound zip file ({error}); remove it and run it again") from error
+        raise UserError(f"{archive}: is not an intact zip file ({error}); remove it and try again") from error
 
 
 def write_first_lines(packed: Path, target: Path, count: int) -> None:
-    """Write the first lines of an xz file, unless that was done before."""
+    """Write the first lines of an xz file, unless the target exists."""
     if target.exists():
         return
     try:
         with lzma.open(packed) as source, atomic_write(target) as file:
             file.writelines(line for _, line in zip(range(count), source, strict=False))
     except (lzma.LZMAError, EOFError) as error:
-        raise UserError(f"{packed}: is no sound xz file ({error}); remove it and run it again") from error
+        raise UserError(f"{packed}: is not an intact xz file ({error}); remove it and try again") from error
 
 
 def write_lines(shards: list[Path], target: Path) -> None:
-    """Write Parquet files as JSON lines, unless that was done after the last of them came."""
+    """Write Parquet files as JSON lines, unless the target is newer than all of them."""
     if not target.exists() or target.stat().st_mtime < max(shard.stat().st_mtime for shard in shards):
         parquet_to_lines.run(parquet_to_lines.parse(["--dataset", str(shards[0].parent), "--output", str(target)]))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Downloads what training needs; the scripts of dataset/ call it.
+"""Downloads vocabularies, checkpoints and texts; the scripts of dataset/ call it.
 
     python tools/downloads/download.py vocab
     python tools/downloads/download.py wikipedia 20231101.de --shards 1 --output-dir /data
 
-Says first what comes from where and where it goes. curl downloads the files. Started again it goes on where it stopped,
-and compares what is there with what is published. --dry-run only says.
+Prints the URL and the path of each file, and downloads the files with curl (--dry-run only prints). Run again, it
+continues an interrupted download, and compares existing files with the published ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.downloads.catalog import DATA, KINDS, REPO, Remote
 from tools.openwebtext.cleaning.command import Report, Tool, check_at_least
 
 MIRROR = "DATASET_MIRROR"
-"""Environment variable that names a mirror, as --mirror does."""
+"""Environment variable for --mirror."""
 
 _CURL = [
     "curl", "--fail", "--location", "--proto-redir", "=http,https", "--globoff", "--connect-timeout", "60",
@@ -49,7 +49,7 @@ def fetch(remote: Remote, url: str) -> str:
         UserError: when it cannot be downloaded, or differs from the published file.
     """
     if remote.path.exists():
-        return f"{_verify(remote, remote.path, 'move it away')}; it was there"
+        return f"{_verify(remote, remote.path, 'move it away')}; it already existed"
     part = remote.path.with_name(remote.path.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
@@ -57,7 +57,7 @@ def fetch(remote: Remote, url: str) -> str:
         with holding(part, where_there_are_locks=True):
             _download(url, part, remote.size)
             try:
-                summary = _verify(remote, part, "it is removed, run it again to download it once more")
+                summary = _verify(remote, part, "it is removed; run the command again to download it again")
             except UserError:
                 part.unlink()
                 raise
@@ -76,12 +76,12 @@ def _download(url: str, part: Path, size: int | None) -> None:
         except FileNotFoundError as error:
             raise UserError("curl is missing: install it") from error
         status, _, message = curl.stdout.partition(" ")
-        if curl.returncode == 0 or status == "416":  # nothing is missing; if nothing fits, verifying says so
+        if curl.returncode == 0 or status == "416":  # nothing is missing; verification finds a wrong file
             return
         if curl.returncode == _NO_RANGES:
             os.truncate(part, 0)
         elif part.stat().st_size == have:
-            raise UserError(f"{url}: {message.strip() or 'curl failed'}; run it again to go on")
+            raise UserError(f"{url}: {message.strip() or 'curl failed'}; run the command again to continue")
 
 
 def _verify(remote: Remote, path: Path, advice: str) -> str:
@@ -97,7 +97,7 @@ def _verify(remote: Remote, path: Path, advice: str) -> str:
     digest = content.hexdigest()
     if published and digest != published:
         raise UserError(f"{remote.path}: its {name} is {digest}, but {published} is published; {advice}")
-    note = "as published" if published else "none is published to compare with"
+    note = "as published" if published else "no digest is published"
     return f"{size:,} bytes, {name or 'sha256'} {digest}, {note}"
 
 
@@ -111,7 +111,7 @@ def check(options: argparse.Namespace) -> None:
     check_at_least(options, shards=1)
     options.mirror = (options.mirror or os.environ.get(MIRROR) or "").rstrip("/")
     if options.mirror and not options.mirror.startswith(("http://", "https://")):
-        raise UserError(f"--mirror {options.mirror}: is no address of a web server")
+        raise UserError(f"--mirror {options.mirror}: is not the address of a web server")
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> Report:
         options.mirror + remote.url.removeprefix("https:/") if options.mirror else remote.url for remote in plan.files
     ]
     for remote, url in zip(plan.files, urls, strict=True):
-        size = f"{remote.size:,} bytes" if remote.size is not None else "of a size that the server tells"
+        size = f"{remote.size:,} bytes" if remote.size is not None else "of unknown size"
         print(f"{url}\n  -> {remote.path}, {size}", flush=True)
     report = Report(files=0)
     if not options.dry_run:
@@ -140,15 +140,17 @@ def run(options: argparse.Namespace) -> Report:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = "; ".join(f"{name}: {kind.about} ({', '.join(kind.names)})" for name, kind in KINDS.items())
     parser.add_argument("what", choices=KINDS, metavar="WHAT", help=kinds)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which (the first); * is any that there is on the hub")
-    parser.add_argument("--output-dir", metavar="DIR", help="where to (dataset/, checkpoints go to checkpoints/NAME)")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="set of this kind (the first); * stands for any on the hub"
+    )
+    parser.add_argument("--output-dir", metavar="DIR", help="folder (dataset/, or checkpoints/NAME for checkpoints)")
     parser.add_argument(
         "--mirror",
         metavar="URL",
         help=f"server that has https://HOST/PATH at URL/HOST/PATH (the variable {MIRROR}, or none)",
     )
     parser.add_argument("--shards", type=int, metavar="N", help="only the first files of a large set (all)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be downloaded, and where to")
+    parser.add_argument("--dry-run", action="store_true", help="only print the URLs and paths")
 
 
-main = Tool("download.py", __doc__, add_flags, run, check, interrupted="run it again to go on")
+main = Tool("download.py", __doc__, add_flags, run, check, interrupted="run the command again to continue")

@@ -20,13 +20,13 @@ from tools.openwebtext.cleaning.filtering import Judge, Judged, encode, judge_al
 
 
 def numbering(prefix: str) -> Judge:
-    """Judge that gives each document its number, from 1."""
+    """Make a judge that numbers the documents from 1."""
     numbers = count(1)
     return lambda row, *_: Judged((encode({**row, "adlr_id": f"{prefix}-{next(numbers):010d}"}),))
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Numbers the documents of a file."""
+    """Number the documents of a file."""
     check_apart([options.input_file], [options.output_file, options.report])
     with writing(options.output_file) as write:
         return judge_all(numbering(options.id_prefix), [options.input_file], write, skip_bad=options.skip_bad_lines)
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> Report:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-file", required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--output-file", required=True, metavar="FILE", help="JSON lines")
-    parser.add_argument("--id-prefix", required=True, metavar="WORD", help="that the numbers begin with")
+    parser.add_argument("--id-prefix", required=True, metavar="WORD", help="prefix of the numbers")
     parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
     add_common(parser, workers=False)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Keeps the URLs that may lead to a text: of sites and files that hold any, well formed, and each once.
+"""Keeps the URLs that may lead to a text: well formed, without repetitions, and of sites and files that contain text.
 
     python tools/openwebtext/blacklist_urls.py folder_of_txt_files clean_urls.txt
     python tools/openwebtext/blacklist_urls.py urls clean.txt --domains-file more_domains.txt
 
-Reads every .txt (.txt.gz, .txt.zst) in the folder, one URL a line. Left out are sites that show pictures, films, music,
-goods or posts, files that are no pages, URLs of at most 8 characters or of no form, and repetitions. Memory: a
-fingerprint of 16 bytes of each URL that is kept (about 90 bytes in Python's set).
+Reads every .txt (.txt.gz, .txt.zst) in the folder, one URL per line. Drops sites of pictures, films, music, goods or
+posts, files other than pages, URLs of at most 8 characters, malformed URLs, and repetitions. Memory: a fingerprint of
+16 bytes for each URL that is kept (about 90 bytes in Python's set).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def _host_parser() -> Any:
 
 
 def url_filter(domain_files: list[Path], extension_files: list[Path]) -> Callable[[str], str | None]:
-    """Function that returns the reason why a URL is left out, if it is.
+    """Make a function that returns the reason to drop a URL, or None to keep it.
 
     Args:
-        domain_files: files of registered names to leave out, whatever stands before and behind them.
-        extension_files: files of endings of files to leave out.
+        domain_files: files of registered names to drop, with any subdomain and suffix.
+        extension_files: files of file extensions to drop.
     """
     domains = frozenset[str]().union(*map(words_of, domain_files))
     extensions = frozenset[str]().union(*map(words_of, extension_files))
@@ -80,7 +80,7 @@ def url_filter(domain_files: list[Path], extension_files: list[Path]) -> Callabl
 
 
 def page_of(url: str) -> bytes:
-    """Fingerprint of the page that a URL leads to, whatever part of it."""
+    """Fingerprint of the page that a URL leads to, without the fragment."""
     return hashlib.blake2b(url.split("#", 1)[0].encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -121,8 +121,8 @@ def run(options: argparse.Namespace) -> Report:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="folder of .txt files")
     parser.add_argument("output", help="file for the URLs that are kept")
-    parser.add_argument("--domains-file", metavar="FILE", help="further names of sites to leave out, one a line")
-    parser.add_argument("--extensions-file", metavar="FILE", help="further endings to leave out, one a line")
+    parser.add_argument("--domains-file", metavar="FILE", help="additional names of sites to drop, one per line")
+    parser.add_argument("--extensions-file", metavar="FILE", help="additional file extensions to drop, one per line")
     add_common(parser, workers=False, bad_lines=False)
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Repairs the texts' encoding, and keeps those in English that are long enough.
+"""Repairs the encoding of texts, and keeps English texts that are long enough.
 
     python tools/openwebtext/cleanup_dataset.py scraped.jsonl.zst cleaned.jsonl
     python tools/openwebtext/cleanup_dataset.py in.jsonl out.jsonl --vocab-file vocab.json --merge-file merges.txt
 
-Texts are repaired with ftfy, their language is found by py3langid, and those of fewer than --min-tokens tokens are left
-out. With GPT-2's vocabulary its tokens are counted; without, words and marks, which is about as many. Memory: each
-process takes about 100 MB, and ten times the longest line that it is given.
+Texts are repaired by ftfy, their language is detected by py3langid, and those of fewer than --min-tokens tokens are
+dropped. Tokens are GPT-2's if its vocabulary is given, else words and punctuation marks, of which there are about as
+many. Memory: each process takes about 100 MB, and ten times its longest line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cleanup:
         key: field that holds the text.
         language: its ISO 639-1 code.
         min_tokens: minimum number of tokens.
-        tokenizer: builds the tokenizer that counts them; without, words and marks are counted.
+        tokenizer: builds the tokenizer that counts them; None: count words and punctuation marks.
     """
 
     key: str
@@ -83,7 +83,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the flags, and that the vocabulary can be read."""
     check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
     if (options.vocab_file is None) != (options.merge_file is None):
-        raise UserError("--vocab-file and --merge-file belong together: give both, or none")
+        raise UserError("--vocab-file and --merge-file belong together: give both or neither")
     check_at_least(options, min_tokens=0)
     check_language(options.language)
     if options.vocab_file is not None:
@@ -103,8 +103,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="JSON lines")
     parser.add_argument("output", help="JSON lines")
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
-    parser.add_argument("--language", default="en", help="that is kept (en)")
-    parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="of a text that is kept (128)")
+    parser.add_argument("--language", default="en", help="language to keep (en)")
+    parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="minimum tokens of a text (128)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add_common(parser)

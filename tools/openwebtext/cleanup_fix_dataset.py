@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Drops short texts of some kinds, and repairs the others.
+"""Drops short texts of some kinds, and repairs the other texts.
 
     python tools/openwebtext/cleanup_fix_dataset.py --input-files a.jsonl b.jsonl.gz --output-path cleaned \\
         --tasks remove_512_non_english remove_256_javascript ftfy_fix_text general_cleaning
 
-Writes a_cleaned.jsonl with what is kept and a_filtered.jsonl with what is not, for every input. Tasks:
+For every input, writes the kept texts to a_cleaned.jsonl and the dropped texts to a_filtered.jsonl. Tasks:
 
     remove_512              drop texts of fewer than 512 characters
-    remove_256_javascript   drop texts of fewer than 256 characters that speak of javascript (pages that did not load)
+    remove_256_javascript   drop texts of fewer than 256 characters that mention javascript (pages that did not load)
     remove_512_non_english  drop texts of fewer than 512 characters that are not English
     ftfy_fix_text           repair the encoding
-    general_cleaning        runs of spaces, and of line breaks after a word, become one space
+    general_cleaning        replace runs of spaces, and of line breaks after a word, by one space
 
-Texts are repaired first, by all repairs that were asked for, in this order. Memory: each process takes about 100 MB,
-and ten times the longest line that it is given.
+Texts are repaired first, by all selected repairs, in this order. Memory: each process takes about 100 MB, and ten times
+its longest line.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RULES: dict[str, Callable[[str], bool]] = {
     "remove_256_javascript": lambda text: len(text) < 256 and "javascript" in text.lower(),
     "remove_512_non_english": lambda text: len(text) < 512 and not is_language(text, "en"),
 }
-"""Conditions under which a text is dropped, by the task."""
+"""Conditions under which a text is dropped, by task."""
 
 TASKS = (*RULES, "ftfy_fix_text", "general_cleaning")
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Repairs a document's text, and drops it if a rule says so; ``key`` is the field that holds it."""
+    """Judge that repairs a document's text, and drops it if a rule applies; ``key`` is the field of the text."""
 
     key: str
     tasks: tuple[str, ...]
@@ -73,7 +73,7 @@ class Fix:
 
 
 def output_paths(path: Path, folder: Path) -> tuple[Path, Path]:
-    """Paths for the kept and the dropped documents of a file: its name, before all endings, with a word added."""
+    """Paths for the kept and the dropped documents of a file: its name with a suffix before all extensions."""
     packed = path.suffix if path.suffix in (".gz", ".zst") else ""
     plain = Path(path.name.removesuffix(packed))
     ends = plain.suffix + packed
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> Report:
     folder = Path(options.output_path)
     outputs = [output_paths(Path(path), folder) for path in options.input_files]
     if len(set(outputs)) < len(outputs):
-        raise UserError("--input-files: two files would have the same output; give them other names")
+        raise UserError("--input-files: two files would have the same output; rename one of them")
     check_apart(options.input_files, [*(path for pair in outputs for path in pair), options.report])
     for path in options.input_files:
         if not Path(path).exists():
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> Report:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output-path {folder}: {error.strerror}; name a folder that can be written") from error
+        raise UserError(f"--output-path {folder}: {error.strerror}; name a writable folder") from error
     report = Report()
     fix = Fix(options.key, tuple(options.tasks))
     settings: dict[str, Any] = {"workers": options.workers, "skip_bad": options.skip_bad_lines}
@@ -111,13 +111,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-files", nargs="+", required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--tasks", nargs="+", required=True, choices=TASKS, metavar="TASK", help="see above")
     parser.add_argument(
-        "--output-path", required=True, metavar="DIR", help="folder of the outputs; made where there is none"
+        "--output-path", required=True, metavar="DIR", help="folder of the outputs; created if it is missing"
     )
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
     parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
     add_common(parser)
 
 
-main = Tool(
-    "cleanup_fix_dataset.py", __doc__, add_flags, run, interrupted="the outputs of the inputs that were done stay"
-)
+main = Tool("cleanup_fix_dataset.py", __doc__, add_flags, run, interrupted="the outputs of finished inputs are kept")

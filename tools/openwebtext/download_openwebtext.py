@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Fetches OpenWebText, or another data set, as JSON lines.
+"""Downloads OpenWebText, or another data set, as JSON lines.
 
     python tools/openwebtext/download_openwebtext.py --output openwebtext.jsonl.zst
     python tools/openwebtext/download_openwebtext.py --dataset name_or_folder --output data.jsonl --limit 1000
 
-Streams through Hugging Face's datasets, so memory and disk hold nothing but the output. A row without a url gets one
-made of the data set's name and the row's number, since the other tools name documents so.
+Streams with Hugging Face's datasets, so memory and disk hold nothing but the output. A row without a url gets one made
+of the data set's name and the row's number, since the other tools name documents by their URLs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _as_text(value: object) -> str:
 
 
 def line_of(row: dict[str, Any]) -> bytes:
-    """A row as JSON; dates and decimal numbers become text.
+    """Encode a row as JSON; dates and decimal numbers become text.
 
     Raises:
         UserError: naming a column that has no such form.
@@ -90,9 +90,11 @@ def run(options: argparse.Namespace) -> Report:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines")
-    parser.add_argument("--dataset", default="Skylion007/openwebtext", metavar="NAME", help="or a folder (OpenWebText)")
-    parser.add_argument("--split", default="train", metavar="NAME", help="of the data set (train)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first rows")
+    parser.add_argument(
+        "--dataset", default="Skylion007/openwebtext", metavar="NAME", help="name or folder (OpenWebText)"
+    )
+    parser.add_argument("--split", default="train", metavar="NAME", help="split of the data set (train)")
+    parser.add_argument("--limit", type=int, metavar="N", help="maximum number of rows (all)")
     add_common(parser, workers=False, bad_lines=False)
 
 

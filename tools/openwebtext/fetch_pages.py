@@ -5,15 +5,15 @@
     python tools/openwebtext/fetch_pages.py clean_urls.txt pages.jsonl.zst --connections 128 \\
         --user-agent "name-of-your-lab (mail@lab.edu)"
 
-Reads a URL a line, as blacklist_urls.py writes them. Each host is asked for one page at a time, with a pause between
-two pages (--delay), and only for what its robots.txt allows (--ignore-robots asks for all), redirections included.
-trafilatura takes the text out of a page, without menus and comments; plain texts stay as they are. Pages that are too
-large, too slow, of another kind or of a private network are left out; the report counts them by reason.
+Reads one URL per line, as blacklist_urls.py writes them. Pages of a host are fetched one at a time, with a pause
+between them (--delay), and only if its robots.txt allows it (unless --ignore-robots), redirections included.
+trafilatura extracts the text of a page, without menus and comments; plain texts stay as they are. Pages that are too
+large, too slow, of another kind or of a private network are dropped; the report counts them by reason.
 
-What is fetched is in OUTPUT.fetched, not compressed, until all is: the same command goes on where an earlier one was
-interrupted. Hosts take turns, those with the most pages first, eight for each of the --connections. Memory: about 350
-bytes for each URL, and the pages on their way (--max-bytes each, at most 3 for each of the --connections and 4 for each
-of the --workers).
+Until all pages are fetched, the results are in OUTPUT.fetched, not compressed: run the command again to continue after
+an interruption. Hosts take turns, those with the most pages first, eight for each of the --connections. Memory: about
+350 bytes for each URL, and the pages in flight (--max-bytes each, at most 3 for each of the --connections and 4 for
+each of the --workers).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_a
 from tools.openwebtext.cleaning.filtering import encode
 from tools.openwebtext.cleaning.pages import OF_PAGES, UNREACHED, Limits, Page, host_of
 
-GOES_ON = "what is fetched is kept; the same command goes on"
+RESUMABLE = "fetched pages are kept; run the command again to continue"
 
 _OUTAGE = 100
-"""Consecutive unreachable hosts after which a host that was reachable is asked again."""
+"""Consecutive unreachable hosts after which a host that was reachable is tried again."""
 
 _ROW, _HEADER = b'{"url": "', b'{"limits": '
 """First bytes of a line of the record, and of its first line."""
@@ -59,7 +59,7 @@ def _silence_libraries() -> None:
 
 
 def _extract(page: Page) -> dict[str, str]:
-    """Row of the record: a URL with its text, or with the reason why there is none."""
+    """Extract a page's text; return the row of the record, a URL with its text or with the reason for its lack."""
     if page.failed:
         return {"url": page.url, "failed": page.failed}
     if page.media_type == "text/plain":
@@ -75,7 +75,7 @@ def _extract(page: Page) -> dict[str, str]:
 
 
 def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
-    """Pass rows on; those of unreachable hosts wait until another host is reached.
+    """Yield rows; those of unreachable hosts wait until another host is reached.
 
     Args:
         rows: rows of the record.
@@ -94,7 +94,8 @@ def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) ->
                 continue
             if not is_up():
                 raise UserError(
-                    f"{_OUTAGE} hosts in a row cannot be reached, {row['url']} the last: see to the network; {GOES_ON}"
+                    f"{_OUTAGE} hosts in a row cannot be reached, the last at {row['url']}; check the network; "
+                    f"{RESUMABLE}"
                 )
         yield from waiting
         waiting.clear()
@@ -103,13 +104,13 @@ def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) ->
 
 
 def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, str]:
-    """Read what an interrupted run recorded, and remove the half line at its end; a new record gets its first line.
+    """Read the record of an interrupted run, and remove an incomplete last line; a new record gets its first line.
 
     Returns:
-        The page of each URL that was fetched, and the URL where it has a text.
+        The page of each fetched URL, and the URL if the page has a text, else "".
 
     Raises:
-        UserError: when the file is no record, or has other limits.
+        UserError: when the file is not a record, or has other limits.
     """
     header = _HEADER + json.dumps(limits.of_pages).encode() + b"}\n"
     end, pages = 0, dict[bytes, str]()
@@ -122,11 +123,11 @@ def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, st
                 row = json.loads(line)
                 pages[page_of(row["url"])] = row["url"] if "text" in row else ""
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: is no record of an interrupted run; remove it") from error
+            raise UserError(f"{path}: is not the record of an interrupted run; remove it") from error
         if not end and is_complete and line != header:
             raise UserError(
-                f"{path}: was begun with another --max-bytes, --ignore-robots or --allow-private-hosts; "
-                "give those again, or remove it"
+                f"{path}: was started with another --max-bytes, --ignore-robots or --allow-private-hosts; "
+                "use the same flags, or remove it"
             )
         end += len(line) if is_complete else 0
     stream.truncate(end)
@@ -145,12 +146,12 @@ def run(options: argparse.Namespace) -> Report:
 
     _silence_libraries()
     fetch = Fetcher(options.limits)
-    next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
+    next(lines(options.input), None)  # fail before a record with these limits is created
     path = _record_of(Path(options.output))
     try:
         with path.open("a+b") as stream, holding(path, where_there_are_locks=True):
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(stream.fileno())):
-                raise UserError(f"{path}: another run has just ended; start again")
+                raise UserError(f"{path}: another run has just ended; try again")
             stream.seek(0)
             return _fetch(options, fetch, path, stream)
     except BlockingIOError as error:
@@ -193,14 +194,14 @@ def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path
                 if "text" in row:
                     write(encode(row))
         if not report["written"]:
-            path.unlink()  # so that all are asked for again when the network is back
+            path.unlink()  # so that all pages are fetched again when the network is back
             raise UserError(f"{options.input}: no page could be fetched ({report})")
     path.unlink()
     return report
 
 
 FLAGS = list(field_options("fetching", Limits))
-"""Of what fetching may cost."""
+"""Flags of ``Limits``."""
 
 
 def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -218,7 +219,7 @@ def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 def words_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The flags of ``add_limits`` as words: those that tell which pages are had, and the others."""
+    """Command-line words of the flags of ``add_limits``: those that affect which pages are fetched, and the others."""
     counted, free = list[str](), list[str]()
     for field in FLAGS:
         value = getattr(options, field.name)
@@ -229,10 +230,10 @@ def words_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _limits_of(options: argparse.Namespace) -> Limits:
-    """What the flags of ``add_limits`` say.
+    """Limits from the flags of ``add_limits``.
 
     Raises:
-        UserError: when they make no sense.
+        UserError: when a flag is invalid.
     """
     limits = Limits(**{field.name: getattr(options, field.name) for field in FLAGS})
     if not limits.agent.isprintable() or not limits.agent.strip() or not limits.agent.isascii():
@@ -242,27 +243,27 @@ def _limits_of(options: argparse.Namespace) -> Limits:
 
 
 def _record_of(output: Path) -> Path:
-    """Where the record of what is fetched is."""
+    """Path of the record of fetched pages."""
     return output.with_name(output.name + ".fetched")
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the flags, and put what they say of fetching into ``options.limits``.
+    """Check the flags, and set ``options.limits``.
 
     Raises:
-        UserError: when they make no sense.
+        UserError: when a flag is invalid.
     """
     options.limits = _limits_of(options)
     check_apart([options.input], [options.output, _record_of(Path(options.output)), options.report])
     if Path(options.input).exists() and not Path(options.input).is_file():
-        raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
+        raise UserError(f"{options.input}: is not a plain file, which is needed because it is read twice")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", help="file of URLs, one a line")
+    parser.add_argument("input", help="file of URLs, one per line")
     parser.add_argument("output", help="file for the texts, as JSON lines")
     add_limits(parser)
     add_common(parser, bad_lines=False)
 
 
-main = Tool("fetch_pages.py", __doc__, add_flags, run, check, GOES_ON)
+main = Tool("fetch_pages.py", __doc__, add_flags, run, check, RESUMABLE)

@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""Removes what evaluation tasks are made of from training texts.
+"""Removes the texts of evaluation tasks from training texts.
 
     python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada_test.jsonl \\
         --dedup-dataset data.jsonl text --output clean.jsonl
     python tools/openwebtext/filter_ngrams.py --task-files my_questions.jsonl question \\
         --dedup-dataset data.jsonl text --output clean.jsonl
 
-Every run of 13 words (letters and digits, lower case) of a task's texts is looked for; of shorter texts, down to 8
-words, the whole. Runs that the data hold --key-threshold times or more are phrases rather than leaks, and stay. Where
-another is found, it is cut out with 200 characters on each side, up to the ends of sentences; pieces of 200 characters
-or fewer go as well. A document that falls into more than 10 pieces is left out; the pieces of others become documents
-of their own with a field split_id. Two passes over the data, which must therefore be a file; with --load-dictionary
-there is one, also over a pipe. Memory: the tasks' runs, and about 25 bytes for each character of the longest text.
+Searches for every run of 13 words (letters and digits, lower case) of a task's texts, and for shorter texts of at least
+8 words as a whole. Runs that occur in the data --key-threshold times or more are phrases rather than leaks, and stay.
+Other runs are cut out with 200 characters on each side, up to the ends of sentences; remaining pieces of 200 characters
+or fewer are dropped, too. A document that falls into more than 10 pieces is dropped; the pieces of others become
+separate documents with a field split_id. This takes two passes over the data, which must therefore be a file; with
+--load-dictionary it takes one, and the data may be a pipe. Memory: the tasks' runs, and about 25 bytes for each
+character of the longest text.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def ngrams_of(texts: Iterable[str], max_words: int, min_words: int) -> dict[str,
 
 @dataclass(frozen=True)
 class Search:
-    """Finds runs of words in documents' texts; ``key`` is the field that holds them.
+    """Search for runs of words in documents' texts; ``key`` is the field of the texts.
 
-    As a judge it is the first pass over the data; its output lines are the runs in the documents.
+    As a judge, it is the first pass over the data; its output lines are the runs in the documents.
     """
 
     key: str
@@ -76,7 +77,7 @@ class Search:
         return sorted({ngram.count(" ") + 1 for ngram in self.ngrams}, reverse=True)
 
     def hits(self, text: str) -> Iterator[tuple[str, int, int]]:
-        """Runs of words in a text, each with its start and end; of those with one start, longer ones first."""
+        """Runs of words in a text, each with its start and end; longer runs with the same start come first."""
         words, starts = words_of(text)
         for first in range(len(words)):
             for size in self.sizes:
@@ -91,11 +92,11 @@ class Search:
 
 @dataclass(frozen=True)
 class NgramCut(Search):
-    """The second pass: keeps, cuts or drops a document.
+    """Second pass over the data: keeps, cuts or drops a document.
 
     Args:
-        each_side: characters that are cut with a run.
-        min_length: characters that a remaining piece must exceed.
+        each_side: characters cut on each side of a run.
+        min_length: number of characters that a remaining piece must exceed.
         max_pieces: maximum number of pieces of a document.
     """
 
@@ -104,7 +105,7 @@ class NgramCut(Search):
     max_pieces: int
 
     def pieces(self, text: str) -> list[str] | None:
-        """Remaining pieces of a text without the runs and their surroundings; None if it holds no run."""
+        """Pieces of a text that remain without the runs and their surroundings; None if it contains no run."""
         pieces: list[str] = []
         start, has_hit = 0, False
         for _, begin, end in self.hits(text):
@@ -114,7 +115,7 @@ class NgramCut(Search):
                 before -= 1
             if before > start:
                 pieces.append(text[start : before + 1])
-            # A run that begins where the last one's surroundings end makes them longer.
+            # A run that begins in the surroundings of the last run extends them.
             after = end + self.each_side
             while after < len(text) and text[after] not in _ENDS:
                 after += 1
@@ -139,15 +140,15 @@ def _load_dictionary(path: str) -> dict[str, int]:
     try:
         ngrams = json.loads(b"\n".join(lines(path)))
     except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, UserError) else f"{path}: is no JSON ({error})"
+        reason = error if isinstance(error, UserError) else f"{path}: is not JSON ({error})"
         raise UserError(f"--load-dictionary {reason}") from error
     if not isinstance(ngrams, dict) or not all(type(times) is int and times >= 0 for times in ngrams.values()):
-        raise UserError(f"--load-dictionary {path}: is no output of --save-dictionary, of runs and their numbers")
+        raise UserError(f"--load-dictionary {path}: is not a file of --save-dictionary, of runs and their counts")
     return ngrams
 
 
 def dictionary(options: argparse.Namespace) -> dict[str, int]:
-    """Runs of all tasks, counted when they come from a file."""
+    """Runs of all tasks, with their counts if they come from a file."""
     saved_ngrams = _load_dictionary(options.load_dictionary) if options.load_dictionary else {}
     texts = [
         texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
@@ -156,7 +157,7 @@ def dictionary(options: argparse.Namespace) -> dict[str, int]:
     texts += map(texts_of_file, options.task_files[::2], options.task_files[1::2])
     ngrams = ngrams_of(chain.from_iterable(texts), options.max_ngram_size, options.min_ngram_size) | saved_ngrams
     if not ngrams:
-        raise UserError("there is nothing to look for: give --tasks, --task-files or --load-dictionary")
+        raise UserError("nothing to look for: give --tasks, --task-files or --load-dictionary")
     return ngrams
 
 
@@ -175,7 +176,7 @@ def check(options: argparse.Namespace) -> None:
     check_apart(inputs, [options.output, options.save_dictionary, options.report])
     data = Path(options.dedup_dataset[0])
     if not options.load_dictionary and data.exists() and not data.is_file():
-        raise UserError(f"--dedup-dataset {data}: is no file and could be read only once; save it as a file first")
+        raise UserError(f"--dedup-dataset {data}: is not a file, and can be read only once; save it as a file first")
     options.dictionary = dictionary(options)
 
 
@@ -208,7 +209,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--task-files", nargs="*", default=[], metavar="X", help="FILE FIELD FILE FIELD ...: other tasks"
     )
     parser.add_argument(
-        "--dedup-dataset", nargs=2, required=True, metavar=("FILE", "FIELD"), help="the data, its texts"
+        "--dedup-dataset", nargs=2, required=True, metavar=("FILE", "FIELD"), help="the data, and the field of texts"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines")
     cores = len(os.sched_getaffinity(0))
@@ -216,13 +217,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num-threads", "--workers", type=int, default=min(40, cores), metavar="N", help="processes (40, or all cores)"
     )
     parser.add_argument("--max-ngram-size", type=int, default=13, metavar="N", help="words of a run (13)")
-    parser.add_argument("--min-ngram-size", type=int, default=8, metavar="N", help="words of a text that counts (8)")
-    parser.add_argument("--filter-text-char-len", type=int, default=200, metavar="N", help="pieces are longer (200)")
-    parser.add_argument("--key-threshold", type=int, default=10, metavar="N", help="times that make a phrase (10)")
-    parser.add_argument("--save-dictionary", metavar="FILE", help="write the runs and how often the data hold them")
-    parser.add_argument("--load-dictionary", metavar="FILE", help="take those, and leave the counting out")
-    parser.add_argument("--splits-count", type=int, default=10, metavar="N", help="pieces of a document, at most (10)")
-    parser.add_argument("--remove-char-each-side", type=int, default=200, metavar="N", help="that go with a run (200)")
+    parser.add_argument("--min-ngram-size", type=int, default=8, metavar="N", help="minimum words of a task's text (8)")
+    parser.add_argument(
+        "--filter-text-char-len", type=int, default=200, metavar="N", help="drop pieces of at most N characters (200)"
+    )
+    parser.add_argument("--key-threshold", type=int, default=10, metavar="N", help="count that makes a phrase (10)")
+    parser.add_argument("--save-dictionary", metavar="FILE", help="write the runs and their counts in the data")
+    parser.add_argument("--load-dictionary", metavar="FILE", help="read the runs and their counts instead of counting")
+    parser.add_argument("--splits-count", type=int, default=10, metavar="N", help="maximum pieces of a document (10)")
+    parser.add_argument(
+        "--remove-char-each-side", type=int, default=200, metavar="N", help="characters to cut around a run (200)"
+    )
     add_common(parser, workers=False)
 
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""Finds documents that are nearly the same.
+"""Finds near-duplicate documents.
 
     python tools/openwebtext/find_duplicates.py --inputs a.jsonl url b.jsonl.gz url --output duplicates.jsonl
 
-Each input is a file of JSON lines and the field that names its documents; of documents with one name, only the first
-is compared. Writes {"URL": [{"OTHER": similarity}, ...]} for documents whose similarity (Jaccard, of their runs of five
-characters) is above 0.5. Candidates are the documents whose MinHash fingerprints agree in all rows of a band
+Each input is a file of JSON lines and the field that names its documents; of documents with the same name, only the
+first is compared. Writes {"URL": [{"OTHER": similarity}, ...]} for documents whose similarity (Jaccard, of their
+five-character shingles) is above 0.5. Candidates are documents whose MinHash fingerprints agree in all rows of a band
 (--num-seeds / --num-bands rows); their similarity is computed from the texts. With 100 seeds in 10 bands, pairs of
 similarity 0.5, 0.7, 0.8 and 0.9 meet in a band with probability 0.01, 0.25, 0.68 and 0.99; more bands find more.
 
---save-fingerprints keeps the fingerprints, so that a later run compares new documents with old ones without their
-texts; similarities to those are estimated from the fingerprints (with 100 seeds to about 0.05).
-Memory: 4 bytes a seed and about 250 more for each document (650 with 100 seeds; twice that for a moment), 300 to 500
+--save-fingerprints saves the fingerprints, so that a later run can compare new documents with old documents without
+their texts; those similarities are estimated from the fingerprints (with 100 seeds to about 0.05).
+Memory: 4 bytes per seed and about 250 more for each document (650 with 100 seeds; twice that for a moment), 300 to 500
 for each pair found, and in each process 16 for each document, the shingles of 1,000 texts (8 bytes for each character)
-and about 30 bytes for each character of the longest text. Texts wait in a file without a name in the folder of the
-output. Pairs come in the order of the documents, those of --load-fingerprints first.
+and about 30 bytes for each character of the longest text. Texts are kept in a nameless file in the folder of the
+output. Pairs are in the order of the documents, those of --load-fingerprints first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BUCKETS = 256
 
 @dataclass(frozen=True)
 class _Fingerprinting:
-    """Computes keys, texts, fingerprints and sizes of the documents in some lines, and the number of bad lines."""
+    """Function of lines: keys, texts, fingerprints and sizes of their documents, and the number of bad lines."""
 
     seeds: int
     seed: int
@@ -67,7 +67,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the flags.
 
     Raises:
-        UserError: when they make no sense.
+        UserError: when a flag is invalid.
     """
     if len(options.inputs) % 2:
         raise UserError("--inputs: give a file and the field that names its documents, then the next file and field")
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> Report:
                     lengths.append(texts.write(text.encode("utf-8", "surrogatepass")))
                 bar.update(len(documents))
         if not keys:
-            raise UserError("the inputs hold no document")
+            raise UserError("the inputs contain no document")
         texts.flush()
         fingerprints = Fingerprints(np.concatenate(rows), np.concatenate(sizes))
         del rows, sizes
@@ -157,8 +157,8 @@ def _write_duplicates(
         report["repeated names, of which the first counts"] += num_repeated
         example = keys[int(np.setdiff1d(np.arange(len(keys)), documents)[0])]
         print(
-            f"find_duplicates: warning: {num_repeated:,} documents are not compared, since an earlier one has their "
-            f"name ({example!r} first); give each a name of its own (add_id.py does)",
+            f"find_duplicates: warning: {num_repeated:,} documents are not compared: earlier ones have their names "
+            f"(first {example!r}); give each document a unique name (add_id.py does)",
             file=sys.stderr,
         )
     buckets = progress(fingerprints.buckets(options.num_bands, documents), "buckets", "bucket")
@@ -173,20 +173,20 @@ def _write_duplicates(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inputs", nargs="*", default=[], metavar="X", help="FILE FIELD FILE FIELD ...")
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
-    parser.add_argument("--output", metavar="FILE", help="for the duplicates")
-    parser.add_argument("--load-fingerprints", metavar="FILE", help="compare with these documents, too")
+    parser.add_argument("--output", metavar="FILE", help="file for the duplicates")
+    parser.add_argument("--load-fingerprints", metavar="FILE", help="also compare with these documents")
     parser.add_argument("--save-fingerprints", metavar="FILE", help="write the fingerprints of all documents")
     parser.add_argument(
-        "--jaccard", choices=("union", "min", "max"), default="union", help="what the shared part is divided by (union)"
+        "--jaccard", choices=("union", "min", "max"), default="union", help="divisor of the intersection (union)"
     )
     parser.add_argument(
         "--heuristic-iter", type=int, default=1, metavar="N",
-        help="documents of each bucket that are compared with the others; -1: all that are left (1)",
+        help="documents of each bucket to compare with the others; -1: all that remain (1)",
     )  # fmt: skip
-    parser.add_argument("--num-bands", type=int, default=10, metavar="N", help="that a fingerprint is cut into (10)")
+    parser.add_argument("--num-bands", type=int, default=10, metavar="N", help="bands of a fingerprint (10)")
     parser.add_argument("--num-seeds", type=int, default=100, metavar="N", help="hash functions (100)")
-    parser.add_argument("--jaccard-parallel", action="store_true", help="compare in several processes, too")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the hash functions (1234)")
+    parser.add_argument("--jaccard-parallel", action="store_true", help="compare in several processes")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the hash functions (1234)")
     add_common(parser)
 
 

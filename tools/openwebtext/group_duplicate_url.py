@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Puts documents that are linked by high similarities into groups.
+"""Groups documents that are linked by high similarities.
 
     python tools/openwebtext/group_duplicate_url.py duplicates.jsonl groups.jsonl 0.7
 
-Reads what find_duplicates.py wrote and writes {"0": [URL, URL, ...]}, one line for each group of two or more; two
-documents are in one group when a chain of similarities of at least the threshold connects them. Members are in the
-order in which they were met. find_duplicates.py writes similarities above 0.5, so that lower thresholds link no more.
-Memory: the names that are linked.
+Reads the output of find_duplicates.py and writes {"0": [URL, URL, ...]}, one line for each group of two or more. Two
+documents are in the same group if a chain of similarities of at least the threshold connects them. Members are in the
+order of their first occurrence. find_duplicates.py writes only similarities above 0.5, so lower thresholds link no
+more. Memory: the linked names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pairs_of(row: dict[str, Any], line: bytes, where: str) -> list[tuple[str, st
             return pairs
     except (AttributeError, TypeError):
         pass
-    raise UserError(f"{where}: is no line of find_duplicates.py's output")
+    raise UserError(f"{where}: is not a line of find_duplicates.py's output")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> Report:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="output of find_duplicates.py")
-    parser.add_argument("output", help="for the groups")
-    parser.add_argument("threshold", nargs="?", type=float, default=0.7, help="similarity that links (0.7)")
+    parser.add_argument("output", help="file for the groups")
+    parser.add_argument("threshold", nargs="?", type=float, default=0.7, help="minimum similarity of a link (0.7)")
     add_common(parser, workers=False)
 
 

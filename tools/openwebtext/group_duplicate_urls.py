@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The same as group_duplicate_url.py, under the name by which Megatron's instructions call it.
+"""The same as group_duplicate_url.py, under its name in Megatron's instructions.
 
 python tools/openwebtext/group_duplicate_urls.py duplicates.jsonl groups.jsonl 0.7
 """

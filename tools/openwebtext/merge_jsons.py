@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Puts all JSON files of a folder into one, line after line.
+"""Merges all JSON-lines files of a folder.
 
     python tools/openwebtext/merge_jsons.py --json_path cleaned --output_file merged_output.json
 
-Reads *.json and *.jsonl, compressed or not, in the order of their names, but for the *_filtered files of
-cleanup_fix_dataset.py. Lines are checked to be JSON objects.
+Reads *.json and *.jsonl, compressed or not, in the order of their names, except the *_filtered files of
+cleanup_fix_dataset.py. Every line must be a JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> Report:
     """Merge the files of a folder.
 
     Raises:
-        UserError: when there are none, or the lines of a file are no JSON objects.
+        UserError: when there are none, or a line is not a JSON object.
     """
     output = Path(options.output_file).resolve()
     pattern = re.compile(r"[^.].*(?<!_filtered)\.jsonl?(\.gz|\.zst)?")
@@ -44,9 +44,13 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json_path", "--json-path", default=".", metavar="DIR", help="folder (this one)")
+    parser.add_argument("--json_path", "--json-path", default=".", metavar="DIR", help="folder (the current folder)")
     parser.add_argument(
-        "--output_file", "--output-file", default="merged_output.json", metavar="FILE", help="(merged_output.json)"
+        "--output_file",
+        "--output-file",
+        default="merged_output.json",
+        metavar="FILE",
+        help="output (merged_output.json)",
     )
     add_common(parser, workers=False)
 

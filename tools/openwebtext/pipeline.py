@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""A whole cleaning: from URLs or scraped pages to shuffled training data, with a report of what each step dropped.
+"""Runs all cleaning steps, from URLs or scraped pages to shuffled training data, with a report of each step.
 
     python tools/openwebtext/pipeline.py --urls folder_of_txt_files --output-path cleaned
     python tools/openwebtext/pipeline.py --json pages.jsonl.zst --output-path cleaned
     python tools/openwebtext/pipeline.py --json a.jsonl b.jsonl --urls folder_of_txt_files --output-path cleaned \\
         --lambada-path lambada_test.jsonl --vocab-file vocab.json --merge-file merges.txt
 
-Steps, in this order, each but merge and shuffle a tool of this folder:
+Steps, in this order; all but merge and shuffle are tools of this folder:
 
     blacklist_urls            (with --urls) URLs that may lead to a text
     fetch_pages               (with --urls and without --json) their pages' texts
@@ -14,13 +14,13 @@ Steps, in this order, each but merge and shuffle a tool of this folder:
     cleanup_dataset           encoding, English, at least 128 tokens
     cleanup_fix_dataset       the kinds of --fix-tasks
     find_duplicates, group_duplicate_url, remove_group_duplicates
-    filter_ngrams             (with --lambada-path or --task-files) what evaluation tasks are made of
+    filter_ngrams             (with --lambada-path or --task-files) texts of evaluation tasks
     shuffle, add_id           train_data.json
 
-A step's output is there when it is complete. Called again before it has finished, or with --keep, a cleaning leaves out
-the steps that are done with the same inputs and settings; fetch_pages goes on where it was interrupted. What lies
-between the steps is in the folder steps. A finished cleaning removes it, fetched pages included, but nothing else
-there: other settings then begin anew and fetch again. Give --keep to try several.
+A step writes its complete output or none. Run again after an interruption, or after a run with --keep, the pipeline
+skips finished steps with the same inputs and settings, and fetch_pages continues where it was interrupted. Intermediate
+files are in the folder steps. A finished pipeline removes them, including the fetched pages, but no other files there,
+so that other settings start over and fetch again; use --keep to try several settings.
 
 Memory: that of its steps; merging with --urls and --json holds the URLs' fingerprints, shuffling a sixteenth of the
 data.
@@ -68,9 +68,9 @@ from tools.openwebtext.cleaning.filtering import Judged, encode, judge_all
 
 REPORT = "report.json"
 STEPS = "steps"
-"""Folder of the intermediate files, in that of the result."""
+"""Folder of the intermediate files, in the folder of the result."""
 KEY = "cleaning_key"
-"""Field that names a document in the intermediate files: URLs may be missing, or repeated."""
+"""Field that names a document in the intermediate files, since URLs may be missing or repeated."""
 OUTPUTS = {
     "blacklist_urls": "urls.txt",
     "fetch_pages": "pages.jsonl.zst",
@@ -83,7 +83,7 @@ OUTPUTS = {
     "filter_ngrams": "filtered.jsonl.zst",
     "shuffle": "train_data.json",
 }
-"""Output file of each step; that of the last one is in the folder of the result."""
+"""Output file of each step; that of the last step is in the folder of the result."""
 _PARTS = 64
 """Number of temporary files of a shuffle."""
 
@@ -95,9 +95,9 @@ class Step:
     Args:
         name: name of the step.
         output: its output file, complete or missing.
-        settings: values besides its inputs on which its output depends.
+        settings: values that its output depends on, besides its inputs.
         run: does the work.
-        check: raises a UserError for flags that it cannot run with.
+        check: raises a UserError for invalid flags.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Step:
 
 
 def merge(paths: Sequence[str | Path], urls: Path | None, output: Path, skip_bad: bool) -> Report:
-    """Merge the documents of files and give each a unique key; with ``urls``, only pages of those."""
+    """Merge the documents of files, and give each a unique key; with ``urls``, only their pages are kept."""
     allowed = None if urls is None else {page_of(url.decode("utf-8", "replace")) for url in lines(urls)}
     numbers = count(1)
 
@@ -123,10 +123,10 @@ def merge(paths: Sequence[str | Path], urls: Path | None, output: Path, skip_bad
 
 
 def shuffled(source: Path, seed: int) -> Iterator[bytes]:
-    """Lines of a file in random order; each goes to a random temporary file, and these are shuffled in memory."""
+    """Lines of a file in random order: each goes to a random temporary file, which is shuffled in memory."""
     generator = random.Random(seed)
     with ExitStack() as stack:
-        # Without names, so that none is left behind.
+        # Nameless files, so that none is left behind.
         parts = [stack.enter_context(tempfile.TemporaryFile(dir=source.parent)) for _ in range(_PARTS)]
         for line in lines(source):
             parts[generator.randrange(_PARTS)].write(line + b"\n")
@@ -138,7 +138,7 @@ def shuffled(source: Path, seed: int) -> Iterator[bytes]:
 
 
 def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Report:
-    """Run the last step."""
+    """Shuffle and number the documents, the last step."""
     report, judge = Report(written=0), numbering(prefix)
     with writing(output) as write:
         for line in shuffled(source, seed):
@@ -150,14 +150,14 @@ def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Re
 
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
-    """Steps of a cleaning; each reads the output of the one before it."""
+    """Steps of a cleaning; each reads the output of the step before it."""
     folder = Path(os.path.abspath(options.output_path))  # absolute, so that no name begins as a flag does
     outputs = {name: folder / STEPS / file for name, file in OUTPUTS.items()} | {"shuffle": folder / OUTPUTS["shuffle"]}
     workers = [f"--workers={options.workers}"]
     steps: list[Step] = []
 
     def add(module: Any, words: Sequence[str | Path | None], free_words: Sequence[str] = ()) -> Path:
-        """Add a tool, whose output is None among the words; paths and free words do not change its output."""
+        """Add a tool; None among the words stands for its output. Paths and free words do not affect its output."""
         name, tool = module.__name__.rpartition(".")[2], module.main
         flags = tool.parse([*free_words, *(str(word or outputs[name]) for word in words)])
         settings = [word for word in words if isinstance(word, str)]
@@ -222,7 +222,7 @@ def _read_report(path: Path) -> dict[str, dict[str, Any]]:
     """Report of an earlier cleaning, by step.
 
     Raises:
-        UserError: when the file is another.
+        UserError: when the file is not such a report.
     """
     try:
         report = json.loads(path.read_text()) if path.exists() else {}
@@ -230,12 +230,12 @@ def _read_report(path: Path) -> dict[str, dict[str, Any]]:
             if not (name in OUTPUTS and isinstance(entry["stamp"], str) and isinstance(entry["counts"], dict)):
                 raise ValueError
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder") from error
+        raise UserError(f"{path}: is not the report of a cleaning; remove it, or name another folder") from error
     return dict(report)
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Run all steps that are not done."""
+    """Run all unfinished steps."""
     if not (options.json or options.urls):
         raise UserError("--json is missing (or --urls, whose pages are then fetched)")
     folder = Path(options.output_path)
@@ -244,7 +244,7 @@ def run(options: argparse.Namespace) -> Report:
     check_apart(inputs, [folder / REPORT, *(step.output for step in steps), options.report])
     for name in inputs:
         if (folder / STEPS).resolve() in Path(name).resolve().parents:
-            raise UserError(f"{name}: is in the folder of what lies between the steps; move it to another")
+            raise UserError(f"{name}: is in the folder of intermediate files; move it to another folder")
     for step in steps:
         step.check()
     _read_report(folder / REPORT)
@@ -253,7 +253,7 @@ def run(options: argparse.Namespace) -> Report:
         with holding(folder, where_there_are_locks=True):
             return _run_steps(options, steps)
     except BlockingIOError as error:
-        raise UserError(f"--output-path {folder}: another cleaning is at work there; wait for it") from error
+        raise UserError(f"--output-path {folder}: another cleaning is running there; wait for it") from error
     except OSError as error:
         raise UserError(f"--output-path {folder}: {error.strerror or error}") from error
 
@@ -276,7 +276,7 @@ def _run_steps(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
     for step in steps[:num_done]:
         print(f"{step.name}: done before", flush=True)
     if num_done < len(steps):
-        save()  # so that no step counts as done by an earlier cleaning whose files are now replaced
+        save()  # so that no step of an earlier cleaning, whose files are now replaced, counts as finished
     for step, stamp in list(zip(steps, stamps, strict=True))[num_done:]:
         start = time.monotonic()
         counts = step.run()
@@ -299,27 +299,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="+", default=[], metavar="FILE", help="JSON lines with text, and url if known")
     parser.add_argument(
         "--urls", metavar="DIR",
-        help="folder of .txt files, a URL a line: their pages are fetched; with --json, only pages of theirs count",
+        help="folder of .txt files with one URL per line, to fetch; with --json, keep only pages of these URLs",
     )  # fmt: skip
     fetch_pages.add_limits(parser.add_argument_group("fetching pages (--urls without --json)"))
-    parser.add_argument("--output-path", required=True, metavar="DIR", help="for train_data.json and report.json")
-    parser.add_argument("--language", default="en", help="that is kept (en)")
-    parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="of a text that is kept (128)")
+    parser.add_argument(
+        "--output-path", required=True, metavar="DIR", help="folder for train_data.json and report.json"
+    )
+    parser.add_argument("--language", default="en", help="language to keep (en)")
+    parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="minimum tokens of a text (128)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, to count its tokens")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     parser.add_argument(
         "--fix-tasks", nargs="*", default=["remove_256_javascript", "general_cleaning"], metavar="TASK",
-        choices=cleanup_fix_dataset.TASKS, help="of cleanup_fix_dataset.py (remove_256_javascript general_cleaning)",
+        choices=cleanup_fix_dataset.TASKS,
+        help="tasks of cleanup_fix_dataset.py (remove_256_javascript general_cleaning)",
     )  # fmt: skip
     parser.add_argument("--threshold", type=float, default=0.7, metavar="X", help="similarity of duplicates (0.7)")
-    parser.add_argument("--num-bands", type=int, default=20, metavar="N", help="of find_duplicates.py (20)")
-    parser.add_argument("--num-seeds", type=int, default=100, metavar="N", help="of find_duplicates.py (100)")
-    parser.add_argument("--lambada-path", metavar="FILE", help="remove what LAMBADA is made of")
-    parser.add_argument("--task-files", nargs="*", default=[], metavar="X", help="FILE FIELD ...: of other tasks")
-    parser.add_argument("--id-prefix", default="doc", metavar="WORD", help="that the numbers begin with (doc)")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the order and the fingerprints (1234)")
-    parser.add_argument("--keep", action="store_true", help="keep the files between the steps")
+    parser.add_argument("--num-bands", type=int, default=20, metavar="N", help="flag of find_duplicates.py (20)")
+    parser.add_argument("--num-seeds", type=int, default=100, metavar="N", help="flag of find_duplicates.py (100)")
+    parser.add_argument("--lambada-path", metavar="FILE", help="remove the texts of LAMBADA")
+    parser.add_argument("--task-files", nargs="*", default=[], metavar="X", help="FILE FIELD ...: texts of other tasks")
+    parser.add_argument("--id-prefix", default="doc", metavar="WORD", help="prefix of the numbers (doc)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of order and fingerprints (1234)")
+    parser.add_argument("--keep", action="store_true", help="keep the intermediate files")
     add_common(parser)
 
 
-main = Tool("pipeline.py", __doc__, add_flags, run, interrupted="what is done is kept; the same command goes on")
+_INTERRUPTED = "finished steps are kept; run the command again to continue"
+main = Tool("pipeline.py", __doc__, add_flags, run, interrupted=_INTERRUPTED)

@@ -3,9 +3,9 @@
 
     python tools/openwebtext/remove_group_duplicates.py groups.jsonl data.jsonl deduplicated.jsonl
 
-Reads what group_duplicate_url.py wrote; of each group the document named first is kept. Names should be unique: of
-documents with one name, find_duplicates.py has compared the first, and the others stay. Memory: the names that are left
-out.
+Reads the output of group_duplicate_url.py, and keeps the first document of each group. Names should be unique: of
+documents with the same name, find_duplicates.py compared the first, and the others stay. Memory: the names of the
+removed documents.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tools.openwebtext.cleaning.filtering import Judged, document, judge_all
 
 
 def duplicates_in(groups: str) -> set[str]:
-    """Names of all documents of groups but the first ones.
+    """Names of all documents of groups except the first of each.
 
     Raises:
-        UserError: naming the line that is no group.
+        UserError: naming the line that is not a group.
     """
     duplicates: set[str] = set()
     for number, line in numbered_lines(groups):
         where = f"{groups}, line {number}"
         for names in document(line, where, skippable=False).values():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise UserError(f"{where}: is no line of group_duplicate_url.py's output")
+                raise UserError(f"{where}: is not a line of group_duplicate_url.py's output")
             duplicates.update(names[1:])
     return duplicates
 

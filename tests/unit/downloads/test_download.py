@@ -108,7 +108,7 @@ def test_a_damaged_archive_is_refused(
 ) -> None:
     published.files[NGC] = data
     assert _run(published, tmp_path, "ckpt") == 2
-    assert "is no sound zip file" in error_line()
+    assert "is not an intact zip file" in error_line()
     assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
 
 
@@ -197,7 +197,7 @@ def test_the_oscar_subset_of_the_benchmark_is_downloaded(published: Published, t
 def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
     packed = tmp_path / "x.jsonl.xz"
     packed.write_bytes(lzma.compress(os.urandom(5000))[:-100])
-    with pytest.raises(UserError, match=r"x.jsonl.xz: is no sound xz file"):
+    with pytest.raises(UserError, match=r"x.jsonl.xz: is not an intact xz file"):
         catalog.write_first_lines(packed, tmp_path / "x.jsonl", 10**6)
     assert not (tmp_path / "x.jsonl").exists()
 
@@ -208,7 +208,7 @@ def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
         (["vocab", "gpt3"], "vocab gpt3: give gpt2 or bert"),
         (["ckpt", "--shards", "2"], "--shards: ckpt does not come in shards; drop it"),
         (["wikipedia", "--shards", "0"], "--shards 0: give at least 1"),
-        (["vocab", "--mirror", "mirror.example"], "--mirror mirror.example: is no address of a web server"),
+        (["vocab", "--mirror", "mirror.example"], "--mirror mirror.example: is not the address of a web server"),
     ],
 )
 def test_impossible_flags_are_refused(

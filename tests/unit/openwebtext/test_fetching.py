@@ -61,7 +61,7 @@ def test_an_interrupted_fetch_continues(site: str, tmp_path: Path, capsys: pytes
     half_line = json.dumps({"url": urls[5], "text": "half"})
     record.write_text(LIMITS + "".join(json.dumps(row) + "\n" for row in done) + half_line)
     assert fetched(source, output, "--ignore-robots") == 2
-    assert "was begun with another --max-bytes, --ignore-robots" in capsys.readouterr().err
+    assert "was started with another --max-bytes, --ignore-robots" in capsys.readouterr().err
     assert fetched(source, output) == 0
     texts = {row["url"]: row["text"] for row in read(output)}
     assert texts[urls[0]] == "kept"
@@ -80,7 +80,7 @@ def test_a_file_that_is_not_a_record_stays(text: str, tmp_path: Path, capsys: py
     source.write_text("http://127.0.0.1:9/story1\n")
     record.write_text(text)
     assert fetched(source, output) == 2
-    assert "is no record" in capsys.readouterr().err
+    assert "is not the record" in capsys.readouterr().err
     assert record.read_text() == text
 
 
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_a_fetch_at_once(site: str, tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130
-    assert stderr.splitlines()[-1] == f"fetch_pages: interrupted; {fetch_pages.GOES_ON}"
+    assert stderr.splitlines()[-1] == f"fetch_pages: interrupted; {fetch_pages.RESUMABLE}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pages.jsonl.fetched", "urls.txt"]
 
 

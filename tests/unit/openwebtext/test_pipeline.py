@@ -123,7 +123,7 @@ def test_a_finished_cleaning_removes_only_its_own_files(tmp_path: Path, refused:
 def test_a_foreign_report_is_left_alone(report: str, tmp_path: Path, refused: Refusal) -> None:
     source, path = write(tmp_path / "in.jsonl", stories(1)), tmp_path / "report.json"
     path.write_text(report)
-    assert "is no report of an earlier cleaning" in refused(pipeline, flags_of(source, tmp_path))
+    assert "is not the report of a cleaning" in refused(pipeline, flags_of(source, tmp_path))
     assert path.read_text() == report
     assert {entry.name for entry in tmp_path.iterdir()} == {"in.jsonl", "report.json"}
 
@@ -230,6 +230,6 @@ def test_a_folder_allows_one_cleaning_at_a_time(tmp_path: Path, refused: Refusal
     out = tmp_path / "out"
     out.mkdir()
     with holding(out):
-        assert "another cleaning is at work there" in refused(
+        assert "another cleaning is running there" in refused(
             pipeline, ["--json", str(source), "--output-path", str(out), "--workers", "1"]
         )

@@ -89,7 +89,7 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b'\n{"n": 1}\r\n\n\n{"n": 2}\n{\n')
     assert [number for number, _ in numbered_lines(path)] == [2, 5, 6]
-    with pytest.raises(UserError, match="line 6: is no JSON"):
+    with pytest.raises(UserError, match="line 6: is not JSON"):
         judge_all(_number, [path], lambda line: None, skip_bad=False)
     numbers: list[bytes] = []
     judge_all(_number, [path], numbers.append, skip_bad=True)
@@ -170,8 +170,8 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
         ("nowhere/out", "there is no folder"),
         ("file/out", "there is no folder"),
         ("x" * 300, "File name too long"),
-        ("pipe", "is no plain file"),
-        ("/dev/null", "is no plain file"),
+        ("pipe", "is not a plain file"),
+        ("/dev/null", "is not a plain file"),
         ("/proc/out", "/proc/out: "),
         ("loop", "symbolic links"),
         ("out.jsonl.bz2", r"\.gz or \.zst"),
@@ -253,7 +253,7 @@ def test_the_last_pipeline_step_keeps_the_spelling_of_numbers(tmp_path: Path) ->
 
 def test_a_number_instead_of_a_text_is_named(tmp_path: Path, refused: Refusal) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": {"9" * 5000}}}\n')
-    assert "a.jsonl, line 1: 'text' is a number and no text" in refused(
+    assert "a.jsonl, line 1: 'text' is a number, not a text" in refused(
         cleanup_dataset, [str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--workers", "1"]
     )
 

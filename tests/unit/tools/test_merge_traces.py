@@ -88,7 +88,7 @@ def test_missing_ranks_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         _write(tmp_path, rank, 0.0, 10.0, world_size=4)
     assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "warning: no trace of rank 2, of 4; the merged trace is without it\n"
+    assert captured.err == "warning: the merged trace is incomplete: no trace of rank 2, of 4\n"
     assert "out.json: 3 of 4 ranks;" in captured.out
     _write(tmp_path, 0, 0.0, 10.0, world_size=100)
     assert main([str(tmp_path / "trace_rank_00000.json"), "-o", str(tmp_path / "out.json")]) == 0
@@ -119,7 +119,7 @@ def test_files_without_a_run_are_merged_with_a_warning(tmp_path: Path, capsys: p
         _write(tmp_path, rank, 0.0, 10.0, run=None, world_size=None)
     assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
     captured = capsys.readouterr()
-    assert "warning: the traces do not say which run they are of" in captured.err
+    assert "warning: the traces, of an older version, do not name their run" in captured.err
     assert "out.json: 2 ranks;" in captured.out
 
 
@@ -187,7 +187,7 @@ def test_the_schedule_of_a_replica_is_drawn(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"layout": {', '"mesh": {', "does not say its layout: an older version wrote it"),
+        ('"layout": {', '"mesh": {', "of an older version, lacks the layout"),
         ('"pp": 2', '"pp": 16777216', "no replica has a trace of each of its 16777216 stages"),
         ('"dp": 2', '"dp": 3', "no replica has a trace of each of its 2 stages"),
         ('"pp": 2', '"pp": 0', "pp is 0; it must be at least 1"),

@@ -45,10 +45,8 @@ def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lin
             "--workers", type=int, default=default, metavar="N", help=f"processes ({default}: all cores)"
         )
     if bad_lines:
-        parser.add_argument(
-            "--skip-bad-lines", action="store_true", help="count lines that are no documents, and go on"
-        )
-    parser.add_argument("--report", metavar="FILE", help="write the counts there as JSON")
+        parser.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that are not documents")
+    parser.add_argument("--report", metavar="FILE", help="write the counts to this file as JSON")
 
 
 def check_at_least(options: argparse.Namespace, **minimums: int) -> None:

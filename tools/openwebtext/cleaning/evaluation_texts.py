@@ -50,5 +50,5 @@ def texts_of_task(name: str) -> Iterator[str]:
     except Exception as error:  # network, file or name errors: each library raises other types
         reason = first_line(error)
         raise UserError(
-            f"--tasks {name}: {dataset} cannot be had ({reason}); give its texts with --task-files FILE FIELD"
+            f"--tasks {name}: {dataset} cannot be downloaded ({reason}); give its texts with --task-files FILE FIELD"
         ) from error

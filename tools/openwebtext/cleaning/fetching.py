@@ -28,7 +28,7 @@ from tools.openwebtext.cleaning.pages import UNREACHED, Limits, Page, host_of
 _MAX_UNANSWERED = 6
 """Consecutive pages without an answer after which a host's remaining pages are skipped."""
 _HOSTS_PER_CONNECTION, _MAX_HOSTS = 8, 1000
-"""Hosts that take turns: for each connection, and in all."""
+"""Hosts that take turns: per connection, and in total."""
 _REDIRECTIONS, _RETRIES = 5, 2
 _MAX_ROBOTS_BYTES = 500_000
 _MEDIA_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
@@ -164,7 +164,7 @@ class Fetcher:
 
 
 def _fetch_in_time(fetch: Callable[[str], Page], url: str, patience: float) -> Page:
-    """Fetch a page in a thread of its own, which is abandoned after ``patience`` seconds."""
+    """Fetch a page in a separate thread, which is abandoned after ``patience`` seconds."""
     answers: SimpleQueue[Page] = SimpleQueue()
     threading.Thread(target=lambda: answers.put(fetch(url)), daemon=True).start()
     try:
@@ -216,8 +216,8 @@ def fetch_all(
                     if is_last:
                         break
 
-    # More threads than connections, since most of them pause. Daemon threads, which a user who interrupts the program
-    # need not wait for.
+    # More threads than connections, since most of them pause; daemon threads, so that an interrupted program ends at
+    # once.
     for _ in range(min(_HOSTS_PER_CONNECTION * connections, _MAX_HOSTS, len(urls_by_host))):
         threading.Thread(target=fetch_hosts, daemon=True).start()
     for _ in range(sum(map(len, urls_by_host.values()))):

@@ -42,12 +42,12 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
     try:
         record = parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is no JSON ({error}); {advice}") from error
+        raise UserError(f"{where}: is not JSON ({error}); {advice}") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: is no JSON object; {advice}")
+        raise UserError(f"{where}: is not a JSON object; {advice}")
     for key in keys:
         if isinstance(record.get(key), (int, float, Numeral)):
-            raise UserError(f"{where}: {key!r} is a number and no text (add_id.py makes names that are); {advice}")
+            raise UserError(f"{where}: {key!r} is a number, not a text (add_id.py creates text names); {advice}")
         if not isinstance(record.get(key), str):
             raise UserError(f"{where}: has no text {key!r}; {advice}")
     return record

@@ -127,7 +127,7 @@ def load_fingerprints(path: Path, seeds: int, seed: int) -> tuple[Fingerprints, 
     dtypes = (rows.dtype, rows.ndim, sizes.dtype) == (np.dtype(np.uint32), 2, np.dtype(np.int64))
     shapes = sizes.shape == rows.shape[:1] == (len(keys),)
     if not (dtypes and shapes and (sizes > 0).all() and all(isinstance(key, str) for key in keys)):
-        raise UserError(f"--load-fingerprints {path}: is no output of --save-fingerprints; make it again")
+        raise UserError(f"--load-fingerprints {path}: was not written by --save-fingerprints; create it again")
     if header != _header(seed) or rows.shape[1] != seeds:
         raise UserError(
             f"--load-fingerprints {path}: has {rows.shape[1]} seeds of {header}, not {seeds} of {_header(seed)}; "

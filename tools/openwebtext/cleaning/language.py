@@ -25,4 +25,4 @@ def check_language(language: str) -> None:
 
     known_languages = sorted({code for code, _ in py3langid.rank("")})
     if language not in known_languages:
-        raise UserError(f"--language {language} is not known: give one of {', '.join(known_languages)}")
+        raise UserError(f"--language {language} is not known; choose from {', '.join(known_languages)}")

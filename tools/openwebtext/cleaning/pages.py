@@ -19,16 +19,16 @@ class Limits:
     """Limits of page fetching; each field is a flag."""
 
     # Each connection takes two threads and one or two of typically 1,024 open files.
-    connections: int = option(32, "connections at once", metavar="N", minimum=1, maximum=400)
+    connections: int = option(32, "concurrent connections", metavar="N", minimum=1, maximum=400)
     delay: float = option(1.0, "seconds between pages of a host", metavar="S", minimum=0, maximum=3600)
     timeout: float = option(
         10.0, "seconds of silence; a page may take three times as long", metavar="S", minimum=0.1, maximum=3600
     )
-    max_bytes: int = option(5_000_000, "bytes of a page, at most", metavar="N", minimum=1, maximum=1_000_000_000)
-    agent: str = option("megatron-cc", "told to the sites", flag="user-agent", metavar="NAME")
-    robots: bool = option(True, "do not ask for robots.txt", flag="ignore-robots", off_switch=True)
+    max_bytes: int = option(5_000_000, "maximum size of a page", metavar="N", minimum=1, maximum=1_000_000_000)
+    agent: str = option("megatron-cc", "name sent to the sites", flag="user-agent", metavar="NAME")
+    robots: bool = option(True, "ignore robots.txt", flag="ignore-robots", off_switch=True)
     private: bool = option(
-        False, "fetch from hosts of this machine and its own network, too", flag="allow-private-hosts"
+        False, "also fetch from hosts of this machine and of private networks", flag="allow-private-hosts"
     )
 
     @property
