@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Makes the environment that the Makefile's commands run in, then runs a Python command in it.
+"""Set up the environment for the Makefile's commands, then run a Python command in it.
 
     python3 tools/setup_env.py [--extras test,lint] [--oracle] [-- PYTHON_ARGUMENTS ...]
 
-An environment that already has a torch of the supported range is used as it is:
+An installed torch in the supported range is used as it is:
 
 - an active virtual environment with such a torch (or PYTHON=/path/to/its/python) is used directly;
 - a system or conda Python with such a torch gets a ``.venv`` that sees the system's packages;
-- otherwise ``.venv`` is made from the first usable Python, and torch is installed into it.
+- otherwise ``.venv`` is created from the first usable Python, and torch is installed into it.
 
-torch itself is never replaced: what is installed later is held to the version found. A second call finds its
-stamp and takes no time. Standard library only; it also starts on a Python too old to train with, and then
-looks for another.
+torch is never replaced: later installations are constrained to its version. A second call finds its stamp and
+has nothing to do. Standard library only; a Python too old to train with can run this script, which then looks
+for another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = (3, 10), (3, 13)
 ORACLES = {"megatron-core==0.16.1": "MEGATRON_CORE_ORACLE", "transformers==4.17.0": "TRANSFORMERS_ORACLE"}
-"""Packages that the tests compare with, each in a folder of its own that a variable names."""
+"""Reference packages for tests -> environment variable for the package's folder."""
 
 PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
@@ -50,11 +50,11 @@ print(json.dumps({
 
 
 class SetupError(Exception):
-    """Something the user has to do first; the message says what."""
+    """The environment cannot be set up; the message says what the user has to do."""
 
 
 class Interpreter:
-    """A Python that was asked about itself."""
+    """A Python and what it reports about itself."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.executable: str = facts["executable"]
@@ -79,27 +79,27 @@ def say(text: str) -> None:
 
 
 def probe(command: str) -> Interpreter | None:
-    """Ask a Python about itself; None when it does not run or is older than 3.8."""
+    """Ask a Python about itself; None if it does not run or is older than 3.8."""
     path = shutil.which(command)
     if path is None:
         return None
     try:
-        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, cwd="/")
-        return Interpreter(json.loads(done.stdout)) if done.returncode == 0 else None
+        result = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, cwd="/")
+        return Interpreter(json.loads(result.stdout)) if result.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
 
 
 def torch_requirement() -> str:
-    """The range of torch that pyproject.toml declares, as ``torch>=A,<B``."""
-    found = re.findall(r'"(torch\s*>=[\d.]+,\s*<[\d.]+)"', (REPO / "pyproject.toml").read_text())
-    if not found or len(set(found)) != 1:
-        raise SetupError(f"pyproject.toml must give one range for torch in both places, found {found}")
-    return found[0]
+    """Return the torch requirement of pyproject.toml, as ``torch>=A,<B``."""
+    ranges = re.findall(r'"(torch\s*>=[\d.]+,\s*<[\d.]+)"', (REPO / "pyproject.toml").read_text())
+    if len(set(ranges)) != 1:
+        raise SetupError(f"pyproject.toml must give torch the same range everywhere, found {ranges}")
+    return ranges[0]
 
 
 def in_torch_range(version: str) -> bool:
-    """Whether a version is in the declared range; a pre-release of its lower end is not, as for pip."""
+    """Check that a version is in the declared range; as in pip, a pre-release of its lower end is not."""
     low, high = (_numbers(v) for v in re.findall(r"[\d.]+\d", torch_requirement()))
     public = version.split("+")[0]
     is_final = re.fullmatch(r"[\d.]+(\.post\d+)?", public) is not None
@@ -113,81 +113,80 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def choose_base() -> Interpreter:
-    """The Python to build on: the one asked for, else an active environment's, else the first usable one.
+    """Choose the base Python: that of $PYTHON, else one with a suitable torch, else the first that can create a venv.
 
     Raises:
-        SetupError: when there is none.
+        SetupError: if there is none.
     """
-    asked = os.environ.get("PYTHON")
-    if asked:
-        found = probe(asked)
-        if found is None or found.version < OLDEST:
-            raise SetupError(f"PYTHON={asked} is not a Python of at least {OLDEST[0]}.{OLDEST[1]}")
-        return found
+    if requested := os.environ.get("PYTHON"):
+        python = probe(requested)
+        if python is None or python.version < OLDEST:
+            raise SetupError(f"PYTHON={requested} is not a Python of at least {OLDEST[0]}.{OLDEST[1]}")
+        return python
     names = ["python3", "python"] + [f"python3.{minor}" for minor in range(NEWEST[1], OLDEST[1] - 1, -1)]
-    found_ones = [i for i in (probe(name) for name in names) if i is not None]
-    usable = [i for i in found_ones if i.version >= OLDEST]
-    suitable = [i for i in usable if i.has_suitable_torch]
-    makers = [i for i in usable if i.can_make_venv]
-    tested = [i for i in makers if i.version <= NEWEST]
+    pythons = [python for name in names if (python := probe(name)) is not None]
+    usable = [python for python in pythons if python.version >= OLDEST]
+    suitable = [python for python in usable if python.has_suitable_torch]
+    makers = [python for python in usable if python.can_make_venv]
+    tested = [python for python in makers if python.version <= NEWEST]
     for group in (suitable, tested, makers):
         if group:
             return group[0]
     if usable:
-        raise SetupError(f"{usable[0]} cannot make virtual environments: install its venv package (python3-venv)")
-    seen = ", ".join(sorted({str(i) for i in found_ones})) or "none"
-    raise SetupError(f"needs Python 3.10 to 3.13, found {seen}: install one, or give it as PYTHON=/path/to/python")
+        raise SetupError(f"{usable[0]} cannot create virtual environments: install its venv package (python3-venv)")
+    versions = ", ".join(sorted(set(map(str, pythons)))) or "none"
+    raise SetupError(f"needs Python 3.10 to 3.13, found {versions}: install one, or set PYTHON=/path/to/python")
 
 
 def make_environment() -> Interpreter:
-    """The environment's Python; makes ``.venv`` where needed."""
-    own = probe(str(REPO / ".venv" / "bin" / "python"))
-    own = own if own is not None and own.is_venv else None
+    """Return the environment's Python; create ``.venv`` if needed."""
+    venv = probe(str(REPO / ".venv" / "bin" / "python"))
+    venv = venv if venv is not None and venv.is_venv else None
     if not os.environ.get("PYTHON"):
         active = probe("python3")
         if active is not None and active.is_venv and active.has_suitable_torch:
             return active
-        if own is not None:
-            return own
+        if venv is not None:
+            return venv
     base = choose_base()
     if base.is_venv and base.has_suitable_torch:
         return base
-    same_base = own is not None and own.base_prefix == base.base_prefix
-    if own is not None and same_base and (not base.has_suitable_torch or own.torch == base.torch):
-        return own
+    same_base = venv is not None and venv.base_prefix == base.base_prefix
+    if venv is not None and same_base and (not base.has_suitable_torch or venv.torch == base.torch):
+        return venv
     return _make_venv(base)
 
 
 def _make_venv(base: Interpreter) -> Interpreter:
     if not base.can_make_venv:
-        raise SetupError(f"{base} cannot make virtual environments: install its venv package (python3-venv)")
+        raise SetupError(f"{base} cannot create virtual environments: install its venv package (python3-venv)")
     if base.version > NEWEST:
-        say(f"{base} is newer than what is tested ({NEWEST[0]}.{NEWEST[1]})")
+        say(f"{base} is newer than the newest tested version ({NEWEST[0]}.{NEWEST[1]})")
     folder = REPO / ".venv"
     share = base.has_suitable_torch
-    say(f"making .venv from {base}" + (f", which has torch {base.torch}: used as it is" if share else ""))
+    say(f"creating .venv from {base}" + (f", with its torch {base.torch}" if share else ""))
     command = [base.executable, "-m", "venv", "--clear"]
     command += ["--system-site-packages"] if share else []
     command += [] if base.has_ensurepip else ["--without-pip"]
-    run([*command, str(folder)], "cannot make .venv")
-    made = probe(str(folder / "bin" / "python"))
-    if made is None:
+    run([*command, str(folder)], "cannot create .venv")
+    venv = probe(str(folder / "bin" / "python"))
+    if venv is None:
         raise SetupError("the Python of the new .venv does not run: remove .venv and try again")
     if not base.has_ensurepip:
-        pip = [base.executable, "-m", "pip", "--python", made.executable, "install", "pip"]
+        pip = [base.executable, "-m", "pip", "--python", venv.executable, "install", "pip"]
         run(pip, "cannot install pip into .venv")
-    return made
+    return venv
 
 
 def run(command: list[str], failure: str) -> None:
-    """Run a command; show its output only when it fails.
+    """Run a command; show its output only if it fails.
 
     Raises:
-        SetupError: with the failure's meaning and the output's last lines.
+        SetupError: with ``failure`` and the last lines of output.
     """
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO)
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.rstrip().splitlines()[-15:])
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO)
+    if result.returncode != 0:
+        tail = "\n".join(result.stdout.rstrip().splitlines()[-15:])
         raise SetupError(f"{failure}: `{' '.join(command)}` failed:\n{tail}")
 
 
@@ -207,23 +206,23 @@ def read_stamp(python: Interpreter) -> dict[str, Any]:
         return {}
 
 
-def wanted_stamp(python: Interpreter) -> dict[str, Any]:
+def expected_stamp(python: Interpreter) -> dict[str, Any]:
     kernels = sorted(path for path in (REPO / "megatron/kernels/csrc").rglob("*") if path.is_file())
     text = "".join(path.read_text() for path in (REPO / "pyproject.toml", REPO / "setup.py", *kernels))
     return {"project": hashlib.sha256(text.encode()).hexdigest(), "repo": str(REPO), "torch": python.torch}
 
 
 def install(python: Interpreter, extras: set[str]) -> None:
-    """Install torch where there is none, then the project and what it needs; nothing if that is done."""
-    stamp, wanted = read_stamp(python), wanted_stamp(python)
-    done = set(stamp.get("extras", ()))
-    current = {name: stamp.get(name) for name in wanted} == wanted
-    if current and extras <= done and python.has_suitable_torch:
+    """Install torch if missing, then the project and its dependencies; do nothing if all are installed."""
+    stamp, expected = read_stamp(python), expected_stamp(python)
+    installed_extras = set(stamp.get("extras", ()))
+    current = {name: stamp.get(name) for name in expected} == expected
+    if current and extras <= installed_extras and python.has_suitable_torch:
         return
-    extras |= done if current else set()
+    extras |= installed_extras if current else set()
     start = time.monotonic()
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("c++") is None:
-        say("no C++ compiler found: that is fine, the compiled kernels are optional")
+        say("no C++ compiler found; the compiled kernels are optional")
     build_tools = ["setuptools>=77", "wheel", "ninja"]
     if python.has_suitable_torch:
         say(f"using torch {python.torch} as it is")
@@ -232,13 +231,13 @@ def install(python: Interpreter, extras: set[str]) -> None:
         say(f"installing {torch_requirement()} (the largest download)")
         pip_install(python, [*build_tools, torch_requirement()], "cannot install torch")
         python.torch = require_probe(python).torch
-    say("installing Megatron-CC and what it needs" + (f" for {', '.join(sorted(extras))}" if extras else ""))
+    say("installing Megatron-CC and its dependencies" + (f" for {', '.join(sorted(extras))}" if extras else ""))
     constraints = Path(python.prefix) / ".megatron-cc-constraints.txt"
     constraints.write_text(f"torch=={python.torch}\n")
     target = ".[" + ",".join(sorted(extras)) + "]" if extras else "."
     arguments = ["--no-build-isolation", "--constraint", str(constraints), "--editable", target]
     pip_install(python, arguments, "cannot install Megatron-CC")
-    stamp_path(python).write_text(json.dumps({**wanted_stamp(python), "extras": sorted(extras)}))
+    stamp_path(python).write_text(json.dumps({**expected_stamp(python), "extras": sorted(extras)}))
     say(f"ready after {time.monotonic() - start:.0f} s: {python}, torch {python.torch}")
 
 
@@ -254,12 +253,12 @@ def oracle_folder(python: Interpreter, package: str) -> Path:
 
 
 def install_oracles(python: Interpreter) -> None:
-    """Put packages into folders of their own: the tests compare with them. Without them those tests skip."""
+    """Install each reference package into a separate folder; without it, the tests that compare with it are skipped."""
     for package in ORACLES:
         folder = oracle_folder(python, package)
         if (folder / ".complete").exists():
             continue
-        say(f"fetching {package}, which the tests compare with")
+        say(f"fetching {package}, a reference for tests")
         shutil.rmtree(folder, ignore_errors=True)
         try:
             pip_install(python, ["--no-deps", "--target", str(folder), package], f"cannot install {package}")
@@ -271,7 +270,7 @@ def install_oracles(python: Interpreter) -> None:
 
 
 def environment(python: Interpreter) -> dict[str, str]:
-    """The variables of the command to run: the environment comes first on the path; where the oracle is."""
+    """Return the command's variables: the environment's programs come first in PATH, and the references are named."""
     env = dict(os.environ)
     env["PATH"] = str(Path(python.executable).parent) + os.pathsep + env.get("PATH", "")
     for package, variable in ORACLES.items():
@@ -285,8 +284,8 @@ def main() -> int:
     parser.add_argument(
         "--extras", default="", help="comma-separated: cleaning, docs, evaluation, server, tasks, test, lint (none)"
     )
-    parser.add_argument("--oracle", action="store_true", help=f"also fetch {' and '.join(ORACLES)} for comparisons")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the arguments of Python to run")
+    parser.add_argument("--oracle", action="store_true", help=f"also fetch {' and '.join(ORACLES)} for tests")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="--, then the arguments of the Python to run")
     args = parser.parse_args()
     try:
         python = make_environment()

@@ -103,7 +103,7 @@ class KVCache:
             return key_bgsd, value_bgsd
         keys[self._rows_b, :, self._lengths_b] = key_bgsd[:, :, 0]
         values[self._rows_b, :, self._lengths_b] = value_bgsd[:, :, 0]
-        return keys[:, :, : self._step_extent], values[:, :, : self._extent_of_step]
+        return keys[:, :, : self._step_extent], values[:, :, : self._step_extent]
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the rows' lengths after the prefill."""

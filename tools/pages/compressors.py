@@ -1,4 +1,4 @@
-"""Generated parts of the reference pages of compressors, docs/reference/compressors/NAME.md."""
+"""Generate the tables in the compressors' reference pages, docs/reference/compressors/NAME.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generator of docs/reference/flags.md from the sections and the tables of known flags."""
+"""Generate docs/reference/flags.md from the sections and the tables of known flags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Generator of docs/reference/flags-of-others.md: the status of every flag of predecessor systems.
+"""Generate docs/reference/flags-of-others.md: the status of every flag of predecessor systems.
 
-The lists in `others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
-by the parser of training runs or of tasks.
+The lists in `others` contain flag names, arities and defaults. The status is what the parser of training runs or
+of tasks does with the flag.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _of_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fa
 
 def _expect(holds: bool, words: Sequence[str]) -> None:
     if not holds:
-        raise RuntimeError(f"{' '.join(words)}: what the parser does and what the tables say differ")
+        raise RuntimeError(f"{' '.join(words)}: the parser does not do what the tables of known flags say")
 
 
 def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:

@@ -84,7 +84,7 @@ def test_a_malformed_answer_is_one_line(answer: bytes, typed: None, capsys: pyte
     with answering(answer) as url:
         assert main([url, "--tokens-to-generate", "4"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {url}: what answers there is no text generation server")
+    assert err.startswith(f"error: {url}: this is not a text generation server")
     assert err.count("\n") == 1
 
 
@@ -111,5 +111,5 @@ def test_invalid_utf8_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with answering(reply('{"text": ["1 2"]}')) as url:
         assert main([url, "--tokens-to-generate", "4"]) == 1
     out, err = capsys.readouterr()
-    assert "is no UTF-8 text" in err
+    assert "is not UTF-8 text" in err
     assert "Megatron Response:\n1 2\n" in out

@@ -37,7 +37,7 @@ def test_values_that_are_not_finite_are_counted_gaps(tmp_path: Path, capsys: pyt
     assert main([str(log), "-o", str(tmp_path / "a.png")]) == 0
     printed = capsys.readouterr().out
     assert "| mlp | 0.500 | 0.500 | 0.620 | 0.600 |" in printed
-    assert "figures that are not finite: 3, the first at iteration 2" in printed
+    assert "values that are not finite: 3, the first at iteration 2" in printed
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -48,7 +48,7 @@ def test_values_that_are_not_finite_are_counted_gaps(tmp_path: Path, capsys: pyt
         ({"parameters": "none"}, "a.jsonl:2: parameters is missing"),
         ({"parameters": {"w": 3}}, "a.jsonl:2: parameters: w: expected names and values, not 3"),
         ({"parameters": {"w": {"kept": "x"}}}, "a.jsonl:2: parameters w: kept: 'x' is not a number"),
-        ({"parameters": {"w": {"lost": 0.5}}}, "a.jsonl:2: parameters w: lost is none of kept, energy"),
+        ({"parameters": {"w": {"lost": 0.5}}}, "a.jsonl:2: parameters w: lost is not one of kept, energy"),
         ({"density": "none"}, "a.jsonl:2: density is missing"),
         ({"iteration": "2"}, "a.jsonl:2: iteration: '2' is not an integer"),
     ],
@@ -101,8 +101,12 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
         ([[1, 2], [1, None]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 2 counts"),
         ([[]], ["--places", "b.png"], "a.jsonl:1: parameters layers.0.mlp.weight: places: 0 counts"),
         ([[1, 2]], ["--places", "b.zzz"], "b.zzz: no picture ends so"),
-        ([[1, 2]], ["--places", "b.png", "--only", "qkv,x"], "--only qkv,x: no matrix is named so; there are layers.0"),
-        ([[1, 2]], ["--only", "qkv"], "--only qkv chooses what --places draws; give --places FILE"),
+        (
+            [[1, 2]],
+            ["--places", "b.png", "--only", "qkv,x"],
+            "--only qkv,x: no matrix has such a name; the log has layers.0",
+        ),
+        ([[1, 2]], ["--only", "qkv"], "--only qkv selects matrices for --places; give --places FILE"),
         ([], ["--places", "b.png"], "--places: no places in the log; run with --log-gradients-bins 200"),
     ],
 )
