@@ -28,7 +28,7 @@ def _lines(root: Path, folder: Path, layout: Layout | None) -> list[str]:
     model = load_model(root, topology=topology)
     text, lines = str(folder / "text"), str(folder / "lines")
     return [
-        wikitext.evaluate(model, wikitext.read_text(text), text, 7, 3),
+        wikitext.evaluate(model, *wikitext.read_text(text), text, 7, 3),
         lambada.evaluate(model, lambada.read_texts(lines), lines, True, 3),
         continuation.evaluate(model, lambada.read_texts(lines), lines, continuation.QuestionOptions(9, 6, 5, 3), 4),
     ]

@@ -1,10 +1,10 @@
-"""Writes a corpus from text that every Python brings along: the standard library's sources and documentation.
+"""Write a corpus from text that comes with every Python: the standard library's sources and documentation.
 
     python tools/quickstart/make_corpus.py --output-dir DIR
 
-DIR/train.jsonl and DIR/heldout.jsonl hold one JSON object per document, {"name": ..., "text": ...}. Each
-is a module or a chapter of Python's built-in help. Which documents are held out depends on their names
-alone; no text is in both files.
+DIR/train.jsonl and DIR/heldout.jsonl contain one JSON object per document, {"name": ..., "text": ...}. A document
+is a module or a chapter of Python's built-in help. Documents are held out by a hash of their names; no text is in
+both files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from megatron.base.errors import UserError
 
 HELDOUT_SHARE = 0.05
 
-LEFT_OUT = {
+EXCLUDED_FOLDERS = {
     "__pycache__",
     "dist-packages",
-    "encodings",  # generated tables, nearly the same in each file: no text, and a held-out one would be known
+    "encodings",  # generated tables, nearly the same in each file: the model would know a held-out one
     "idle_test",
     "lib2to3",  # its tokenizer is a copy of another module's
-    "pydoc_data",  # comes as chapters instead
+    "pydoc_data",  # included as chapters instead
     "site-packages",
     "test",
     "tests",
 }
-"""Folders whose files are not used."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class Document:
 
 
 def library_documents(folder: Path) -> Iterator[Document]:
-    """The modules below a folder of Python sources, by name; files that do not decode are left out."""
+    """Read the modules below a folder of Python sources, by name, without files that do not decode."""
     for path in sorted(folder.rglob("*.py")):
         relative = path.relative_to(folder)
-        if LEFT_OUT.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
+        if EXCLUDED_FOLDERS.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
             continue
         try:
             with tokenize.open(path) as stream:  # honors the file's coding line
@@ -65,7 +64,7 @@ def library_documents(folder: Path) -> Iterator[Document]:
 
 
 def help_documents() -> Iterator[Document]:
-    """The chapters of Python's built-in help; none where the system left them out."""
+    """Read the chapters of Python's built-in help; none if the system does not install them."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -75,7 +74,7 @@ def help_documents() -> Iterator[Document]:
 
 
 def unique(documents: Iterator[Document]) -> Iterator[Document]:
-    """Leave out documents whose text came before under another name."""
+    """Drop documents with the text of an earlier one."""
     seen: set[str] = set()
     for document in documents:
         if document.text not in seen:
@@ -84,13 +83,13 @@ def unique(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def write_corpus(folder: Path, library: Path) -> dict[str, tuple[int, int]]:
-    """Write both files, whole or not at all.
+    """Write both files atomically.
 
     Returns:
-        For each file its number of documents and bytes of text.
+        Part -> number of documents, and bytes of text.
 
     Raises:
-        UserError: when the library's folder has too little to train on.
+        UserError: if the library's folder has too few sources.
     """
     documents = list(unique(iter([*library_documents(library), *help_documents()])))
     parts = {
@@ -100,7 +99,7 @@ def write_corpus(folder: Path, library: Path) -> dict[str, tuple[int, int]]:
     sizes: dict[str, tuple[int, int]] = {}
     for part, members in parts.items():
         if not members:
-            raise UserError(f"{library}: no Python sources for the {part} text: give another --library")
+            raise UserError(f"{library}: no Python sources for the {part} text; give another --library")
         with atomic_write(folder / f"{part}.jsonl") as stream:
             for document in members:
                 record = json.dumps({"name": document.name, "text": document.text}, ensure_ascii=False)
@@ -111,8 +110,10 @@ def write_corpus(folder: Path, library: Path) -> dict[str, tuple[int, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python sources (standard library)"
+    )
     args = parser.parse_args()
     try:
         sizes = write_corpus(args.output_dir, args.library)

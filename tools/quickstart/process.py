@@ -1,4 +1,4 @@
-"""Runs a command so that its output is both kept in a log and, where asked for, shown as it comes."""
+"""Run a command, write its output to a log, and optionally show it live."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 
 class CommandFailed(Exception):
-    """A command ended with an error; the message names its log."""
+    """A command failed; the message names its log."""
 
 
 def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str, str], show: bool) -> None:
-    """Run a command to its end; its stdout and stderr go to the log, in the order they come.
+    """Run a command to its end; write its stdout and stderr to the log in their order.
 
-    When shown on a terminal, the command gets a terminal too, so that it draws its progress bar.
+    If its output is shown on a terminal, the command gets a terminal too, so that it draws its progress bar.
 
     Raises:
-        CommandFailed: when the exit code is not 0; with the last error line, if one looks like it.
+        CommandFailed: if the exit code is not 0; with the last line that names an error.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = _terminal() if show and sys.stdout.isatty() else os.pipe()
@@ -38,7 +38,7 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
                 try:
                     chunk = _read(reader)
                 except KeyboardInterrupt:
-                    # The terminal interrupted the command as well: let it end. A second one does not wait.
+                    # The terminal interrupted the command as well: wait for its end, unless interrupted again.
                     if interrupted:
                         raise
                     interrupted = True
@@ -57,11 +57,11 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
     if interrupted:
         raise KeyboardInterrupt
     if process.returncode != 0:
-        raise CommandFailed(f"exit code {process.returncode}{_reason(log)}; everything it said: {log}")
+        raise CommandFailed(f"exit code {process.returncode}{_reason(log)}; its output: {log}")
 
 
 def _terminal() -> tuple[int, int]:
-    """A pseudo-terminal as wide as this one, as the ends to read and to write; line ends pass as they are."""
+    """Open a pseudo-terminal as wide as this one, without translation of line ends; return its reader and writer."""
     reader, writer = os.openpty()
     columns, lines = shutil.get_terminal_size()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -72,7 +72,7 @@ def _terminal() -> tuple[int, int]:
 
 
 def _read(descriptor: int) -> bytes:
-    """The next piece of output, empty at its end; a terminal says so by an error."""
+    """Read the next piece of output; empty at the end, which a pseudo-terminal reports as an error."""
     try:
         return os.read(descriptor, 65536)
     except OSError:
@@ -80,7 +80,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs; a launcher gets the time to end its workers."""
+    """Stop a command if it still runs; 40 s let a launcher stop its workers."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -91,7 +91,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(log: Path) -> str:
-    """The last line of a log that names an error."""
+    """Return the last line of a log that names an error, in parentheses; empty if there is none."""
     lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()
     for line in reversed(lines):
         text = line.strip()

@@ -1,9 +1,9 @@
-"""The quickstart: from text on this machine to a trained GPT, on four processes, in a few minutes.
+"""Train a GPT on text found on this machine, in four processes, within minutes.
 
     make quickstart                             or, in an environment: python -m tools.quickstart.run
     make quickstart ARGS="--train-iters 1000"   train on
 
-Steps whose results are there are left out, and training goes on from its last checkpoint.
+Completed steps are skipped, and training resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything lies below the output folder."""
+class QuickstartPaths:
+    """Paths below the output folder."""
 
     out: Path
 
@@ -92,16 +92,16 @@ class Places:
         return self.run / "log.jsonl"
 
     def data(self, part: str) -> Path:
-        """Prefix of the ``.bin/.idx`` pair of ``train`` or ``heldout``."""
+        """Return the prefix of the ``.bin/.idx`` pair of ``train`` or ``heldout``."""
         return self.out / "data" / f"{part}_text_document"
 
     @property
     def tracker(self) -> Path:
-        """The file that names the last complete checkpoint."""
+        """File with the iteration of the last complete checkpoint."""
         return self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
 
     def iterations_done(self) -> int:
-        """Of the last complete checkpoint; 0 when there is none."""
+        """Return the iteration of the last complete checkpoint; 0 if there is none."""
         try:
             return int(self.tracker.read_text())
         except (OSError, ValueError):
@@ -115,21 +115,21 @@ class Places:
 
 
 class Quickstart:
-    """The steps, each a method that makes its stage.
+    """The steps of the quickstart.
 
     Args:
-        out: the folder that everything goes to.
-        train_iters: iterations of the whole run, those of earlier calls included; None: the usual number, or
-            what an earlier call was asked for if that is more.
+        out: output folder.
+        train_iters: iterations of the whole run, including those of earlier calls; None: the default, or the
+            iteration of the last checkpoint if that is more.
     """
 
     def __init__(self, out: Path, train_iters: int | None = None) -> None:
-        self.at = Places(out)
-        self.train_iters = train_iters or max(TRAIN_ITERS, self.at.iterations_done())
+        self.paths = QuickstartPaths(out)
+        self.train_iters = train_iters or max(TRAIN_ITERS, self.paths.iterations_done())
         self.tokenizer_flags = [
             *("--tokenizer-type", "GPT2BPETokenizer"),
-            *("--vocab-file", str(self.at.vocabulary / "vocab.json")),
-            *("--merge-file", str(self.at.vocabulary / "merges.txt")),
+            *("--vocab-file", str(self.paths.vocabulary / "vocab.json")),
+            *("--merge-file", str(self.paths.vocabulary / "merges.txt")),
         ]
         script = REPO / "tools" / "quickstart"
         self.corpus_key = digest(script / "make_corpus.py", sys.version, sysconfig.get_path("stdlib"))
@@ -139,36 +139,37 @@ class Quickstart:
         self.run_key = digest(self.data_key, MODEL, TRAINING)
 
     def stages(self) -> list[QuickstartStage]:
-        at = self.at
+        paths = self.paths
         parts = ("train", "heldout")
         trained_key = digest(self.run_key, self.train_iters)
         sample_key = digest(trained_key, REPO / "megatron" / "inference" / "generate_command.py", PROMPT)
-        corpus = [at.corpus / f"{part}.jsonl" for part in parts]
-        vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
-        data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
+        corpus = [paths.corpus / f"{part}.jsonl" for part in parts]
+        vocabulary = [paths.vocabulary / name for name in ("vocab.json", "merges.txt")]
+        data = [Path(f"{paths.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
         return [
-            QuickstartStage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
-            QuickstartStage(
-                "vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary
-            ),
-            QuickstartStage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
-            QuickstartStage("training", at.stamp("train"), trained_key, [at.tracker, at.jsonl], self.train),
-            QuickstartStage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
+            QuickstartStage(title, paths.stamp(stamp), key, outputs, action)
+            for title, stamp, key, outputs, action in (
+                ("corpus", "corpus", self.corpus_key, corpus, self.make_corpus),
+                ("vocabulary", "vocabulary", self.vocabulary_key, vocabulary, self.train_vocabulary),
+                ("preprocessing", "data", self.data_key, data, self.preprocess),
+                ("training", "train", trained_key, [paths.tracker, paths.jsonl], self.train),
+                ("sample", "sample", sample_key, [paths.out / "sample.txt"], self.generate),
+            )
         ]
 
     def make_corpus(self) -> None:
-        self._python("corpus", ["tools/quickstart/make_corpus.py", "--output-dir", str(self.at.corpus)])
+        self._python("corpus", ["tools/quickstart/make_corpus.py", "--output-dir", str(self.paths.corpus)])
 
     def train_vocabulary(self) -> None:
-        arguments = ["--input", str(self.at.corpus / "train.jsonl"), "--vocab-size", str(VOCAB_SIZE)]
-        arguments += ["--output-dir", str(self.at.vocabulary)]
+        arguments = ["--input", str(self.paths.corpus / "train.jsonl"), "--vocab-size", str(VOCAB_SIZE)]
+        arguments += ["--output-dir", str(self.paths.vocabulary)]
         self._python("vocabulary", ["tools/train_vocab.py", *arguments])
 
     def preprocess(self) -> None:
-        self.at.data("train").parent.mkdir(parents=True, exist_ok=True)
+        self.paths.data("train").parent.mkdir(parents=True, exist_ok=True)
         for part in ("train", "heldout"):
-            prefix = str(self.at.data(part)).removesuffix("_text_document")
-            arguments = ["--input", str(self.at.corpus / f"{part}.jsonl"), "--output-prefix", prefix]
+            prefix = str(self.paths.data(part)).removesuffix("_text_document")
+            arguments = ["--input", str(self.paths.corpus / f"{part}.jsonl"), "--output-prefix", prefix]
             arguments += [*self.tokenizer_flags, "--append-eod", "--workers", "2"]
             self._python(f"preprocess-{part}", ["tools/preprocess_data.py", *arguments])
 
@@ -178,74 +179,67 @@ class Quickstart:
         self._python("train", [*launcher, "pretrain_gpt.py", *self.train_flags()], show=True)
 
     def train_flags(self) -> list[str]:
-        """The command line of ``pretrain_gpt.py``."""
-        at, run = self.at, self.at.run
-        samples = (unigram(at.data("heldout")).tokens - 1) // MODEL["seq-length"]
+        """Build the command line of ``pretrain_gpt.py``."""
+        paths, run = self.paths, self.paths.run
+        warmup_iters = min(TRAINING["lr-warmup-iters"], self.train_iters - 1)  # less than a short run's whole length
+        samples = (unigram(paths.data("heldout")).tokens - 1) // MODEL["seq-length"]
         return [
-            *flags({**MODEL, **TRAINING, **REPORTING, "lr-warmup-iters": self._warmup_iters()}),
+            *flags({**MODEL, **TRAINING, **REPORTING, "lr-warmup-iters": warmup_iters}),
             *flags({"train-iters": self.train_iters, "lr-decay-iters": self.train_iters}),
-            # As many whole batches as the held-out text gives: the loss is that of the text, not of a part.
+            # All whole batches of the held-out text: the loss is that of the text, not of a part.
             *flags({"eval-iters": max(1, samples // TRAINING["global-batch-size"])}),
             "--override-opt-param-scheduler",  # a longer run has another decay
             *self.tokenizer_flags,
-            *flags({"train-data-path": at.data("train"), "valid-data-path": at.data("heldout")}),
-            *flags({"data-cache-path": at.out / "data" / "cache", "num-workers": 0}),
+            *flags({"train-data-path": paths.data("train"), "valid-data-path": paths.data("heldout")}),
+            *flags({"data-cache-path": paths.out / "data" / "cache", "num-workers": 0}),
             *flags({"save": run / "checkpoints", "load": run / "checkpoints"}),
-            *flags({"tensorboard-dir": run / "tensorboard", "log-json-file": at.jsonl}),
+            *flags({"tensorboard-dir": run / "tensorboard", "log-json-file": paths.jsonl}),
             *flags({"distributed-backend": "gloo"}),
         ]
 
-    def _warmup_iters(self) -> int:
-        """Of the learning rate; a run that is shorter than usual warms up for less than its whole length."""
-        return min(int(TRAINING["lr-warmup-iters"]), self.train_iters - 1)
-
     def generate(self) -> None:
-        prompts = self.at.out / "prompt.txt"
+        prompts = self.paths.out / "prompt.txt"
         prompts.write_text(PROMPT + "\n")
-        arguments = ["--load", str(self.at.run / "checkpoints"), *self.tokenizer_flags]
-        arguments += flags({"sample-input-file": prompts, "sample-output-file": self.at.out / "sample.txt"})
+        arguments = ["--load", str(self.paths.run / "checkpoints"), *self.tokenizer_flags]
+        arguments += flags({"sample-input-file": prompts, "sample-output-file": self.paths.out / "sample.txt"})
         arguments += flags({"out-seq-length": 120, "temperature": 0.7, "top_p": 0.9, "seed": 1})
         self._python("sample", ["tools/generate_samples_gpt.py", *arguments])
 
     def finish(self) -> tuple[str, float]:
-        """Draw the curve and write the summary.
-
-        Returns:
-            The summary's text and how far the loss is below the unigram entropy.
-        """
+        """Draw the curve and write the summary; return its text, and how far the loss is below the unigram entropy."""
         from megatron.training.plots import plot_loss_curve
 
-        at = self.at
-        summary = summarize(at.jsonl, unigram(at.data("heldout")))
-        summary.write(at.out / "summary.json")
+        paths = self.paths
+        summary = summarize(paths.jsonl, unigram(paths.data("heldout")))
+        summary.write(paths.out / "summary.json")
         reference = {"unigram entropy of the held-out text": summary.unigram_entropy}
-        plot_loss_curve([at.jsonl], at.out / "loss.png", reference_lines=reference, title="Quickstart")
-        places = {
-            "loss curve": at.out / "loss.png",
-            "TensorBoard": at.run / "tensorboard",
-            "checkpoints": at.run / "checkpoints",
-            "log": at.jsonl,
-            "summary": at.out / "summary.json",
-            "everything": at.out,
+        plot_loss_curve([paths.jsonl], paths.out / "loss.png", reference_lines=reference, title="Quickstart")
+        results = {
+            "loss curve": paths.out / "loss.png",
+            "TensorBoard": paths.run / "tensorboard",
+            "checkpoints": paths.run / "checkpoints",
+            "log": paths.jsonl,
+            "summary": paths.out / "summary.json",
+            "everything": paths.out,
         }
-        sample = (at.out / "sample.txt").read_text(errors="replace")
-        return format_summary(summary, places, sample), summary.gain
+        sample = (paths.out / "sample.txt").read_text(errors="replace")
+        return format_summary(summary, results, sample), summary.gain
 
     def _start_over_when_changed(self) -> None:
-        """Put a run of another model or other data aside: its checkpoints do not fit."""
-        mark = self.at.run / "made_from"
-        if self.at.run.exists() and (not mark.exists() or mark.read_text() != self.run_key):
-            aside = self.at.out / f"run.{time.strftime('%Y%m%d-%H%M%S')}"
-            self.at.run.rename(aside)
+        """Move a run of another model or other data aside: its checkpoints do not fit."""
+        mark = self.paths.run / "made_from"
+        if self.paths.run.exists() and (not mark.exists() or mark.read_text() != self.run_key):
+            aside = self.paths.out / f"run.{time.strftime('%Y%m%d-%H%M%S')}"
+            self.paths.run.rename(aside)
             print(f"      data or settings changed: starting over; the earlier run is in {aside}", flush=True)
-        self.at.run.mkdir(parents=True, exist_ok=True)
+        self.paths.run.mkdir(parents=True, exist_ok=True)
         mark.write_text(self.run_key)
 
     def _python(self, step: str, arguments: list[str], show: bool = False) -> None:
         path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *arguments]
-        log = self.at.log(step)
+        log = self.paths.log(step)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".command").write_text(shlex.join(command) + "\n")
         run_logged(command, log, cwd=REPO, env=env, show=show)
@@ -253,9 +247,11 @@ class Quickstart:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPO / "quickstart_out", help="the folder to write to")
-    parser.add_argument("--train-iters", type=int, help=f"of the whole run; at first {TRAIN_ITERS}")
-    parser.add_argument("--require-gain", type=float, default=None, metavar="NATS", help="fail when below")
+    parser.add_argument("--out", type=Path, default=REPO / "quickstart_out", help="folder to write to")
+    parser.add_argument("--train-iters", type=int, help=f"iterations, including earlier calls' ({TRAIN_ITERS})")
+    parser.add_argument(
+        "--require-gain", type=float, metavar="NATS", help="fail unless the loss is so far below the unigram entropy"
+    )
     args = parser.parse_args()
     start = time.monotonic()
     title = "start"
@@ -266,18 +262,18 @@ def main() -> int:
             title = stage.title
             print(f"[{number}/{len(stages)}] {title} ...", flush=True)
             seconds = stage.run()
-            print("      there already" if seconds is None else f"      done in {seconds:.1f} s", flush=True)
+            print("      already done" if seconds is None else f"      done in {seconds:.1f} s", flush=True)
         title = "summary"
         text, gain = quickstart.finish()
     except KeyboardInterrupt:
-        print("\ninterrupted: `make quickstart` goes on from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted: `make quickstart` resumes from the last checkpoint", file=sys.stderr)
         return 130
     except (CommandFailed, UserError, OSError) as error:
         print(f"error: {title} failed: {error}", file=sys.stderr)
         return 1
-    print(f"\n{text}\n\n  {time.monotonic() - start:.0f} s in all")
+    print(f"\n{text}\n\n  {time.monotonic() - start:.0f} s in total")
     if args.require_gain is not None and gain < args.require_gain:
-        print(f"error: {gain:.4f} nats below the unigram entropy, {args.require_gain} wanted", file=sys.stderr)
+        print(f"error: {gain:.4f} nats below the unigram entropy, {args.require_gain} required", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Steps that are left out when what they make is there and made from the same things."""
+"""Steps that are skipped if their outputs exist and their inputs have not changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.base.atomic import atomic_write
 
 
 def digest(*parts: Any) -> str:
-    """A name for anything that JSON can hold; the contents of a file for a Path."""
+    """Hash any JSON values; for a Path, the contents of the file."""
     total = hashlib.sha256()
     for part in parts:
         data = part.read_bytes() if isinstance(part, Path) else json.dumps(part, sort_keys=True).encode()
@@ -24,9 +24,9 @@ def digest(*parts: Any) -> str:
 
 @dataclass(frozen=True)
 class QuickstartStage:
-    """A step, what its result depends on (``key``) and the files it makes.
+    """A step, its output files, and a hash of its inputs (``key``).
 
-    The step is up to date while its stamp holds the same key and each file has the size and time it had then.
+    The step is up to date while the key and the sizes and times of the outputs equal those in its stamp.
     """
 
     title: str
@@ -42,11 +42,7 @@ class QuickstartStage:
             return False
 
     def run(self) -> float | None:
-        """Do the step where needed.
-
-        Returns:
-            Its seconds; None when there was nothing to do.
-        """
+        """Run the step if needed; return its seconds, None if it is up to date."""
         if self.is_done():
             return None
         self.stamp.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a quickstart run came to: read from its log, shown to people and kept as JSON."""
+"""Summary of a quickstart run, from its log, as text and JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.base.errors import UserError
 from megatron.training.records import read_records
 from tools.quickstart.unigram import Unigram
 
-WANTED_GAIN = 1.8
-"""Nats per token by which a model that learned from context is below one that only counts tokens."""
+EXPECTED_GAIN = 1.8
+"""Nats per token by which a model that uses context should be below one that only counts tokens."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Losses and entropies are nats per token; bytes are sent per iteration and communication point."""
+    """Results of a run: losses and entropies in nats per token, bytes sent by communication point."""
 
     iteration: int
     tokens_per_second: float
@@ -40,16 +40,16 @@ class Summary:
 
 
 def summarize(log: Path, heldout: Unigram) -> Summary:
-    """Read the figures of a run from its JSON-lines log.
+    """Summarize a run from its JSON-lines log.
 
     Raises:
-        UserError: when the run logged no training or no validation.
+        UserError: if the run logged no training or no validation.
     """
     events = read_records(log)
     train = [event for event in events if event.get("kind") == "train"]
     validation = [event for event in events if event.get("kind") == "validation"]
     if not train or not validation or validation[-1].get("lm_loss") is None:
-        raise UserError(f"{log}: no training and validation losses in it; remove the file's folder and run again")
+        raise UserError(f"{log}: no training and validation losses; remove its folder and run again")
     return Summary(
         iteration=int(train[-1]["iteration"]),
         tokens_per_second=statistics.median(event["tokens_per_second"] for event in train),
@@ -60,9 +60,8 @@ def summarize(log: Path, heldout: Unigram) -> Summary:
     )
 
 
-def format_summary(summary: Summary, places: Mapping[str, Path], sample: str) -> str:
-    """The closing text."""
-    verdict = "" if summary.gain >= WANTED_GAIN else f", less than the {WANTED_GAIN} that is expected"
+def format_summary(summary: Summary, results: Mapping[str, Path], sample: str) -> str:
+    verdict = "" if summary.gain >= EXPECTED_GAIN else f", less than the {EXPECTED_GAIN} expected"
     rows: list[tuple[str, Any]] = [
         ("iterations", f"{summary.iteration:,}"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
@@ -75,11 +74,11 @@ def format_summary(summary: Summary, places: Mapping[str, Path], sample: str) ->
         ("bytes moved", f"{_bytes(sum(summary.bytes_per_iteration.values()))} per iteration"),
     ]
     rows += [(f"  {point}", _bytes(count)) for point, count in summary.bytes_per_iteration.items()]
-    rows += [(name, path) for name, path in places.items()]
+    rows += results.items()
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-    shown = "\n".join("  | " + line for line in sample.strip().splitlines())
-    return "\n".join(["Summary", *lines, "", "  A sample of what the model writes:", shown])
+    quoted = [f"  | {line}" for line in sample.strip().splitlines()]
+    return "\n".join(["Summary", *lines, "", "  A sample of the model's text:", *quoted])
 
 
 def _bytes(count: float) -> str:

@@ -1,8 +1,8 @@
-"""The unigram entropy of tokenized text: the best loss of a model that knows only how frequent each token is.
+"""Print the unigram entropy of tokenized text: the best loss of a model that knows only how frequent each token is.
 
     python tools/quickstart/unigram.py PREFIX [PREFIX ...]
 
-It is taken over the text's own frequencies, so no model without context, however trained, is below it.
+The frequencies are those of the text itself, so no model without context has a lower loss.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from megatron.data.indexed import IndexedDataset
 
 @dataclass(frozen=True)
 class Unigram:
-    """Of a token stream: its length and its entropy in nats per token."""
+    """Length of a token stream, and its entropy in nats per token."""
 
     tokens: int
     nats_per_token: float
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Shannon entropy in nats of the distribution with these counts [V]."""
+    """Return the Shannon entropy, in nats, of a distribution given by counts [V]."""
     used = counts[counts > 0] / counts.sum()
     return float(-(used * np.log(used)).sum())
 
 
 def unigram(prefix: str | Path) -> Unigram:
-    """Of all tokens of a ``.bin/.idx`` pair, end-of-document tokens included.
+    """Count all tokens of a ``.bin/.idx`` pair, including end-of-document tokens.
 
     Raises:
-        UserError: for files that are missing, damaged or empty.
+        UserError: for missing, damaged or empty files.
     """
     dataset = IndexedDataset(prefix)
     counts = np.zeros(0, dtype=np.int64)
     for index in range(len(dataset)):
-        own = np.bincount(dataset[index])
-        counts = np.pad(counts, (0, max(0, len(own) - len(counts))))
-        counts[: len(own)] += own
+        document = np.bincount(dataset[index])
+        counts = np.pad(counts, (0, max(0, len(document) - len(counts))))
+        counts[: len(document)] += document
     if counts.sum() == 0:
         raise UserError(f"{dataset.bin_path}: holds no tokens")
     return Unigram(int(counts.sum()), entropy(counts))
@@ -51,7 +51,7 @@ def unigram(prefix: str | Path) -> Unigram:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prefix", nargs="+")
+    parser.add_argument("prefix", nargs="+", help="path of a .bin/.idx pair without its extension")
     args = parser.parse_args()
     try:
         for prefix in args.prefix:

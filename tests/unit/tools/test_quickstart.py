@@ -152,7 +152,7 @@ def test_a_failing_command_shows_its_reason_and_log(tmp_path: Path, capfd: pytes
     log = tmp_path / "logs" / "step.log"
     with pytest.raises(CommandFailed) as caught:
         run_logged([sys.executable, "-c", script], log, cwd=tmp_path, env={"NAME": "hello"}, show=True)
-    assert str(caught.value) == f"exit code 1 (error: the disk is full); everything it said: {log}"
+    assert str(caught.value) == f"exit code 1 (error: the disk is full); its output: {log}"
     assert sorted(log.read_text().split("\n")) == ["", "error: the disk is full", "hello"]
     assert "hello" in capfd.readouterr().out
 
@@ -228,7 +228,7 @@ def test_a_log_without_figures_is_refused(tmp_path: Path) -> None:
 
 def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
     quickstart = Quickstart(tmp_path, 100)
-    prefix = quickstart.at.data("heldout")
+    prefix = quickstart.paths.data("heldout")
     prefix.parent.mkdir(parents=True)
     write_tokens(prefix, [[1] * 10_000, [2] * 10_000])
     arguments = quickstart.train_flags()
@@ -241,8 +241,8 @@ def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("iterations", "warmup"), [(1, "0"), (40, "39"), (500, "40")])
 def test_warm_up_is_shorter_than_any_run(iterations: int, warmup: str, tmp_path: Path) -> None:
     quickstart = Quickstart(tmp_path, iterations)
-    quickstart.at.data("heldout").parent.mkdir(parents=True)
-    write_tokens(quickstart.at.data("heldout"), [[1] * 10_000])
+    quickstart.paths.data("heldout").parent.mkdir(parents=True)
+    write_tokens(quickstart.paths.data("heldout"), [[1] * 10_000])
     run = parse_args(quickstart.train_flags())
     assert str(run.config.optimizer.lr_warmup_iters) == warmup
     assert not any("more than once" in note for note in run.notes)
@@ -252,18 +252,18 @@ def test_warm_up_is_shorter_than_any_run(iterations: int, warmup: str, tmp_path:
 def test_a_run_of_other_settings_is_moved_away(tmp_path: Path) -> None:
     quickstart = Quickstart(tmp_path, 100)
     quickstart._start_over_when_changed()
-    (quickstart.at.run / "checkpoint").write_text("1")
+    (quickstart.paths.run / "checkpoint").write_text("1")
     quickstart._start_over_when_changed()
-    assert (quickstart.at.run / "checkpoint").exists()
-    (quickstart.at.run / "made_from").write_text("something else")
+    assert (quickstart.paths.run / "checkpoint").exists()
+    (quickstart.paths.run / "made_from").write_text("something else")
     quickstart._start_over_when_changed()
-    assert not (quickstart.at.run / "checkpoint").exists()
+    assert not (quickstart.paths.run / "checkpoint").exists()
     assert [path.read_text() for path in tmp_path.glob("run.*/checkpoint")] == ["1"]
 
 
 def test_a_longer_run_is_not_cut_short_by_a_later_call(tmp_path: Path) -> None:
     usual = Quickstart(tmp_path).train_iters
-    tracker = Quickstart(tmp_path).at.tracker
+    tracker = Quickstart(tmp_path).paths.tracker
     tracker.parent.mkdir(parents=True)
     for text, expected in [(str(usual - 1), usual), (str(usual + 20), usual + 20), ("no number", usual)]:
         tracker.write_text(text)
