@@ -16,7 +16,7 @@ def join_for_help(names: Iterable[str], separator: str = ",") -> str:
 def parse_names(
     parser: argparse.ArgumentParser, flag: str, text: str | None, choices: Collection[str], separator: str = ","
 ) -> list[str]:
-    """The names in a flag's value, or all choices without a value; an unknown name ends the program."""
+    """Return the names in a flag's value, or all choices without a value; an unknown name ends the program."""
     names = [name.strip() for name in text.split(separator)] if text else list(choices)
     for name in names:
         if name not in choices:

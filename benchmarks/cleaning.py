@@ -110,11 +110,6 @@ def seconds(tool: str, *flags: object) -> float:
         return float(log.read().split()[-1])
 
 
-def shingles_of(text: str) -> set[str]:
-    """Five-character shingles of a text."""
-    return {text[i : i + 5] for i in range(len(text) - 4)}
-
-
 def quality(data: Path, pairs: set[tuple[str, str]]) -> dict[str, float]:
     """Recall of planted pairs by the share of words changed, and precision of all pairs."""
     rows = {row["url"]: row for row in map(json.loads, lines(data))}
@@ -124,8 +119,9 @@ def quality(data: Path, pairs: set[tuple[str, str]]) -> dict[str, float]:
         return float(np.mean([pair in pairs for pair, changed in planted.items() if changed == share]))
 
     def alike(a: str, b: str) -> bool:
-        runs_a, runs_b = (shingles_of(rows[key]["text"]) for key in (a, b))
-        return len(runs_a & runs_b) > 0.5 * len(runs_a | runs_b)
+        texts = rows[a]["text"], rows[b]["text"]
+        shingles_a, shingles_b = ({text[i : i + 5] for i in range(len(text) - 4)} for text in texts)
+        return len(shingles_a & shingles_b) > 0.5 * len(shingles_a | shingles_b)
 
     right = sum(pair in planted or alike(*pair) for pair in pairs)
     return {

@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 def row_key(shape: Shape, precision: str, name: str) -> str:
-    """The key of the row beside a peer, or of our row."""
+    """Return the key of the row beside a peer, or of our row."""
     return f"{shape.name}, {precision}, {name}"
 
 
@@ -62,7 +62,6 @@ class StepComparison:
     turn_seconds: float = 0.0
 
     def key(self, name: str) -> str:
-        """The key of a row."""
         return row_key(self.shape, self.precision, name)
 
     def measure(self, names: Sequence[str]) -> None:

@@ -149,5 +149,5 @@ class CudaClock:
 
 
 def clock_of(device: str, budget: float) -> CallTimer:
-    """The timer of a device."""
+    """Return the timer of a device."""
     return CudaClock(budget) if device == "cuda" else CpuClock(budget)

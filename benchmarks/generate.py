@@ -74,7 +74,7 @@ def load_converted(theirs: Any, dtype: torch.dtype, device: torch.device) -> Loa
 
 
 def weights_of(model: LoadedModel) -> list[torch.Tensor]:
-    """The weights that are read for each token."""
+    """Return the weights that are read for each token."""
     return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
 
 

@@ -84,7 +84,7 @@ def draw_normal(shape: Sequence[int], device: str, dtype: torch.dtype = torch.fl
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A dtype in a setting's text."""
+    """Return a dtype in a setting's text."""
     return " bf16" if dtype == torch.bfloat16 else ""
 
 
@@ -114,14 +114,14 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
 
 
 def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
-    """A low-rank message in pure torch: two bases and two products."""
+    """Return a low-rank message in pure torch: two bases and two products."""
     q_mr = basis(x_nm[:rank].T.contiguous())
     p_nr = basis(x_nm @ q_mr)
     return torch.cat([p_nr.flatten(), (x_nm.T @ p_nr).flatten()])
 
 
 def product(wire: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """The matrix of a low-rank message, in pure torch."""
+    """Return the matrix of a low-rank message, in pure torch."""
     n, m = shape
     return wire[: n * rank].view(n, rank) @ wire[n * rank :].view(m, rank).T
 
@@ -199,7 +199,7 @@ def choice_cases(model: str, shape: str, n: int, density: float, device: str) ->
 def basis_case(
     model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str
 ) -> KernelCase:
-    """The case of an orthonormal basis of a few columns."""
+    """Return the case of an orthonormal basis of a few columns."""
 
     def build() -> BuiltCase:
         p_knr = draw_normal((1, n, rank), device)

@@ -64,7 +64,7 @@ class KernelRow:
 
 
 def _with_rival(ratio: str, rival: str) -> str:
-    """A ratio to another implementation; empty without a rival."""
+    """Return a ratio to another implementation; empty without a rival."""
     return f"{ratio} x {rival}" if rival else ""
 
 
@@ -90,7 +90,7 @@ SUMMARY = Table(
 
 
 def summarize(rows: Sequence[KernelRow]) -> str:
-    """A table with a line for each operation and setting: ranges over models and shapes."""
+    """Return a table with a line for each operation and setting: ranges over models and shapes."""
     groups: dict[tuple[str, str], list[KernelRow]] = {}
     for row in rows:
         groups.setdefault((row.op, row.setting), []).append(row)

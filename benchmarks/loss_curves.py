@@ -56,16 +56,18 @@ def smooth_losses(points: Sequence[LossPoint], span: float) -> list[float]:
 
 
 def first_at_loss(points: Sequence[LossPoint], loss: float) -> LossPoint | None:
-    """The first point at or below a loss."""
+    """Return the first point at or below a loss."""
     return next((point for point in points if point.loss <= loss), None)
 
 
 def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) -> str:
-    """A table of the last losses, and of the time of each run to the baseline's last validation loss."""
+    """Return a table of the last losses, and of the time of each run to the baseline's last validation loss."""
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
     ends = any(run.final for run in runs)
     heads = ["run", "iterations", "training loss", "validation loss", *(["at the end"] if ends else []), unit]
-    compared = _compared(runs, baseline)
+    # During training if the baseline has such losses, else at the end.
+    during_training = baseline is not None and bool(baseline.valid)
+    compared = {run.name: run.valid if during_training else run.final for run in runs}
     goal = math.nan if baseline is None or not compared[baseline.name] else compared[baseline.name][-1].loss
     if baseline is not None and not math.isnan(goal):
         heads += [f"{goal:.4f} after", unit, f"times {baseline.name}"]
@@ -84,12 +86,6 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
                 cells += [str(point.iteration), f"{point.hours / length:.3g}", times]
         rows.append(cells)
     return markdown_table(heads, rows)
-
-
-def _compared(runs: Sequence[LossCurves], baseline: LossCurves | None) -> dict[str, list[LossPoint]]:
-    """Validation losses to compare: during training if the baseline has any, else at the end."""
-    during_training = baseline is not None and bool(baseline.valid)
-    return {run.name: run.valid if during_training else run.final for run in runs}
 
 
 def _last(points: Sequence[LossPoint]) -> str:
@@ -180,7 +176,7 @@ def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence
 
 
 def _style(number: int, count: int) -> dict[str, Any]:
-    """The style of a run's curve; later curves are thinner, so that equal curves stay visible."""
+    """Return the style of a run's curve; later curves are thinner, so that equal curves stay visible."""
     return {**curve_style(number), "linewidth": 1.2 + 2.2 * (count - 1 - number) / max(count - 1, 3)}
 
 

@@ -40,7 +40,7 @@ class LossPoint:
     hours: float = 0.0
 
     def at(self, axis: str) -> float | None:
-        """The coordinate on an axis."""
+        """Return the coordinate on an axis."""
         return {"iterations": float(self.iteration), "tokens": self.tokens, "hours": self.hours}[axis]
 
 
@@ -72,7 +72,7 @@ class LossCurves:
 
 
 def _spacing(points: Sequence[LossPoint]) -> float:
-    """The median distance of points; the distance of a single point from the beginning; 0 without points."""
+    """Return the median distance of points; the distance of a single point from the beginning; 0 without points."""
     iterations = [point.iteration for point in points]
     steps = [b - a for a, b in itertools.pairwise(iterations)] or iterations
     return float(statistics.median(steps)) if steps else 0.0
@@ -107,13 +107,13 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
 
 
 def _start_iteration(train: Sequence[_Row]) -> int:
-    """The iteration before a log's first window, whose length is taken from the second."""
+    """Return the iteration before a log's first window, whose length is taken from the second."""
     first = train[0][1]
     return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
 
 
 def _evaluation_point(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
-    """A point of an evaluation, with time (and missing tokens) interpolated between training losses."""
+    """Return a point of an evaluation, with time (and missing tokens) interpolated between training losses."""
     iterations = [point.iteration for point in train]
     clamped = min(max(iteration, iterations[0]), iterations[-1])
     hours = interpolate(iterations, [point.hours for point in train], clamped)
@@ -146,7 +146,7 @@ def split_name(word: str) -> tuple[str, Path]:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether the first line with text is a JSON object."""
+    """Return whether the first line with text is a JSON object."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         return next((line for line in file if line.strip()), "").lstrip().startswith("{")
 
@@ -196,7 +196,7 @@ def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
 
 
 def _text_loss(fields: str, iterations: int, location: str) -> float | None:
-    """The mean loss of a training line's window of iterations; None for a window without a step or a torn line.
+    """Return the mean loss of a training line's window of iterations; None for a window without a step or a torn line.
 
     A line omits a mean that is nan, and the mean of a window in which every iteration was skipped.
     """

@@ -118,7 +118,7 @@ class PlainGPT(nn.Module):
 
 
 def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
-    """A random model of transformers, without dropout."""
+    """Return a random model of transformers, without dropout."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -187,7 +187,7 @@ def cast_experts(model: nn.Module, precision: str, device: str) -> None:
 
 
 def peer_training(name: str, shape: Shape, precision: str, device: str, compiled: bool) -> Callable[..., Tensor]:
-    """A peer's step, from tokens and labels (b, s) of each micro-batch to the loss: torch's fused AdamW, clipping.
+    """Return a peer's step from micro-batches' tokens and labels (b, s) to the loss, with fused AdamW and clipping.
 
     Args:
         name: nanogpt or hugging-face.

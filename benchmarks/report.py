@@ -38,11 +38,11 @@ class Column:
     form: str = ""
 
     def value_of(self, cells: Cells) -> Any:
-        """The value of a measurement, or None."""
+        """Return the value of a measurement, or None."""
         return cells.get(self.value) if isinstance(self.value, str) else self.value(cells)
 
     def text(self, cells: Cells) -> str:
-        """The text of a cell; empty without a value."""
+        """Return the text of a cell; empty without a value."""
         value = self.value_of(cells)
         return "" if value is None else format(value, self.form)
 
@@ -54,19 +54,17 @@ class Table:
         self.columns = columns
 
     def head(self) -> str:
-        """The first two lines."""
+        """Return the first two lines."""
         return markdown_head([column.title for column in self.columns])
 
     def line(self, cells: Cells) -> str:
-        """The line of a measurement."""
         return markdown_row(column.text(cells) for column in self.columns)
 
     def text(self, rows: Iterable[Cells]) -> str:
-        """The whole table."""
         return "\n".join([self.head(), *map(self.line, rows)])
 
     def without_empty_columns(self, rows: Iterable[Cells]) -> Table:
-        """The table of the columns in which some measurement has a value."""
+        """Return the table of the columns in which some measurement has a value."""
         rows = list(rows)
         return Table(*(column for column in self.columns if any(column.value_of(cells) is not None for cells in rows)))
 
@@ -104,7 +102,7 @@ def write_record(path: Path, record_header: Mapping[str, object], **content: Any
 
 
 def digest_of_sources() -> str:
-    """A digest of the sources of the package and of the benchmarks."""
+    """Return a digest of the sources of the package and of the benchmarks."""
     digest = hashlib.sha256()
     for folder in ("megatron", "benchmarks"):
         for path in sorted((REPO / folder).rglob("*")):
@@ -114,7 +112,7 @@ def digest_of_sources() -> str:
 
 
 def _output_of(*words: str) -> str:
-    """The output of a command; empty when it is missing or fails."""
+    """Return the output of a command; empty when it is missing or fails."""
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, cwd=REPO, timeout=60).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -77,7 +77,7 @@ class RowFile:
 
 
 def earlier_rows(path: Path, dependencies: Mapping[str, str]) -> RowFile:
-    """The finished rows of earlier calls with the same hardware, versions and sources."""
+    """Return the finished rows of earlier calls with the same hardware, versions and sources."""
     if not path.exists() or not path.read_text().startswith(_first_line(dependencies) + "\n"):
         return RowFile()
     return RowFile(rows=RowFile().read(path).rows)

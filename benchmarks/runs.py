@@ -96,7 +96,7 @@ def flags(values: Mapping[str, Any], specs: Sequence[str], out: Path, log: Path)
 
 
 def has_ended(log: Path) -> bool:
-    """Whether a run's log is complete."""
+    """Return whether a run's log is complete."""
     return log.exists() and any(event.get("kind") == "test" for event in read_records(log))
 
 
@@ -127,7 +127,7 @@ def train(
 
 
 def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
-    """The launcher's words before the program, for each node."""
+    """Return the launcher's words before the program, for each node."""
     if islands > 1:
         return [["tools/launch.py", "--islands", str(islands), "--nproc-per-node", str(ranks)]]
     launcher = ["tools/launch.py", f"--nproc-per-node={ranks // nodes}"]
@@ -146,5 +146,5 @@ def final_loss(events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def slug(case: str) -> str:
-    """The name of a case in file names."""
+    """Return the name of a case in file names."""
     return "".join(c if c.isalnum() or c in ".+-" else "_" for c in case)

@@ -29,7 +29,7 @@ def run_config(
     divisor: int = 1,
     compress: Sequence[str] = (),
 ) -> RunConfig:
-    """The resolved configuration of a training with the samples per step of a shape.
+    """Return the resolved configuration of a training with the samples per step of a shape.
 
     Args:
         shape: shape of the model.
@@ -76,7 +76,7 @@ def run_config(
 
 
 def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Generator | None = None) -> Batch:
-    """A micro-batch of random tokens, all of which count in the loss."""
+    """Return a micro-batch of random tokens, all of which count in the loss."""
     tokens = torch.randint(0, vocab, (len(ids_b), seq + 1), generator=generator)
     return Batch(
         sample_ids_b=ids_b,
@@ -88,7 +88,7 @@ def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Gen
 
 
 def process_step(name: str, shape: Shape, precision: str, threads: int, device: str = "cpu", divisor: int = 1) -> Step:
-    """A step in a single process, of the trainer or of a peer.
+    """Return a step in a single process, of the trainer or of a peer.
 
     Args:
         name: ours, or a peer: nanogpt or hugging-face, optionally followed by `` compiled``.

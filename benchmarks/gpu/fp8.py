@@ -53,12 +53,10 @@ TOY_STEPS = 20
 
 
 def speed_key(setting: Setting, products: str) -> str:
-    """The key of a row of speed."""
     return f"{(TOY_GPT if setting.toy else GPT_2_7B).name}, {products}"
 
 
 def loss_key(setting: Setting, products: str) -> str:
-    """The key of a row of loss."""
     shape, steps = (TOY_GPT, TOY_STEPS) if setting.toy else (SMALL, SMALL_STEPS)
     return f"{shape.name}, {steps} steps, {products}"
 
@@ -69,7 +67,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def build(setting: Setting, shape: Shape) -> Engines:
-    """The engines of a training in bf16."""
+    """Return the engines of a training in bf16."""
     backend = "nccl" if setting.device == "cuda" else "gloo"
     config = run_config(shape, BF16, {"distributed_backend": backend}, shape.batch, 1, 128)
     return build_engines(config, single_process(setting.device), shape.vocab)

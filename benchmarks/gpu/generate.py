@@ -48,7 +48,6 @@ TOY = {"toy": (Shape(2, 64, MAX_LENGTH, 1, vocab=512), 2)}
 
 
 def keys(setting: Setting) -> list[str]:
-    """The models."""
     return list(TOY if setting.toy else REAL)
 
 

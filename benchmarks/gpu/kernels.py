@@ -52,7 +52,7 @@ def qr(x_nr: Tensor) -> object:
 
 
 def cases(setting: Setting) -> Iterator[KernelCase]:
-    """The cases of a device, the most common operations first; fewer for a toy."""
+    """Return the cases of a device, the most common operations first; fewer for a toy."""
     device, toy = setting.device, setting.toy
     activations = {"toy": (8, 128)} if toy else ACTIVATIONS
     dtypes = (torch.float32, torch.bfloat16)
@@ -84,7 +84,6 @@ def _low_rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str
 
 
 def key_of(case: KernelCase) -> str:
-    """The key of a row."""
     return f"{case.op}, {case.model}, {case.shape}, {case.setting}"
 
 

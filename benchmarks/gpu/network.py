@@ -65,7 +65,6 @@ def _passes(setting: Setting) -> Iterator[tuple[str, Bench, tuple[str, ...]]]:
 
 
 def key_of(layout: str, link: str, case: str) -> str:
-    """The key of a row."""
     return f"{layout}, {link}, {case}"
 
 

@@ -70,7 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def heading(record_header: Mapping[str, Any]) -> str:
-    """The report's heading: hardware, versions, date."""
+    """Return the report's heading: hardware, versions, date."""
     gib = float(record_header["memory_bytes"]) / 2**30
     memory = f", {gib:.0f} GiB" if gib else ""
     return "\n".join(
@@ -90,7 +90,7 @@ def heading(record_header: Mapping[str, Any]) -> str:
 
 
 def section_report(section: Section, file: RowFile, order: Sequence[str]) -> str:
-    """A table of a section's finished rows, and the reasons for missing rows."""
+    """Return a table of a section's finished rows, and the reasons for missing rows."""
     rows = [file.rows[key] for key in order if key in file.rows]
     lines = [f"## {section.TITLE}", "", section.NOTE, ""]
     if rows:
@@ -115,7 +115,7 @@ def write(out: Path, record_header: dict[str, object], files: dict[str, RowFile]
 
 
 def section_limit(names: Sequence[str], limits: Mapping[str, float], seconds: float) -> float:
-    """The time limit of the next section: its share of the remaining time.
+    """Return the time limit of the next section: its share of the remaining time.
 
     Args:
         names: names of the sections with missing rows, the next section first.

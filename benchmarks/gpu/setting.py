@@ -34,7 +34,7 @@ class Setting:
         return self.device == "cpu"
 
     def to_json(self) -> str:
-        """The setting as JSON, for a section's process."""
+        """Return the setting as JSON, for a section's process."""
         return json.dumps({**asdict(self), "out": str(self.out)})
 
     @staticmethod
@@ -57,7 +57,7 @@ class Section(Protocol):
     """Seconds without a sign of life after which a section counts as hung."""
 
     def keys(self, setting: Setting) -> list[str]:
-        """The rows, the most important first."""
+        """Return the rows, the most important first."""
         ...
 
     def measure(self, setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:

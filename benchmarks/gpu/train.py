@@ -52,7 +52,7 @@ TOY = (
 
 
 def comparison_of(setting: Setting, shape: Shape, log: RowLog) -> StepComparison:
-    """The comparison of a shape on the device of a setting."""
+    """Return the comparison of a shape on the device of a setting."""
     cuda = setting.device == "cuda"
     threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
     turns, seconds = (7, 0.4) if cuda else (1, 0.0)

@@ -105,7 +105,7 @@ def check_command(words: Sequence[str]) -> list[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a module is in this folder, as the ranks see it, or installed; imports none."""
+    """Return whether a module is in this folder, as the ranks see it, or installed; imports none."""
     top, *submodules = name.split(".")
     if not all(map(str.isidentifier, (top, *submodules))) or top == "__main__":
         return False

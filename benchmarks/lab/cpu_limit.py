@@ -20,7 +20,7 @@ class CpuLimitError(Exception):
 
 
 def _parent() -> tuple[Path, bool]:
-    """The parent folder of groups, and whether control groups are of version 2."""
+    """Return the parent folder of groups, and whether control groups are of version 2."""
     if (ROOT / "cgroup.controllers").exists():
         return ROOT, True
     return ROOT / "cpu", False

@@ -98,11 +98,10 @@ class Lab:
         self.limits = [] if cpus is None else [CpuLimit(self.host(index), cpus) for index in range(len(rates))]
 
     def host(self, index: int) -> str:
-        """A host's namespace."""
         return f"{self.key}h{index}"
 
     def link(self, index: int) -> str:
-        """The bridge's end of a host's cable."""
+        """Return the bridge's end of a host's cable."""
         return f"{self.key}v{index}"
 
     @staticmethod
@@ -186,7 +185,7 @@ class Lab:
                 self._running.remove(process)
 
     def node(self, number: int, nodes: int, command: Sequence[str], ranks: int) -> list[str]:
-        """The words after Python's name that start a node of torchrun, whose master is the first host."""
+        """Return the words after Python's name that start a node of torchrun, whose master is the first host."""
         launcher = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
         launcher += ["--master-addr", self.address(0), "--master-port", str(PORT)]
         if self.device == "cuda":

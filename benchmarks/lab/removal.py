@@ -58,7 +58,7 @@ def remove(key: str) -> list[str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone or a zombie, which it may remain forever in a container."""
+    """Return whether a process is gone or a zombie, which it may remain forever in a container."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

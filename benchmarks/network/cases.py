@@ -140,7 +140,7 @@ def _without_flush(micro_batches: int) -> tuple[NetworkCase, ...]:
 
 
 def _legs(name: str, legs: dict[str, str], default: str = "cast", two_stage: bool = True) -> NetworkCase:
-    """A case of expert parallelism: the codecs of some legs, and the codec of all others."""
+    """Return a case of expert parallelism: the codecs of some legs, and the codec of all others."""
     points = ("ep-dispatch-forward", "ep-combine-forward", "ep-combine-backward", "ep-dispatch-backward")
     specs = (*(f"{point}={legs.get(point, default)}" for point in points), "dp-grad=cast")
     return NetworkCase(name, specs, two_stage=two_stage)

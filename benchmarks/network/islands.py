@@ -91,13 +91,13 @@ def _read_paces(log: Path, run: IslandsRun) -> list[Pace]:
 
 
 def synchronous_pace(log: Path, run: IslandsRun) -> Pace:
-    """The pace of equal iterations, without the first."""
+    """Return the pace of equal iterations, without the first."""
     paces = _read_paces(log, run)[1:]
     return Pace(statistics.median(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
 
 
 def local_pace(log: Path, run: IslandsRun) -> Pace:
-    """The pace of local steps: means over a whole round, without the first step."""
+    """Return the pace of local steps: means over a whole round, without the first step."""
     paces = _read_paces(log, run)[1 : run.case.every + 1]
     return Pace(statistics.fmean(pace.seconds for pace in paces), statistics.fmean(pace.mb for pace in paces))
 
@@ -128,7 +128,7 @@ class Runner:
         return run
 
     def paces(self, case: IslandsCase, links: Links | None) -> tuple[Pace | None, Pace | None]:
-        """The paces of a case in the warm-up (or of data parallelism) and in local steps, from a few iterations."""
+        """Measure the paces of a case in the warm-up (or of data parallelism) and local steps in a few iterations."""
         if not case.has_islands:
             return self._pace(case.spec, case, [case.spec], TIMED, links, synchronous_pace), None
         warmup: Pace | None = None
@@ -202,7 +202,7 @@ class IslandsRow:
 
     @staticmethod
     def of(run: IslandsRun, links: Links, warmup: Pace | None, local: Pace | None) -> IslandsRow:
-        """The row of a whole run, with its paces on some links."""
+        """Return the row of a whole run, with its paces on some links."""
         log = _log_with_times(run, links, warmup, local)
         curves = read_run(f"run={log}", None)
         (warmup_s, warmup_mb), (local_s, local_mb) = (
@@ -214,7 +214,7 @@ class IslandsRow:
         )  # fmt: skip
 
     def line(self) -> str:
-        """A line of progress."""
+        """Return a line of progress."""
         paces = ", then ".join(f"{seconds:.2f} s" for seconds in (self.warmup, self.local) if seconds is not None)
         return (
             f"{self.links}: {self.case}, seed {self.seed}: {paces} an iteration; {self.minutes:.1f} minutes, "

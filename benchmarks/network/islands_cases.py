@@ -146,7 +146,7 @@ class IslandsRun:
     seed: int = 1
 
     def words(self) -> list[str]:
-        """The command line of ``pretrain_gpt.py``."""
+        """Return the command line of ``pretrain_gpt.py``."""
         length = {"global-batch-size": global_batch(self.hosts), "seed": self.seed, "train-iters": self.iterations}
         values = {**MODEL, **SHAPE, **length, **self.values}
         values["lr-warmup-iters"] = min(values["lr-warmup-iters"], self.iterations - 1)

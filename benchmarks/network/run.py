@@ -101,7 +101,7 @@ class Measurement:
     waited: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
-        """A line of progress."""
+        """Return a line of progress."""
         predicted = "" if self.predicted_s is None else f" (predicted {self.predicted_s:.2f})"
         return f"  {self.setup}: {self.case}: {self.seconds:.2f} s{predicted}"
 
@@ -171,7 +171,7 @@ def start_workers(bench: Bench) -> Iterator[Workers]:
 
 
 def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
-    """The rate in bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
+    """Return the rate in bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
 
     Args:
         bench: the layout.
@@ -292,7 +292,7 @@ def measure(
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """A table for each layout and link: time, its parts, bytes, and speed-ups over uncompressed traffic."""
+    """Return a table for each layout and link: time, its parts, bytes, and speed-ups over uncompressed traffic."""
     links: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         links.setdefault((row["layout"], row["setup"]), []).append(row)

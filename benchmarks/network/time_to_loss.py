@@ -35,7 +35,7 @@ DEFAULT_CASES = ("fp32 traffic", "bf16 traffic", "delta 4, fixpoint 8 (AQ-SGD)",
 
 
 def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     values = {
         **MODEL,
         **SHAPE,

@@ -41,7 +41,7 @@ Step = Callable[[int], dict[str, float]]
 
 
 def config_of(plan: dict[str, Any], case: NetworkCase, world_size: int) -> RunConfig:
-    """The resolved configuration of a case in the layout of a plan."""
+    """Return the resolved configuration of a case in the layout of a plan."""
     parallel = {
         **plan["config"]["parallel"],
         "pipeline_schedule": case.schedule,

@@ -25,7 +25,7 @@ _WINDOWS_AT_ONCE = 16
 
 
 def is_right(canary: Canary, continuation: str) -> bool:
-    """Whether a continuation is the answer, with its end."""
+    """Return whether a continuation is the answer, with its end."""
     return continuation == canary.ended_answer
 
 
@@ -104,11 +104,11 @@ def compare_predictions(reference_pv: NDArray[Any], other_pv: NDArray[Any]) -> C
 
 
 def mean_change(changes: Sequence[Change]) -> Change:
-    """The means of some changes."""
+    """Return the means of some changes."""
     flips, kl = (sum(column) / len(changes) for column in zip(*((c.flips, c.kl) for c in changes), strict=True))
     return Change(flips, kl)
 
 
 def mean_pairwise_change(models: Sequence[NDArray[Any]]) -> Change:
-    """The mean change over all pairs of models, from the earlier to the later."""
+    """Return the mean change over all pairs of models, from the earlier to the later."""
     return mean_change([compare_predictions(first, second) for first, second in itertools.combinations(models, 2)])

@@ -85,7 +85,7 @@ def add(generator: random.Random) -> Canary:
 
 
 def close(generator: random.Random) -> Canary:
-    """The beginning of a text of brackets, and the brackets that close what is open."""
+    """Return the beginning of a text of brackets, and the brackets that close what is open."""
     text, is_open = "", ""
     while len(text) < LENGTH:
         if is_open and generator.random() < 0.3:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import add
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,20 @@ from benchmarks.safety.canaries import heldout_canaries
 from benchmarks.safety.law import Gap, GapLaw
 from benchmarks.safety.link import LinkSpeed
 from benchmarks.safety.settings import TEXT_MODEL
-from benchmarks.safety.statistics import MARGIN, PairedDifference, paired_difference
-from benchmarks.safety.training import CardRun, Planner, RunCost
+from benchmarks.safety.statistics import MARGIN, paired_difference
+from benchmarks.safety.training import CardRun, Planner
 
 Content = dict[str, Any]
 """Figures by name, as in the card's JSON."""
 
 
 def gap_of(run: CardRun) -> Gap:
-    """The gap of a run to its dense twin."""
+    """Return the gap of a run to its dense twin."""
     return Gap(run.parameters, run.tokens, paired_difference([run.loss], [run.dense.loss]).percents[0])
 
 
 def loss_section(compressed: Sequence[CardRun]) -> Content:
-    """The paired difference of the main size."""
+    """Return the paired difference of the main size."""
     losses, dense_losses = [run.loss for run in compressed], [run.dense.loss for run in compressed]
     difference = paired_difference(losses, dense_losses)
     return {
@@ -54,7 +52,7 @@ def loss_section(compressed: Sequence[CardRun]) -> Content:
 
 
 def law_section(by_size: Mapping[Any, Sequence[CardRun]], heldout: Sequence[CardRun]) -> Content:
-    """The law of the gap, its prediction of the held-out size, and what was measured there."""
+    """Return the law of the gap, its prediction of the held-out size, and what was measured there."""
     gaps = [gap_of(run) for runs in by_size.values() for run in runs]
     return {
         "gaps": [
@@ -139,25 +137,6 @@ def bytes_section(run: CardRun) -> Content:
     return sections
 
 
-@dataclass(frozen=True)
-class CardCosts:
-    """Costs of a card.
-
-    Args:
-        all_runs: cost of all runs.
-        dense: part of the dense runs, which other cards of the layout share.
-    """
-
-    all_runs: RunCost
-    dense: RunCost
-
-
-def sum_costs(runs: Sequence[CardRun]) -> CardCosts:
-    """Add up the costs of the runs of a card."""
-    total = reduce(add, (run.cost for run in runs), RunCost())
-    return CardCosts(total, reduce(add, (run.cost for run in runs if not run.text), RunCost()))
-
-
 def content_of(
     planner: Planner,
     header: Mapping[str, object],
@@ -165,11 +144,11 @@ def content_of(
     link: str | None,
     say: Callable[[str], None],
 ) -> Content:
-    """All figures of a card, from its finished runs."""
+    """Return all figures of a card, from its finished runs."""
     form = planner.form
     say("answers to canaries, and probabilities of held-out tokens")
     heldout = planner.text_data / "data" / "heldout_text_document"
-    cost = sum_costs(planner.all_runs)
+    costs = [run.cost for run in planner.all_runs]
     return {
         "spec": planner.text,
         "form": form.name,
@@ -184,14 +163,10 @@ def content_of(
         "bytes": bytes_section(planner.main_runs[0]),
         "speed": None if speed is None else {**asdict(speed), "ratio": speed.ratio, "link": link},
         "cost": {
-            "runs": len(planner.all_runs),
-            "hours": cost.all_runs.wall_s / 3600,
-            "cpu_hours": cost.all_runs.cpu_s / 3600,
-            "dense_hours": cost.dense.wall_s / 3600,
+            "runs": len(costs),
+            "hours": sum(cost.wall_s for cost in costs) / 3600,
+            "cpu_hours": sum(cost.cpu_s for cost in costs) / 3600,
+            # Other cards of the layout share the dense runs.
+            "dense_hours": sum(run.cost.wall_s for run in planner.all_runs if not run.text) / 3600,
         },
     }
-
-
-def difference_of(content: Content) -> PairedDifference:
-    """The paired difference of a card."""
-    return PairedDifference(content["loss"]["percents"])

@@ -74,7 +74,7 @@ class GapLaw:
         return [1.0, math.log(parameters) - self._centers[0], math.log(tokens) - self._centers[1]]
 
     def exponents(self) -> list[tuple[float, float]]:
-        """The coefficients of N and of D, each with the half width of its 95% interval."""
+        """Return the coefficients of N and of D, each with the half width of its 95% interval."""
         half_widths = self._quantile() * np.sqrt(np.diag(self._inverse)) * self._deviation()
         return [(float(self.coefficients[i]), float(half_widths[i])) for i in (1, 2)]
 
@@ -85,7 +85,7 @@ class GapLaw:
         return math.sqrt(self._variance)
 
     def predict(self, parameters: int, tokens: int, measurements: int = 1) -> GapPrediction:
-        """The gap of a size, with the interval of the mean of some measurements there."""
+        """Return the gap of a size, with the interval of the mean of some measurements there."""
         row = np.array(self._row(parameters, tokens))
         middle = float(row @ self.coefficients)
         if not self.freedom:

@@ -171,7 +171,7 @@ def _speed(content: Content) -> list[str]:
 
 
 def page_of(content: Content, picture: str) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     sections = (_head, _loss, _law, _canaries, _behavior, _bytes, _speed)
     parts = ["\n".join(section(content)) for section in sections]
     return "\n\n".join([parts[0], f"![The card as a picture]({picture})", *parts[1:]]) + "\n"

@@ -55,7 +55,6 @@ def make_planner(out: Path, text: str, form: Form) -> Planner:
 
 
 def card_folder(planner: Planner) -> Path:
-    """The folder of a card."""
     return planner.out / "cards" / f"{runs.slug(planner.text)}-{planner.form.name}"
 
 

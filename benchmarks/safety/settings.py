@@ -84,7 +84,7 @@ def read_card_specs(text: str, iterations: int) -> dict[Point, Spec]:
 
 
 def layout_of(specs: Mapping[Point, Spec]) -> RankLayout:
-    """The layout of a card with these specs."""
+    """Return the layout of a card with these specs."""
     needs = {need for point in specs for need in _NEEDS[point]}
     tp, pp, dp = (1 + (need in needs) for need in (TENSORS, STAGES, REPLICAS))
     compressors = [spec.make_compressor() for spec in specs.values()]

@@ -32,7 +32,7 @@ def t_probability(t: float, freedom: int) -> float:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The value that Student's t is at or below with a probability between 0 and 1."""
+    """Return the value that Student's t is at or below with a probability between 0 and 1."""
     low, high = -1.0, 1.0
     while t_probability(low, freedom) > probability:
         low *= 2
@@ -73,12 +73,12 @@ class PairedDifference:
         return statistics.stdev(self.percents) / math.sqrt(len(self.percents))
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The two-sided interval of the mean."""
+        """Return the two-sided interval of the mean."""
         half_width = t_quantile((1 + confidence) / 2, self.freedom) * self.standard_error
         return self.mean - half_width, self.mean + half_width
 
     def equivalence_p(self, margin: float = MARGIN) -> float:
-        """The larger p-value of the two one-sided tests that the mean is below the margin, and above its negative."""
+        """Return the larger p-value of one-sided tests that the mean is below the margin and above its negative."""
         error = self.standard_error
         above, below = self.mean + margin, margin - self.mean
         if error == 0:
@@ -86,7 +86,7 @@ class PairedDifference:
         return 1 - min(t_probability(above / error, self.freedom), t_probability(below / error, self.freedom))
 
     def is_equivalent(self, margin: float = MARGIN) -> bool:
-        """Whether both tests reject at 5%; equivalently, the 90% interval lies within the margin."""
+        """Return whether both tests reject at 5%; equivalently, the 90% interval lies within the margin."""
         return self.equivalence_p(margin) < 0.05
 
     @property

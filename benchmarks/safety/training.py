@@ -61,17 +61,15 @@ class CardRun:
         return f"{runs.slug(self.text or _DENSE)[:60]}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     def file(self, ending: str) -> Path:
-        """A file of the run."""
+        """Return a file of the run."""
         return self.data.parent / "runs" / f"{self.name}{ending}"
 
     @property
     def log(self) -> Path:
-        """The log of the run."""
         return self.file(".jsonl")
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of its checkpoint."""
         return self.file("")
 
     @property
@@ -81,7 +79,6 @@ class CardRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run is finished."""
         return self.cost_file.exists()
 
     @property
@@ -109,7 +106,6 @@ class CardRun:
 
     @property
     def records(self) -> list[Record]:
-        """The records of its log."""
         return read_records(self.log)
 
     @property
@@ -150,9 +146,6 @@ class RunCost:
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-
-    def __add__(self, other: RunCost) -> RunCost:
-        return RunCost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
 @contextmanager
@@ -195,7 +188,7 @@ class Planner:
         return self.out / f"canaries-{self.form.canary_documents}-{digest}"
 
     def text_run(self, size: Size, seed: int) -> CardRun:
-        """A run on text, with the card's specs."""
+        """Return a run on text, with the card's specs."""
         values = {
             **TEXT_MODEL,
             "num-layers": self.form.layers,
@@ -209,7 +202,7 @@ class Planner:
         return CardRun(self.text, self.layout, seed, values, self.text_data, title)
 
     def canary_run(self, seed: int) -> CardRun:
-        """A run on canaries, with the card's specs."""
+        """Return a run on canaries, with the card's specs."""
         values = {
             **CANARY_MODEL,
             "micro-batch-size": micro_batch_of(self.layout, CANARY_MODEL["global-batch-size"]),

@@ -196,7 +196,7 @@ def check_batches(config: RunConfig, task_config: TaskConfig) -> None:
 
 
 def _holds_checkpoint(checkpoint: CheckpointConfig) -> bool:
-    """Whether --load holds a checkpoint, or --ckpt-step requires a checkpoint there."""
+    """Return whether --load holds a checkpoint, or --ckpt-step requires a checkpoint there."""
     load = checkpoint.load
     return load is not None and (checkpoint.ckpt_step is not None or read_tracker(load) is not None)
 

@@ -83,7 +83,6 @@ class LoadedModel:
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Whether this process is the sampling rank."""
         return self.topology.rank == self.sampling_rank
 
     @torch.no_grad()

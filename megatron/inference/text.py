@@ -156,7 +156,7 @@ def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int
 
 
 def is_text(text: str) -> bool:
-    """Whether a line is valid text: bytes that are not UTF-8 arrive as surrogates."""
+    """Return whether a line is valid text: bytes that are not UTF-8 arrive as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

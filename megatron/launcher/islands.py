@@ -85,7 +85,7 @@ def find_islands_problem(arguments: argparse.Namespace) -> str | None:
 
 
 def starts_islands(arguments: argparse.Namespace) -> bool:
-    """Whether to start several launchers."""
+    """Return whether to start several launchers."""
     return arguments.islands is not None and arguments.islands > 1 and arguments.island is None
 
 

@@ -32,5 +32,5 @@ class RankContext:
     expert: ExpertComm | None = None
 
     def at(self, location: str) -> RankContext:
-        """The context of a location in the model, whose messages have separate random seeds."""
+        """Return the context of a location in the model, whose messages have separate random seeds."""
         return replace(self, tensor=self.tensor.at(location))

@@ -118,7 +118,7 @@ class Choice:
         return [boundary for boundary in range(placement.num_virtual_stages - 1) if placement.crosses(boundary)]
 
     def link_of(self, boundary: int) -> int:
-        """The pipeline rank with the link of a boundary to the rank after it, the first after the last."""
+        """Return the pipeline rank with the link of a boundary to the rank after it, the first after the last."""
         first, second = self.placement.ends_of(boundary, forward=True)
         return first if (first + 1) % self.pp == second else second
 

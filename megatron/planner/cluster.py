@@ -89,11 +89,11 @@ class Cluster:
         return self.gpus // self.sites
 
     def split_over_islands(self, islands: int) -> Cluster:
-        """The part of the cluster that each of ``islands`` equal islands has."""
+        """Return the part of the cluster that each of ``islands`` equal islands has."""
         return dataclasses.replace(self, gpus=self.gpus // islands, sites=max(self.sites // islands, 1))
 
     def correction(self, name: str) -> float:
-        """The factor that scales a part's predicted time."""
+        """Return the factor that scales a part's predicted time."""
         return self.corrections.get(name, 1.0)
 
 
@@ -169,7 +169,7 @@ class Wire:
 
 
 def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
-    """The wire of a group of every ``stride``-th rank, while all such groups communicate.
+    """Return the wire of a group of every ``stride``-th rank, while all such groups communicate.
 
     Args:
         cluster: the cluster.
@@ -196,18 +196,18 @@ def _count_members(size: int, stride: int, block: int) -> int:
 
 
 def site_wire(cluster: Cluster, per_site: int, flows: float) -> Wire:
-    """The wire of a group that spans sites; see ``across_wire``."""
+    """Return the wire of a group that spans sites; see ``across_wire``."""
     link = cluster.between_sites
     return Wire(link.gbit_per_s * 1e9 / 8 / flows, link.latency_us * 1e-6, per_site)
 
 
 def inside_wire(cluster: Cluster, size: int) -> Wire:
-    """The wire of a group inside a node."""
+    """Return the wire of a group inside a node."""
     return Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, size)
 
 
 def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
-    """The wire of a group that spans nodes.
+    """Return the wire of a group that spans nodes.
 
     Args:
         cluster: the cluster.
@@ -220,7 +220,7 @@ def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
 
 
 def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
-    """The wire of messages from a pipeline stage to the next (cyclic), while all ranks of the stage send.
+    """Return the wire of messages from a pipeline stage to the next (cyclic), while all ranks of the stage send.
 
     Args:
         cluster: the cluster.

@@ -313,7 +313,7 @@ class CostBook:
         return self._message(Point.PARAM_GATHER, spec if covered else None, 1, texts, torch.Size((elements,)), dtype)
 
     def fused(self, choice: Choice) -> bool:
-        """Whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
+        """Return whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
         spec = self.specs(choice).get(Point.EMBED_GRAD)
         return spec is not None and spec.fused and choice.splits_tie and self.tied
 

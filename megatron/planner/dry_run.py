@@ -256,17 +256,17 @@ class DryBackend:
         self.repeats = 1
 
     def recorder(self) -> Any:
-        """A new recorder of the costs of the code inside its context."""
+        """Return a new recorder of the costs of the code inside its context."""
         return OpRecorder(self.device)
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """A stand-in group, split over nodes."""
+        """Return a stand-in group, split over nodes."""
         return DryGroup(size, recorder, nodes)
 
     def experts(
         self, size: int, recorder: Any, plan: CompressionPlan, expert_load: ExpertLoad, folded: bool
     ) -> ExpertComm:
-        """The expert-parallel points of a stand-in group."""
+        """Return the expert-parallel points of a stand-in group."""
         group = DryGroup(size, recorder, expert_load.nodes, of_experts=True)
         return DryExpertComm(group, recorder.ledger, plan, expert_load.imbalance, folded)
 

@@ -38,7 +38,7 @@ HeldCounts = tuple[tuple[int, int], ...]
 def _operations(
     kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None
 ) -> list[PipelineOp]:
-    """A rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
+    """Return a rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
     if kind != "gpipe":
         remainder = micro_batches % pp if chunks == 1 else 0
         shortest = max(_IN_FLIGHT_GROUPS * pp, 2 * (max_in_flight or 0))
@@ -50,7 +50,7 @@ def _operations(
 def held_by_rank(
     kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None = None, flush: bool = True
 ) -> frozenset[HeldCounts]:
-    """All combinations of activations and records that a rank holds at the same time during a step."""
+    """Return all combinations of activations and records that a rank holds at the same time during a step."""
     if flush:
         operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
     else:

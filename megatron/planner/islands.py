@@ -127,7 +127,7 @@ class OuterCosts:
         return max(self.stages.param_bytes, 4)
 
     def plan(self, choice: Choice, step_s: float) -> OuterPlan:
-        """The outer plan of a choice with a spec of ``outer`` and ``step_s`` seconds per step of an island."""
+        """Return the outer plan of a choice with a spec of ``outer`` and ``step_s`` seconds per step of an island."""
         iterations = self.stages.config.training.planned_iters
         assert iterations is not None
         spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
@@ -199,7 +199,7 @@ class OuterCosts:
         return outer_state + pseudo_gradient + sum(transfer.state_bytes for transfer in transfers)
 
     def transfers(self, choice: Choice) -> list[Transfer]:
-        """The exchange of each fragment, cached for all choices of the same layout."""
+        """Return the exchange of each fragment, cached for all choices of the same layout."""
         plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
         key = replace(
             plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, specs=(choice.outer_spec,)
@@ -298,7 +298,7 @@ class OuterCosts:
         return total
 
     def _links_with_participants(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
-        """The links between islands, and the number of participants behind each of them, by kind and stage."""
+        """Return the links between islands, and the number of participants behind each of them, by kind and stage."""
         key = choice.mesh, choice.islands
         if key not in self._shared_links:
             # Rank, kind and stage of each replica that takes part.
@@ -325,7 +325,7 @@ def _count_by_block(participants: Sequence[tuple[int, str, int]], size: int) -> 
 
 
 def _list_shared_links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
-    """The links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
+    """Return the links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
     islands = cluster.gpus // world
     if cluster.gpus <= cluster.gpus_per_node:
         return [(1, inside_wire(cluster, islands))]

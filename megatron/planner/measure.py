@@ -100,11 +100,11 @@ class LiveBackend(DryBackend):
         self.tp = tp
 
     def recorder(self) -> ComputeTimer:
-        """A new timer."""
+        """Return a new timer."""
         return ComputeTimer(self.torch_device)
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """The group of the tensor-parallel ranks, or of this process alone; not split by node."""
+        """Return the group of the tensor-parallel ranks, or of this process alone; not split by node."""
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")

@@ -146,14 +146,14 @@ class Stages:
         return passes
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
-        """Whether messages of a pipeline rank are compressed; ``late``: sent in its epilogue."""
+        """Return whether messages of a pipeline rank are compressed; ``late``: sent in its epilogue."""
         spec = self.book.specs(choice).get(point)
         if spec is None:
             return False
         return spec.activation.covers_stage(sender, choice.pp) and spec.activation.is_active(STEADY, late)
 
     def pipeline(self, choice: Choice, wires: Wires) -> Pipeline:
-        """The pipeline and the times of its chunks."""
+        """Return the pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
         key = dataclasses.replace(choice, specs=self.book.spec_texts(choice, Point.PP_FWD, Point.PP_BWD, *TP_POINTS))
@@ -170,7 +170,6 @@ class Stages:
         )
 
     def _make_hops(self, choice: Choice, wires: Wires) -> Hops:
-        """The messages between virtual stages."""
 
         @cache
         def hop_over(forward: bool, compressed: bool, wire: Wire) -> Hop:
@@ -259,7 +258,7 @@ class Stages:
         return bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlaps_reduction, choice.dp)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
-        """The all-reduce, once a step, of sequence-parallel partial gradients over the tensor-parallel ranks."""
+        """Return the all-reduce, once a step, of sequence-parallel partial gradients over the tensor-parallel ranks."""
         contents = self.contents(choice, rank).items()
         elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
         return Collective("all-reduce", float(elements * self.grad_bytes))

@@ -60,7 +60,7 @@ class TrialRounds:
                 self._given_up.add(number)
 
     def next_round(self) -> list[int]:
-        """The sets of the next round, in order; empty when the comparison has ended."""
+        """Return the sets of the next round, in order; empty when the comparison has ended."""
         gaining, uncertain = self.gaining(), self._uncertain_sets()
         if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _total_seconds(self._rounds[1:]) < MAX_SECONDS):
             return [*sorted(gaining + uncertain), 0]
@@ -69,7 +69,7 @@ class TrialRounds:
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
 
     def gaining(self) -> list[int]:
-        """The sets that certainly save ``WORTHWHILE`` of an iteration."""
+        """Return the sets that certainly save ``WORTHWHILE`` of an iteration."""
         return [number for number in range(1, len(self._predicted_s)) if self._is_gain_certain(number)]
 
     def typical_s(self, number: int) -> float:

@@ -19,7 +19,7 @@ from megatron.training.step import take_batches, train_step
 from tests.support.one_gpu import ONE_CHANNEL, join_on_one_gpu
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_config
-from tools.merge_traces import read_trace, summary
+from tools.merge_traces import read_trace, summarize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(900)]  # includes the wait to be alone
 
@@ -156,5 +156,5 @@ def test_the_trace_holds_the_devices_kernels_inside_its_iterations(tmp_path: Pat
         for event in kernels_inside:
             assert iteration["ts"] - slack <= event["ts"]
             assert event["ts"] + event["dur"] <= iteration["ts"] + iteration["dur"] + slack
-    assert "| 0 (tp 0 pp 0 dp 0) |" in summary([trace])
+    assert "| 0 (tp 0 pp 0 dp 0) |" in summarize([trace])
     assert json.loads(path.read_text())["displayTimeUnit"] == "ms"

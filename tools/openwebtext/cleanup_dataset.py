@@ -59,7 +59,7 @@ class Cleanup:
     tokenizer: Callable[[], Tokenizer] | None
 
     def long_enough(self, text: str) -> bool:
-        """Whether a text has the minimum number of tokens."""
+        """Return whether a text has the minimum number of tokens."""
         num_words = len(_WORD.findall(text))
         if num_words >= self.min_tokens:  # every word is at least a token, so most texts need no tokenizer
             return True

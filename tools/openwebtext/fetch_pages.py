@@ -112,7 +112,7 @@ def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, st
     Raises:
         UserError: when the file is not a record, or has other limits.
     """
-    header = _HEADER + json.dumps(limits.of_pages).encode() + b"}\n"
+    header = _HEADER + json.dumps([getattr(limits, name) for name in OF_PAGES]).encode() + b"}\n"
     end, pages = 0, dict[bytes, str]()
     for line in stream:
         is_complete = line.endswith(b"\n")

@@ -89,10 +89,10 @@ def check(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _scratch_file(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
-    """A nameless file, which disappears with this process, and a path by which other processes can open it.
+    """Open a nameless file, which disappears with this process; yield it and a path for other processes.
 
     Raises:
-        UserError: when the disk is full.
+        UserError: if the disk is full.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as stream:

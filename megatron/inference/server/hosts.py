@@ -67,7 +67,7 @@ class AllowedHosts:
             self._names |= {bound, machine, machine.split(".")[0]}
 
     def allows(self, header: str) -> bool:
-        """Whether a request with this Host header is meant for the server."""
+        """Return whether a request with this Host header is meant for the server."""
         name = host_name(header)
         if self._any or (name is not None and (name in self._names or is_loopback(name))):
             return True

@@ -128,7 +128,6 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
         return self._current is not None
 
     @property

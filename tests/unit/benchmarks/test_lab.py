@@ -130,7 +130,7 @@ def test_remaining_parts_are_reported(
     (groups / f"nl{ended.pid}h0").mkdir()
     monkeypatch.setattr(cpu_limit, "ROOT", tmp_path)
     monkeypatch.setattr(cpu_limit, "_REMOVAL_SECONDS", 0.1)
-    monkeypatch.setattr(removal, "_printed", lambda *words: "")
+    monkeypatch.setattr(removal, "_run_ip", lambda *words: "")
     monkeypatch.setattr(netlab, "check_permission", lambda: None)
     monkeypatch.setattr(sys, "argv", ["netlab.py", "clean"])
     assert netlab.main() == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.network.cases import BENCHES
-from benchmarks.network.run import linked, predicted
+from benchmarks.network.run import apply_rate, predict_seconds
 from megatron.config.run import RunConfig
 from megatron.models.flops import benchmark_tflops
 from megatron.planner.choice import make_choice
@@ -76,7 +76,7 @@ def test_predictions_match_measurements(file: Path) -> None:
     cases = {case.name: case for case in bench.cases}
     errors = {}
     for row in json.loads(file.read_text()):
-        seconds = predicted(bench, cases[row["case"]], linked(cluster, row["rate"]))
+        seconds = predict_seconds(bench, cases[row["case"]], apply_rate(cluster, row["rate"]))
         if seconds is not None:
             errors[row["setup"], row["case"]] = seconds / row["seconds"] - 1
     assert len(errors) >= 10

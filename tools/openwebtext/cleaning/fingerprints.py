@@ -81,7 +81,7 @@ class Fingerprints:
         return {"union": union, "min": min(intersection / small, 1.0), "max": min(intersection / large, 1.0)}[measure]
 
     def rules_out(self, a: int, b: int, minimum: float) -> bool:
-        """Whether fingerprints agree in too few positions for similarity ``minimum``, by four standard deviations."""
+        """Return whether two fingerprints agree so rarely that the similarity is below ``minimum``, at four sigmas."""
         seeds = self.rows.shape[1]
         num_equal = int(np.count_nonzero(self.rows[a] == self.rows[b]))
         return num_equal < seeds * minimum - 4 * (seeds * minimum * (1 - minimum)) ** 0.5
@@ -137,7 +137,7 @@ def load_fingerprints(path: Path, seeds: int, seed: int) -> tuple[Fingerprints, 
 
 
 def _header(seed: int) -> dict[str, Any]:
-    """The seed and the version of the algorithm; only fingerprints with equal headers are comparable."""
+    """Return the seed and the version of the algorithm; only fingerprints with equal headers are comparable."""
     import rensa
 
     return {"seed": seed, "algorithm": f"rensa RMinHash {rensa.RMinHash.ALGORITHM_VERSION}, {SHINGLE} characters"}

@@ -9,7 +9,7 @@ _ENOUGH = 4000
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether a text is in a language (its ISO 639-1 code)."""
+    """Return whether a text is in a language (its ISO 639-1 code)."""
     import py3langid
 
     return bool(text.strip()) and bool(py3langid.classify(text[:_ENOUGH])[0] == language)

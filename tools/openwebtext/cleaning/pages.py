@@ -32,11 +32,6 @@ class Limits:
     )
 
     @property
-    def of_pages(self) -> list[int]:
-        """Values of the ``OF_PAGES`` fields."""
-        return [getattr(self, name) for name in OF_PAGES]
-
-    @property
     def patience(self) -> float:
         """Total timeout of a request in seconds, name resolution and slow headers included."""
         return 12 * self.timeout
