@@ -211,8 +211,8 @@ def find_warnings(traces: Sequence[RankTrace]) -> list[str]:
     missing = sorted(set(range(traces[0].world_size or 0)) - {trace.rank for trace in traces})
     if not missing:
         return []
-    ranks = f"rank{'s' if len(missing) > 1 else ''} {_abbreviate(missing)}"
-    return [f"the merged trace is incomplete: no trace of {ranks}, of {traces[0].world_size}"]
+    ranks = f"{len(missing)} of {traces[0].world_size} ranks"
+    return [f"the merged trace is incomplete: {ranks} left no trace: {_abbreviate(missing)}"]
 
 
 def summarize(traces: Sequence[RankTrace]) -> str:

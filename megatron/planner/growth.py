@@ -34,7 +34,7 @@ class GrowingLengths:
     def line(self) -> str:
         """The prediction as a sentence."""
         return (
-            f"sequences grow from {self.first} tokens to the {self.full} that are counted here: an iteration "
+            f"sequences grow from {self.first} tokens to {self.full}, the length assumed here: an iteration "
             f"takes {self.first_s:.3g} s at first, {self.full_s:.3g} s in the end, and {self.mean_s:.3g} s on average "
             f"over the run's {self.iterations:,} iterations"
         )

@@ -112,7 +112,7 @@ def test_an_unexplained_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_table_that_contradicts_the_parser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownFlag, "meaning", lambda self, words: Meaning())
-    with pytest.raises(RuntimeError, match="what the parser does and what the tables say differ"):
+    with pytest.raises(RuntimeError, match="the parser does not do what the tables of known flags say"):
         fate_of(TheirFlag("mmap-warmup", True), PARSER)
 
 

@@ -159,7 +159,7 @@ def test_wikipedia_becomes_lines(
     second = f"/huggingface.co/datasets/wikimedia/wikipedia/resolve/main/{sorted(files)[1]}"
     published.statuses[second] = [403]
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 2
-    assert "returned error: 403; run it again to go on" in error_line()
+    assert "returned error: 403; run the command again to continue" in error_line()
     assert not (tmp_path / "wikipedia.jsonl").exists()
     published.requests.clear()
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 0
@@ -237,7 +237,7 @@ def test_a_file_is_requested_once(published: Published, remote: Remote, tmp_path
     url = f"{published.address}/host/file"
     assert fetch(remote, url) == f"1,000,000 bytes, sha256 {remote.digest[7:]}, as published"
     assert remote.path.read_bytes() == DATA
-    assert fetch(remote, url).endswith("as published; it was there")
+    assert fetch(remote, url).endswith("as published; it already existed")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert len(published.requests) == 1
 
@@ -253,7 +253,7 @@ def test_a_broken_connection_is_resumed(ranges: bool, published: Published, remo
 
 def test_a_later_call_resumes(published: Published, remote: Remote) -> None:
     published.breaks["/host/file"] = [400_000, 0]
-    with pytest.raises(UserError, match="run it again to go on"):
+    with pytest.raises(UserError, match="run the command again to continue"):
         fetch(remote, f"{published.address}/host/file")
     assert remote.path.with_name("file.part").read_bytes() == DATA[:400_000]
     published.requests.clear()
@@ -276,7 +276,7 @@ def test_a_busy_server_is_retried(published: Published, remote: Remote) -> None:
 
 
 def test_a_missing_file_is_one_line(published: Published, remote: Remote) -> None:
-    with pytest.raises(UserError, match=r"/host/other: .*404; run it again") as caught:
+    with pytest.raises(UserError, match=r"/host/other: .*404; run the command again") as caught:
         fetch(remote, f"{published.address}/host/other")
     assert "\n" not in str(caught.value)
 
@@ -284,7 +284,7 @@ def test_a_missing_file_is_one_line(published: Published, remote: Remote) -> Non
 @pytest.mark.parametrize("data", [DATA[:-1] + b"!", DATA + b"more", DATA[:10]])
 def test_unexpected_content_is_refused_and_removed(data: bytes, published: Published, remote: Remote) -> None:
     published.files["/host/file"] = data
-    with pytest.raises(UserError, match=r"published; it is removed|run it again to go on"):
+    with pytest.raises(UserError, match=r"published; it is removed|run the command again to continue"):
         fetch(remote, f"{published.address}/host/file")
     assert not remote.path.exists()
 
@@ -304,7 +304,7 @@ def test_a_folder_allows_one_process_at_a_time(published: Published, remote: Rem
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_partial_file(published: Published, remote: Remote) -> None:
-    with largest_file(1 << 18), pytest.raises(UserError, match="run it again to go on"):
+    with largest_file(1 << 18), pytest.raises(UserError, match="run the command again to continue"):
         fetch(remote, f"{published.address}/host/file")
     fetch(remote, f"{published.address}/host/file")
     assert _ranges(published)[-1] == f"bytes={1 << 18}-"

@@ -237,7 +237,7 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
         ("LAMBADA", b'{"text": "1 2"}\n\xff', [], "line 2: is no UTF-8"),
         ("LAMBADA", "", [], "no text"),
         ("WIKITEXT103", b"1 2\n3\n\xff 4", [], "line 3: is no UTF-8"),
-        ("WIKITEXT103", "one\ntwo\nthree", [], "a space between them"),
+        ("WIKITEXT103", "one\ntwo\nthree", [], "at least two words, separated by a space"),
         ("LAMBADA", None, [], "No such file"),
         ("WIKITEXT103", "", [], "no text"),
         ("WIKITEXT103", "1 2 3", ["--overlapping-eval", "17"], "--overlapping-eval 17"),

@@ -186,4 +186,4 @@ def test_growing_sequences_shorten_the_mean_iteration() -> None:
     assert prediction.first_s == pytest.approx(short, rel=1e-9)
     # Half of the run has the full length.
     assert prediction.full_s / 2 + prediction.first_s / 2 < prediction.mean_s < prediction.full_s
-    assert f"{prediction.mean_s:.3g} s in the mean of the 100 of the run" in prediction.line
+    assert f"{prediction.mean_s:.3g} s on average over the run's 100 iterations" in prediction.line

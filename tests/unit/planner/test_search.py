@@ -54,7 +54,7 @@ def test_the_search_compresses_over_slow_links() -> None:
 
 
 def test_a_search_without_a_result_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"nothing fits into 0 GiB.*take more devices"):
+    with pytest.raises(UserError, match=r"nothing fits into 0 GiB.*use more or larger devices"):
         search(Predictor(small_run(), CLUSTER, VOCAB), SETS, memory_gib=1e-6)
     with pytest.raises(UserError, match="no layout of 91 devices divides 8 layers"):
         search(Predictor(small_run(), dataclasses.replace(CLUSTER, gpus=7 * 13), VOCAB), SETS)

@@ -88,11 +88,11 @@ def test_missing_ranks_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         _write(tmp_path, rank, 0.0, 10.0, world_size=4)
     assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "warning: the merged trace is incomplete: no trace of rank 2, of 4\n"
+    assert captured.err == "warning: the merged trace is incomplete: 1 of 4 ranks left no trace: 2\n"
     assert "out.json: 3 of 4 ranks;" in captured.out
     _write(tmp_path, 0, 0.0, 10.0, world_size=100)
     assert main([str(tmp_path / "trace_rank_00000.json"), "-o", str(tmp_path / "out.json")]) == 0
-    assert "no trace of ranks 1, 2, 3, 4, 5 and 94 more, of 100;" in capsys.readouterr().err
+    assert "99 of 100 ranks left no trace: 1, 2, 3, 4, 5 and 94 more\n" in capsys.readouterr().err
 
 
 def test_files_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
