@@ -17,11 +17,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Replace links to files outside docs/ by their paths in the repository, and escaped pipes in code by entities."""
     folder = posixpath.dirname(page.file.src_uri)
 
-    def shown(link: re.Match[str]) -> str:
+    def replace_link(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, link[2]))
         return link[0] if path.startswith("docs/") else f"`{path}`"
 
-    def code(match: re.Match[str]) -> str:
+    def escape_pipes(match: re.Match[str]) -> str:
         return f"<code>{html.escape(match[1]).replace(chr(92) + '|', '&#124;')}</code>"
 
-    return _ESCAPED_CODE.sub(code, _LINK.sub(shown, markdown))
+    return _ESCAPED_CODE.sub(escape_pipes, _LINK.sub(replace_link, markdown))

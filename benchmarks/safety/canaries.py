@@ -70,12 +70,12 @@ def reverse(generator: random.Random) -> Canary:
 
 
 def recall(generator: random.Random) -> Canary:
-    """Keys with values, and a key whose value is asked for."""
+    """Keys with values, then a key; the answer is its value."""
     keys = generator.sample(KEYS, PAIRS)
     values = generator.choices("0123456789", k=PAIRS)
     pairs = [key + value for key, value in zip(keys, values, strict=True)]
-    asked, *extra = generator.sample(pairs, PAIRS)
-    return Canary(f"K{''.join(pairs)}?{asked[0]}", asked[1], "".join(extra))
+    (key, value), *extra = generator.sample(pairs, PAIRS)
+    return Canary(f"K{''.join(pairs)}?{key}", value, "".join(extra))
 
 
 def add(generator: random.Random) -> Canary:

@@ -55,10 +55,10 @@ def compute_metrics(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor
     begin = 0
     for name, file in zip(short_names([file.path for file in files]), files, strict=True):
         end = begin + len(file.examples)
-        of_file = np.asarray(labels[begin:end]), predictions_n[begin:end]
+        file_labels, file_predictions = np.asarray(labels[begin:end]), predictions_n[begin:end]
         with warnings.catch_warnings():
             # The correlation with a constant is nan; suppress SciPy's warning about it.
             warnings.simplefilter("ignore")
-            result[name] = {str(metric): _score(metric, *of_file) for metric in task.metrics}
+            result[name] = {str(metric): _score(metric, file_labels, file_predictions) for metric in task.metrics}
         begin = end
     return result

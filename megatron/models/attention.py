@@ -69,7 +69,7 @@ class Attention(ShardedModule, ABC):
     ) -> Tensor:
         """Attend with (b, heads, s, d) queries to (b, groups, s', d) keys and values; return (s, b, heads * d)."""
         if self.recompute_core and torch.is_grad_enabled():
-            inputs = (query, key, value, context.of_any_micro_batch(), dropout)
+            inputs = (query, key, value, context.without_micro_batch(), dropout)
             out_bnsd = checkpoint(self._attend_core, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             out_bnsd = self._attend_core(query, key, value, context, dropout)

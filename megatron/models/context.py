@@ -55,7 +55,7 @@ class ForwardContext:
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
-    def of_any_micro_batch(self) -> ForwardContext:
+    def without_micro_batch(self) -> ForwardContext:
         """Copy of the context without fields that depend on the number of the micro-batch.
 
         In recomputed regions of compiled code, older versions of torch specialize on all integers, and would recompile

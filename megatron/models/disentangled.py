@@ -89,7 +89,7 @@ class DisentangledAttention(SelfAttention):
         bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
         position_query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
         position_query, position_key = position_query_key.permute(2, 1, 0, 3)
-        inputs = (query, key, value, position_query, position_key, rows_ss, context.of_any_micro_batch(), dropout)
+        inputs = (query, key, value, position_query, position_key, rows_ss, context.without_micro_batch(), dropout)
         if self.recompute_core and torch.is_grad_enabled():
             out_bnsd = checkpoint(self._disentangled, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -243,14 +243,14 @@ class Experts(nn.Module):
             sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, received_re))
             dispatch_leg, combine_leg = _legs(sent, received, self.layer)
             rows = comm.move(rows, dispatch_leg)
-            # Received rows are sorted by source rank and then by expert; they go back in the same order.
+            # Received rows are sorted by source rank, then by expert; results return in this order.
             numbers = torch.arange(self.local, device=rows.device).repeat(comm.size)
             repeats = received_re.flatten().to(rows.device)
-            by_expert = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
-            by_source = torch.empty_like(by_expert)
-            by_source[by_expert] = torch.arange(len(by_expert), device=rows.device)
-            rows = self._apply_local_experts(rows.index_select(0, by_expert), received_re.sum(0))
-            rows = comm.move(rows.index_select(0, by_source), combine_leg)
+            expert_order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
+            source_order = torch.empty_like(expert_order)
+            source_order[expert_order] = torch.arange(len(expert_order), device=rows.device)
+            rows = self._apply_local_experts(rows.index_select(0, expert_order), received_re.sum(0))
+            rows = comm.move(rows.index_select(0, source_order), combine_leg)
         return unpermute(rows, order, shape, choices.weights_tk)
 
     def _apply_local_experts(self, rows: Tensor, counts: Tensor) -> Tensor:

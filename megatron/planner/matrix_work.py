@@ -63,11 +63,11 @@ def matrix_work(
         # Every tensor-parallel rank of the owner holds an unsplit matrix and orthogonalizes it.
         for rank in [tensor] if is_split else range(tensors):
             flops[replica][rank] += iteration_flops(slot.spec)
-    both_ways = 2.0 * itemsize / owners
+    bytes_per_element = 2.0 * itemsize / owners
     return MatrixWork(
         elements / owners,
         max(map(max, flops)),
         replicas,
-        both_ways * elements_elsewhere,
-        both_ways * split_elements * (tensors - 1) / tensors,
+        bytes_per_element * elements_elsewhere,
+        bytes_per_element * split_elements * (tensors - 1) / tensors,
     )

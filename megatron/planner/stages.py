@@ -123,10 +123,12 @@ class Stages:
             for direction, tally in (("forward", piece.forward), ("backward", piece.backward)):
                 computed = tally.seconds * self.cluster.correction(f"{kind_of(name)} {direction}")
                 coding = tally.coding_s * self.book.coding(choice, *INNER_POINTS)
-                of_tp = [each for each in tally.collectives if not each.of_experts]
-                of_ep = [each for each in tally.collectives if each.of_experts]
-                tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
-                ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
+                tp_collectives = [each for each in tally.collectives if not each.of_experts]
+                ep_collectives = [each for each in tally.collectives if each.of_experts]
+                tp_s = collective_seconds(tp_collectives, wires.tp, choice.tp) * self.cluster.correction(
+                    "tensor parallel"
+                )
+                ep_s = collective_seconds(ep_collectives, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
                 if (
                     direction == "backward"

@@ -35,7 +35,7 @@ MIN_CHARACTERS = 9
 """Minimum length of a URL."""
 
 
-def words_of(path: str | Path) -> frozenset[str]:
+def read_words(path: str | Path) -> frozenset[str]:
     """Words of a file, one per line."""
     return frozenset(line.decode("utf-8", "replace").strip(".").lower() for line in lines(path))
 
@@ -55,8 +55,8 @@ def url_filter(domain_files: list[Path], extension_files: list[Path]) -> Callabl
         domain_files: files of registered names to drop, with any subdomain and suffix.
         extension_files: files of file extensions to drop.
     """
-    domains = frozenset[str]().union(*map(words_of, domain_files))
-    extensions = frozenset[str]().union(*map(words_of, extension_files))
+    domains = frozenset[str]().union(*map(read_words, domain_files))
+    extensions = frozenset[str]().union(*map(read_words, extension_files))
 
     def reason_against(url: str) -> str | None:
         if len(url) < MIN_CHARACTERS:

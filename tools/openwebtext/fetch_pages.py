@@ -40,7 +40,7 @@ from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
 from tools.openwebtext.cleaning.filtering import encode
-from tools.openwebtext.cleaning.pages import OF_PAGES, UNREACHED, Limits, Page, host_of
+from tools.openwebtext.cleaning.pages import RECORDED_LIMITS, UNREACHED, Limits, Page, host_of
 
 RESUMABLE = "fetched pages are kept; run the command again to continue"
 
@@ -112,7 +112,7 @@ def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, st
     Raises:
         UserError: when the file is not a record, or has other limits.
     """
-    header = _HEADER + json.dumps([getattr(limits, name) for name in OF_PAGES]).encode() + b"}\n"
+    header = _HEADER + json.dumps([getattr(limits, name) for name in RECORDED_LIMITS]).encode() + b"}\n"
     end, pages = 0, dict[bytes, str]()
     for line in stream:
         is_complete = line.endswith(b"\n")
@@ -218,14 +218,14 @@ def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
             )  # fmt: skip
 
 
-def words_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def limit_flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Command-line words of the flags of ``add_limits``: those that affect which pages are fetched, and the others."""
     counted, free = list[str](), list[str]()
     for field in FLAGS:
         value = getattr(options, field.name)
         if not field.is_switch or value != field.default:
             word = f"--{field.flag}" if field.is_switch else f"--{field.flag}={value}"
-            (counted if field.name in OF_PAGES else free).append(word)
+            (counted if field.name in RECORDED_LIMITS else free).append(word)
     return counted, free
 
 

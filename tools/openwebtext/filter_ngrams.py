@@ -44,7 +44,7 @@ _WORD = re.compile(r"\w+")
 _ENDS = ".!?"
 
 
-def words_of(text: str) -> tuple[list[str], list[int]]:
+def split_words(text: str) -> tuple[list[str], list[int]]:
     """Words of a text in lower case, and their positions."""
     matches = list(_WORD.finditer(text))
     return [match.group().lower() for match in matches], [match.start() for match in matches]
@@ -54,7 +54,7 @@ def ngrams_of(texts: Iterable[str], max_words: int, min_words: int) -> dict[str,
     """Runs of words of tasks' texts, with counts of 0."""
     ngrams: dict[str, int] = {}
     for text in texts:
-        words, _ = words_of(text)
+        words, _ = split_words(text)
         size = min(max_words, len(words))
         if size >= min_words:
             ngrams.update((" ".join(words[i : i + size]), 0) for i in range(len(words) - size + 1))
@@ -78,7 +78,7 @@ class Search:
 
     def hits(self, text: str) -> Iterator[tuple[str, int, int]]:
         """Runs of words in a text, each with its start and end; longer runs with the same start come first."""
-        words, starts = words_of(text)
+        words, starts = split_words(text)
         for first in range(len(words)):
             for size in self.sizes:
                 ngram = " ".join(words[first : first + size])

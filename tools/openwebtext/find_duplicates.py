@@ -42,7 +42,7 @@ from megatron.data.lines import writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
 from tools.openwebtext.cleaning.comparing import Comparison, merge_matches
-from tools.openwebtext.cleaning.filtering import BAD_LINE, FilePart, encode, in_chunks, of_each, parts_of
+from tools.openwebtext.cleaning.filtering import BAD_LINE, FilePart, apply_to_lines, encode, in_chunks, split_file
 from tools.openwebtext.cleaning.fingerprints import Fingerprints, load_fingerprints, signatures
 
 MAX_SEEDS = 10_000
@@ -59,7 +59,9 @@ class _Fingerprinting:
     skip_bad: bool
 
     def __call__(self, part: FilePart) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
-        documents, num_bad = of_each(lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad)
+        documents, num_bad = apply_to_lines(
+            lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad
+        )
         return documents, *signatures([text for _, text in documents], self.seeds, self.seed), num_bad
 
 
@@ -114,7 +116,7 @@ def run(options: argparse.Namespace) -> Report:
         num_loaded = len(keys)
         lengths = [0] * num_loaded
         inputs = zip(options.inputs[::2], options.inputs[1::2], strict=True)
-        parts = (part for path, name in inputs for part in parts_of(path, name, options.key))
+        parts = (part for path, name in inputs for part in split_file(path, name, options.key))
         fingerprinting = _Fingerprinting(options.num_seeds, options.seed, options.skip_bad_lines)
         with progress((), "fingerprints") as bar:
             for documents, part_rows, part_sizes, num_bad in in_processes(fingerprinting, parts, options.workers):

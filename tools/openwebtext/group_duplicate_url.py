@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from megatron.base.errors import UserError
 from megatron.data.lines import writing
 from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart
-from tools.openwebtext.cleaning.filtering import BAD_LINE, encode, of_each, parts_of
+from tools.openwebtext.cleaning.filtering import BAD_LINE, apply_to_lines, encode, split_file
 
 
 def pairs_of(row: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> Report:
     from networkx.utils import UnionFind
 
     links, report = UnionFind(), Report(pairs=0)
-    for part in parts_of(options.input):
-        lines_of_pairs, num_bad = of_each(pairs_of, part, options.skip_bad_lines)
+    for part in split_file(options.input):
+        lines_of_pairs, num_bad = apply_to_lines(pairs_of, part, options.skip_bad_lines)
         if num_bad:
             report[BAD_LINE] += num_bad
         for name, other, value in chain.from_iterable(lines_of_pairs):

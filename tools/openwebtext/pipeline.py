@@ -168,7 +168,7 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
     if options.urls:
         urls = add(blacklist_urls, ["--", options.urls, None])
     if not pages:
-        page_words, free_words = fetch_pages.words_of(options)
+        page_words, free_words = fetch_pages.limit_flags(options)
         pages, urls = [add(fetch_pages, [*page_words, "--", urls, None], [*free_words, *workers])], None
     data = outputs["merge"]
     steps.append(Step("merge", data, [options.json, options.urls],

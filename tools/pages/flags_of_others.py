@@ -38,7 +38,7 @@ SYSTEMS = {
 }
 """List -> letter in the table, and name of the system."""
 
-OF_TASKS = "megatron-deepspeed-tasks"
+TASK_FLAGS = "megatron-deepspeed-tasks"
 """List of the flags of `tasks/main.py`, which has a separate parser."""
 
 Status = Literal["works", "works under another name", "works in another program", "no effect", "refused"]
@@ -98,7 +98,7 @@ _EXAMPLES = {
 """Command lines for flags that depend on another flag or a file."""
 
 
-def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
+def determine_fate(theirs: TheirFlag, parser: FlagParser) -> Fate:
     """Determine the status of a flag by parsing it.
 
     Raises UserError for a flag that is neither accepted nor explained.
@@ -108,7 +108,7 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
         raise UserError(f"--{theirs.name}: neither accepted nor explained; add it to megatron/config/translate")
     words = _EXAMPLES.get(spell(theirs.name)) or [f"--{theirs.name}", *_values(theirs, target, parser)]
     if isinstance(target, KnownFlag):
-        return _of_known(target, words, parser)
+        return _determine_known(target, words, parser)
     parsed = parser.parse(words, check=False)
     if isinstance(target, Shortcut):
         if not target.sets:
@@ -128,7 +128,7 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
     return Fate("works under another name", f"`--{target.flag}`")
 
 
-def _of_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fate:
+def _determine_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fate:
     """Status of a flag that sets nothing; the note or the error of the parser must confirm it."""
     try:
         output = " ".join(parser.parse(words, check=False).notes)
@@ -171,7 +171,7 @@ def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:
 
 def parser_of(system: str) -> FlagParser:
     """Parser for the flags of a list."""
-    return task_parser() if system == OF_TASKS else build_run_parser()
+    return task_parser() if system == TASK_FLAGS else build_run_parser()
 
 
 def fates() -> dict[str, tuple[Fate, list[str]]]:
@@ -181,14 +181,14 @@ def fates() -> dict[str, tuple[Fate, list[str]]]:
 
     Raises UserError naming the first flag that is neither accepted nor explained.
     """
-    training, tasks = build_run_parser(), parser_of(OF_TASKS)
+    training, tasks = build_run_parser(), parser_of(TASK_FLAGS)
     statuses: dict[str, tuple[Fate, list[str]]] = {}
     for system in SYSTEMS:
         for theirs in read_list(system):
-            of_task = system == OF_TASKS
+            of_task = system == TASK_FLAGS
             name = f"{PROGRAM} --{spell(theirs.name)}" if of_task else spell(theirs.name)
             if name not in statuses:
-                statuses[name] = fate_of(theirs, tasks if of_task else training), []
+                statuses[name] = determine_fate(theirs, tasks if of_task else training), []
             statuses[name][1].append(system)
     return dict(sorted(statuses.items(), key=lambda item: (item[0].startswith(PROGRAM), item[0])))
 

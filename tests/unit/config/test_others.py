@@ -12,11 +12,11 @@ from megatron.config.translate.rules import VALUE, KnownFlag, Meaning, Shortcut
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
 from tools.pages import flags_of_others as module
 from tools.pages.flags_of_others import (
-    OF_TASKS,
     SYSTEMS,
+    TASK_FLAGS,
     Fate,
     TheirFlag,
-    fate_of,
+    determine_fate,
     fates,
     flags_of_others_markdown,
     parser_of,
@@ -45,7 +45,7 @@ def test_every_flag_is_accepted_or_explained(system: str) -> None:
     flags, parser = read_list(system), parser_of(system)
     assert len({flag.name for flag in flags}) == len(flags) == COUNTS[system]
     for flag in flags:
-        fate = fate_of(flag, parser)
+        fate = determine_fate(flag, parser)
         assert fate.how or fate.status == "works", flag.name
         target = parser.table.by_flag(flag.name)
         if flag.switch:  # a word after it would be lost, or missing
@@ -80,9 +80,9 @@ def test_every_list_is_in_the_page_and_every_system_has_a_list() -> None:
     ],
 )
 def test_flags_have_the_documented_fate(name: str, fate: Fate) -> None:
-    systems = [system for system in SYSTEMS if system != OF_TASKS]
+    systems = [system for system in SYSTEMS if system != TASK_FLAGS]
     flags = {flag for system in systems for flag in read_list(system) if flag.name == name}
-    assert {fate_of(flag, PARSER) for flag in flags} == {fate}
+    assert {determine_fate(flag, PARSER) for flag in flags} == {fate}
 
 
 def test_flags_of_another_program_name_it() -> None:
@@ -95,8 +95,8 @@ def test_flags_of_another_program_name_it() -> None:
 def test_flags_of_tasks_have_the_fate_of_their_program() -> None:
     fate_by_flag = fates()
     assert fate_by_flag["train-data"][0].status == "no effect"
-    assert fate_by_flag["tasks/main.py --train-data"] == (Fate("works"), [OF_TASKS])
-    assert fate_by_flag["tasks/main.py --keep-last"] == (Fate("works"), [OF_TASKS])
+    assert fate_by_flag["tasks/main.py --train-data"] == (Fate("works"), [TASK_FLAGS])
+    assert fate_by_flag["tasks/main.py --keep-last"] == (Fate("works"), [TASK_FLAGS])
     assert fate_by_flag["tasks/main.py --qa-data-dev"][0].status == "refused"
 
 
@@ -113,7 +113,7 @@ def test_an_unexplained_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_table_that_contradicts_the_parser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownFlag, "meaning", lambda self, words: Meaning())
     with pytest.raises(RuntimeError, match="the parser does not do what the tables of known flags say"):
-        fate_of(TheirFlag("mmap-warmup", True), PARSER)
+        determine_fate(TheirFlag("mmap-warmup", True), PARSER)
 
 
 ALL: dict[str, Script] = {"aq-sgd": AQSGD_LM, **COMPLETE}

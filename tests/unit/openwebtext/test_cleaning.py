@@ -54,8 +54,8 @@ def test_urls() -> None:
 
 
 def test_url_lists_are_as_long_as_the_replaced_lists() -> None:
-    assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "domains.txt")) >= 110
-    assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "extensions.txt")) >= 67
+    assert len(blacklist_urls.read_words(blacklist_urls.LISTS / "domains.txt")) >= 110
+    assert len(blacklist_urls.read_words(blacklist_urls.LISTS / "extensions.txt")) >= 67
 
 
 def test_each_url_comes_once(tmp_path: Path) -> None:

@@ -119,12 +119,14 @@ class FilePart:
     lines: Sequence[tuple[int, bytes]]
 
 
-def parts_of(path: str | Path, *keys: str) -> Iterator[FilePart]:
+def split_file(path: str | Path, *keys: str) -> Iterator[FilePart]:
     """Split the lines of a file into chunks."""
     return (FilePart(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
 
 
-def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart, skip_bad: bool) -> tuple[list[T], int]:
+def apply_to_lines(
+    function: Callable[[dict[str, Any], bytes, str], T], part: FilePart, skip_bad: bool
+) -> tuple[list[T], int]:
     """Apply a function to the documents of a chunk of lines.
 
     Args:
@@ -175,9 +177,9 @@ def judge_all(
         UserError: naming the file and the line that is not a document.
     """
     report = Report(documents=0, written=0)
-    file_parts = (file_part for path in paths for file_part in parts_of(path, *keys))
+    file_parts = (file_part for path in paths for file_part in split_file(path, *keys))
     with progress((), label) as bar:
-        for results, num_bad in in_processes(partial(of_each, judge, skip_bad=skip_bad), file_parts, workers):
+        for results, num_bad in in_processes(partial(apply_to_lines, judge, skip_bad=skip_bad), file_parts, workers):
             report.update({"documents": len(results) + num_bad})
             if num_bad:
                 report.update({BAD_LINE: num_bad})

@@ -10,7 +10,7 @@ from megatron.base.option import option
 UNREACHED = ("could not be reached", "timed out", "of a host that does not answer")
 """Failure reasons of pages whose host, or the network, is down."""
 
-OF_PAGES = ("max_bytes", "robots", "private")
+RECORDED_LIMITS = ("max_bytes", "robots", "private")
 """Fields of ``Limits`` that affect which pages are downloaded."""
 
 
