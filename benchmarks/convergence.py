@@ -128,7 +128,8 @@ def train(
     if runs.has_ended(log) and (continuation_file(log).exists() or not continues):
         return
     kind = family(case)
-    values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // kind.evaluations, 1)}
+    lengths = {"train-iters": iterations, "lr-warmup-iters": iterations // 25}
+    values = {**MODEL, **lengths, "seed": seed, "eval-interval": max(iterations // kind.evaluations, 1)}
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
     specs = [word for word in words if not is_flag(word)]

@@ -174,7 +174,6 @@ MODEL: dict[str, Any] = {
     "sample-order": "fixed",
     "lr": 3e-3,
     "min-lr": 3e-4,
-    "lr-warmup-iters": 40,
     "adam-beta2": 0.999,
 }
 

@@ -89,8 +89,16 @@ def _share_of_width(divisor: int) -> Callable[[int], str]:
 
 _LADDER = {
     Point.DP_GRAD: (
-        Rung(_share_of_width(4), {250: (0.571, 0.661, 0.49), 1000: (0.642, 0.37, 0.353)}, residual=3.34),
-        Rung(_share_of_width(16), {250: (3.404, 3.403, 3.506), 1000: (2.714, 3.055, 2.718)}, residual=7.03),
+        Rung(
+            _share_of_width(4),
+            {250: (0.571, 0.661, 0.49, 0.515, 0.47, 0.462), 1000: (0.642, 0.37, 0.353)},
+            residual=3.34,
+        ),
+        Rung(
+            _share_of_width(16),
+            {250: (3.404, 3.403, 3.506, 3.145, 3.925, 2.778), 1000: (2.714, 3.055, 2.718)},
+            residual=7.03,
+        ),
     ),
 }
 
