@@ -128,7 +128,7 @@ def ladder_cases(points: str = "", hidden_size: int = 64) -> dict[str, list[str]
     of the plain one.
     """
     return {
-        f"{_layout_of(point, spec)}{spec}": [spec, *([SHARDED] if point is Point.PARAM_GATHER else [])]
+        f"{_layout_of(point)}{spec}": [spec, *([SHARDED] if point is Point.PARAM_GATHER else [])]
         for name, registration in BUILTIN.items()
         for point, rungs in registration.ladder.items()
         for spec in (rung.spec(point, name, hidden_size) for rung in rungs)
@@ -136,13 +136,13 @@ def ladder_cases(points: str = "", hidden_size: int = 64) -> dict[str, list[str]
     }
 
 
-def _layout_of(point: Point, spec: str) -> str:
+def _layout_of(point: Point) -> str:
     """First word of the cases with the layout of a candidate, and a comma; empty for two stages."""
     if point in (Point.TP_FWD, Point.TP_BWD):
         return f"{TENSORS}, "
     if point.is_expert_point:
         return f"{EXPERT_PAIR}, "
-    return f"{REPLICAS}, " if "levels=" in spec else ""
+    return f"{REPLICAS}, " if point is Point.DP_GRAD else ""
 
 
 MARGIN = 0.3

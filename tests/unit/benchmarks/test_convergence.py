@@ -102,7 +102,7 @@ def test_another_model_has_its_own_folder_and_ranks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("sys.argv", ["bench", *words])
     convergence.main()
     assert (tmp_path / "bench_out" / "convergence-2x96" / "table.md").exists()
-    assert "dp-grad=powersgd,rank=24,factors=fixpoint8,warmup=0.04, seed 1" in trained
+    assert "replicas, dp-grad=powersgd,rank=24,factors=fixpoint8,warmup=0.04, seed 1" in trained
     for flags in trained.values():
         assert flags[flags.index("--num-layers") + 1] == "2"
         assert flags[flags.index("--hidden-size") + 1] == "96"
@@ -137,7 +137,7 @@ def test_the_interval_shows_equivalence(tmp_path: Path) -> None:
 
 def test_the_candidates_of_the_automatic_choice_are_cases() -> None:
     cases = ladder_cases()
-    assert cases["dp-grad=fixpoint,bits=4,error-feedback=on"] == ["dp-grad=fixpoint,bits=4,error-feedback=on"]
+    assert cases["replicas, dp-grad=fixpoint,bits=4,error-feedback=on"] == ["dp-grad=fixpoint,bits=4,error-feedback=on"]
     assert cases["param-gather=fixpoint,bits=4,group=2048"][1] == "--use-distributed-optimizer"
     baselines = {"dense", "replicas, dense", "tensors, dense", "expert pair, dense"}
     assert {family(case).baseline for case in cases} == baselines
