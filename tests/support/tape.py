@@ -71,5 +71,5 @@ def _copies(compute: Callable[[], Tensor]) -> list[tuple[Tensor, Tensor]]:
     for cell in compute.__closure__ or ():
         cache = getattr(cell.cell_contents, "cache", None)
         if cache is not None:
-            tree_map_only(Tensor, copies.append, vars(cache)["_held"])
+            tree_map_only(Tensor, copies.append, vars(cache)["_tensors"])
     return [(tensor, tensor.clone()) for tensor in copies]

@@ -78,7 +78,9 @@ def test_entries_without_a_text_are_never_chosen(saved: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_model_is_refused(saved: Path) -> None:
     larger = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
-    with pytest.raises(UserError, match=f"the tokenizer has {VOCAB + 1} entries, the checkpoint's model {VOCAB}"):
+    with pytest.raises(
+        UserError, match=f"the tokenizer has {VOCAB + 1} entries, but the checkpoint's model has {VOCAB}"
+    ):
         load_model(saved, tokenizer=larger, device=CPU)
 
 

@@ -53,8 +53,8 @@ def test_the_running_job_is_cut_short_and_waiting_jobs_are_refused() -> None:
     last_event = second.last()
     assert isinstance(last_event, Failure)
     assert last_event.status == 503
-    assert "ends" in last_event.message
-    with pytest.raises(RequestError, match="ends") as refused:
+    assert "shutting down" in last_event.message
+    with pytest.raises(RequestError, match="shutting down") as refused:
         worker.submit(Ticket(ENDLESS, lambda event: None))
     assert refused.value.status == 503
     worker.stop()

@@ -159,7 +159,7 @@ def test_line_breaks_after_words_become_spaces() -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "no JSON"), ("[1]", "no JSON object"), ('{"txt": "a"}', "'text'"), ('{"text": 3}', "'text'")],
+    [("{", "not JSON"), ("[1]", "not a JSON object"), ('{"txt": "a"}', "'text'"), ('{"text": 3}', "'text'")],
 )
 def test_malformed_documents_are_named_or_counted(
     line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refusal

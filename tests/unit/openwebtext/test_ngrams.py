@@ -74,7 +74,9 @@ def test_a_dictionary_may_have_several_lines(tmp_path: Path) -> None:
     assert list(lines(tmp_path / "out")) == before
 
 
-@pytest.mark.parametrize(("line", "message"), [('{"x": 1}', "no text 'q'"), ("{", "no JSON"), ("3", "no JSON object")])
+@pytest.mark.parametrize(
+    ("line", "message"), [('{"x": 1}', "no text 'q'"), ("{", "not JSON"), ("3", "not a JSON object")]
+)
 def test_a_broken_task_is_named(line: str, message: str, tmp_path: Path, refused: Refusal) -> None:
     flags = flags_of(tmp_path)
     (tmp_path / "task").write_text(f'\n{{"q": "a"}}\n\n{line}\n')

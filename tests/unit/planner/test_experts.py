@@ -289,10 +289,10 @@ def test_the_imbalance_is_a_number_or_from_a_log(tmp_path: Path) -> None:
     lines = [json.dumps({"kind": "train", "expert_imbalance": value}) for value in (3.0, 1.75)]
     assert parse_imbalance(_log(tmp_path, *lines, '{"kind": "end"}', '{"kind": "tr'), model) == 1.75
     for text, message in (
-        ("0.5", "at least 1, and at most 4"),
-        ("4.5", "at least 1, and at most 4"),
+        ("0.5", "between 1 and 4"),
+        ("4.5", "between 1 and 4"),
         ("nan", "--expert-imbalance"),
-        ("much", "no file, either"),
+        ("much", "not a file"),
         (_log(tmp_path, "{}"), "no line has expert_imbalance"),
     ):
         with pytest.raises(UserError, match=message):
