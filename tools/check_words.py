@@ -93,7 +93,7 @@ def check_words(folder: Path) -> list[str]:
         if rate > limit:
             most = sorted(counts, key=lambda path: -counts[path])[:_LISTED]
             files = ", ".join(f"{path.relative_to(folder.parent)} ({counts[path]})" for path in most)
-            problems.append(f"{folder.name}: {rate:.1f} {title}, more than {limit:g}; the most in {files}")
+            problems.append(f"{folder.name}: {rate:.1f} {title}, more than {limit:g}; most in {files}")
     return problems
 
 

@@ -74,8 +74,8 @@ def recall(generator: random.Random) -> Canary:
     keys = generator.sample(KEYS, PAIRS)
     values = generator.choices("0123456789", k=PAIRS)
     pairs = [key + value for key, value in zip(keys, values, strict=True)]
-    pair, *extra = generator.sample(pairs, PAIRS)
-    return Canary(f"K{''.join(pairs)}?{pair[0]}", pair[1], "".join(extra))
+    question, *extra = generator.sample(pairs, PAIRS)
+    return Canary(f"K{''.join(pairs)}?{question[0]}", question[1], "".join(extra))
 
 
 def add(generator: random.Random) -> Canary:

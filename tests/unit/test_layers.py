@@ -214,7 +214,7 @@ def test_public_classes_have_unique_names(tmp_path: Path) -> None:
         (tmp_path / "megatron" / name).mkdir(parents=True)
         (tmp_path / "megatron" / name / "x.py").write_text(code)
     assert check_repository(tmp_path) == [
-        "megatron/b/x.py:3: class Part has the name of one in megatron/a/x.py: rename it"
+        "megatron/b/x.py:3: class Part has the name of a class in megatron/a/x.py: rename it"
     ]
 
 
