@@ -40,7 +40,7 @@ from megatron.compression.points import EXPERT_POINTS
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
-from megatron.config.islands import folder_of
+from megatron.config.islands import island_folder
 from megatron.training.records import read_records
 
 POINTS = (
@@ -139,7 +139,7 @@ def train(
     runs.train(flags, f"{case}, seed {seed}", log, output, ranks=kind.ranks, nodes=kind.nodes, islands=kind.islands)
     if not continues:
         return
-    checkpoint = folder_of(str(saved), 0) if kind.islands > 1 else saved
+    checkpoint = island_folder(str(saved), 0) if kind.islands > 1 else saved
     task = ["tasks/main.py", "--task", "CONTINUATION", "--load", str(checkpoint), "--micro-batch-size", "64"]
     task += ["--prompt-tokens", "48", "--continuation-tokens", "4"]
     task += ["--valid-data", str(out / "corpus" / "heldout.jsonl")]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import REPO
-from megatron.config.islands import file_of
+from megatron.config.islands import island_file
 from megatron.training.records import read_records
 
 VOCAB_SIZE = 1024
@@ -121,9 +121,9 @@ def train(
     with ThreadPoolExecutor(nodes) as pool:
         list(pool.map(run, commands, outputs))
     if islands > 1:
-        Path(file_of(str(log), 0)).replace(log)
+        Path(island_file(str(log), 0)).replace(log)
         for island in range(1, islands):
-            Path(file_of(str(log), island)).unlink()
+            Path(island_file(str(log), island)).unlink()
 
 
 def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:

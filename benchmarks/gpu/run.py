@@ -31,7 +31,7 @@ from benchmarks.gpu.section import NAMES, load_section, rows_path, run_section
 from benchmarks.gpu.setting import Section, Setting
 from benchmarks.report import Table, header, write_record
 from benchmarks.rows import RowFile, earlier_rows, open_rows
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import interrupt_on_signals
 
 SHORTEST_SECONDS = 30.0
 """Minimum time of a section; in less time it would not even start."""
@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace) -> dict[str, RowFile]:
 def main(words: list[str] | None = None) -> int:
     options = parse(words)
     try:
-        with stopped_in_order():
+        with interrupt_on_signals():
             files = measure(options)
     except KeyboardInterrupt:
         print("bench-gpu: interrupted; finished rows are kept", file=sys.stderr)

@@ -19,7 +19,7 @@ from benchmarks import REPO
 from benchmarks.gpu.setting import Section, Setting
 from benchmarks.lab.removal import clean
 from benchmarks.rows import RowFile, RowLog
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import interrupt_on_signals
 
 NAMES = ("train", "fp8", "kernels", "generate", "network")
 POLL_SECONDS = 0.1
@@ -151,7 +151,7 @@ def main() -> int:
     name = sys.argv[1]
     setting, row_keys = Setting.from_json(sys.stdin.readline()), json.loads(sys.stdin.readline())
     try:
-        with stopped_in_order():
+        with interrupt_on_signals():
             load_section(name).measure(setting, row_keys, RowLog(rows_path(setting.out, name)))
     except KeyboardInterrupt:
         return 130

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from benchmarks.lab.cpu_limit import CpuLimit, CpuLimitError
 from benchmarks.lab.removal import kill, remove
-from megatron.data.interrupt import stopped_in_order, undisturbed
+from megatron.data.interrupt import ignore_signals, interrupt_on_signals
 
 SUBNET = "10.77.0"
 """The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
@@ -236,7 +236,7 @@ class Lab:
         Raises:
             LabError: when something could not be removed; the message names it.
         """
-        with undisturbed():
+        with ignore_signals():
             _end(list(self._running))
             problems = remove(self.key)
         if problems:
@@ -272,7 +272,7 @@ def run_with_hosts(name: str, body: Callable[[], int]) -> int:
         body: the program, which returns its status.
     """
     try:
-        with stopped_in_order(even_ignored=True):
+        with interrupt_on_signals(even_ignored=True):
             return body()
     except (LabError, subprocess.SubprocessError) as error:
         say(f"error: {error}", name)

@@ -12,7 +12,7 @@ from benchmarks import REPO, runs
 from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.command import format_rate
 from benchmarks.lab.hosts import Lab
-from megatron.config.islands import file_of
+from megatron.config.islands import island_file
 
 HOSTS = 2
 """Default number of hosts."""
@@ -155,7 +155,7 @@ class IslandsRun:
 
     def logs(self) -> list[Path]:
         """Its log files, the first island's first."""
-        return [Path(file_of(str(self.log), k)) for k in range(self.hosts)] if self.case.has_islands else [self.log]
+        return [Path(island_file(str(self.log), k)) for k in range(self.hosts)] if self.case.has_islands else [self.log]
 
     def commands(self, lab: Lab) -> list[tuple[int, Sequence[str]]]:
         """Hosts and their commands: an island on each, or a replica, so that only gradients cross the links."""

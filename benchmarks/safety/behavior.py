@@ -60,7 +60,7 @@ def measure_canaries(checkpoint: Path, canaries: Mapping[str, Sequence[Canary]],
 def heldout_windows(prefix: Path, places: int, length: int) -> NDArray[Any]:
     """Windows of held-out tokens, (windows, length), spread over the text, with ``places`` positions to predict."""
     data = IndexedDataset(prefix)
-    tokens = data.run(0, len(data)).astype(np.int64)
+    tokens = data.read_range(0, len(data)).astype(np.int64)
     count = min(places // length, len(tokens) // length)
     starts = [index * (len(tokens) - length) // max(count - 1, 1) for index in range(count)]
     return np.stack([tokens[start : start + length] for start in starts])

@@ -10,10 +10,10 @@ EXAMPLE = "write HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600, with a po
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Parses a host and a port.
+    """Parse a host and a port.
 
     Raises:
-        ValueError: when the text is no such address.
+        ValueError: when the text is not an address.
     """
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -27,7 +27,7 @@ def read_address(text: str) -> tuple[str, int]:
 
 
 def write_address(host: str, port: int) -> str:
-    """Formats an address as text."""
+    """Format an address as text."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

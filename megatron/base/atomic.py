@@ -16,7 +16,7 @@ from megatron.base.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:
-    """Makes renames inside ``folder`` survive a power cut, if the file system can sync folders.
+    """Make renames inside ``folder`` survive a power cut, if the file system can sync folders.
 
     Raises:
         OSError: when syncing fails.
@@ -35,16 +35,16 @@ def fsync_directory(folder: Path) -> None:
 
 
 @contextmanager
-def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None]:
-    """Holds the lock of a file or folder; the system releases it when the process ends.
+def hold_lock(path: Path, *, if_supported: bool = False) -> Iterator[None]:
+    """Hold the lock of a file or folder; the system releases it when the process ends.
 
     Args:
         path: path of the file.
-        where_there_are_locks: continue without a lock on a file system without locks.
+        if_supported: whether to go on without a lock on a file system that has none.
 
     Raises:
         BlockingIOError: when another process holds the lock.
-        OSError: when the file system has no locks.
+        OSError: when the file system has no locks, unless ``if_supported``.
     """
     # NFS locks only files that are open for writing, never folders.
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -54,15 +54,15 @@ def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None
         except BlockingIOError:
             raise
         except OSError:
-            if not where_there_are_locks:
+            if not if_supported:
                 raise
         yield
     finally:
         os.close(descriptor)
 
 
-def beside(path: Path, ending: str) -> Path:
-    """Path, of valid length, of a hidden temporary file of this process in the file's folder."""
+def temporary_path(path: Path, ending: str) -> Path:
+    """Path of this process's hidden temporary file beside a file, of valid length."""
     name = path.name
     if len(os.fsencode(name)) > 200:  # of 255
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
@@ -70,17 +70,17 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
-    """Removes temporary files that killed processes left ``beside`` a file, unless another process holds them."""
-    begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
+    """Remove temporary files that killed processes left beside a file, unless another process has locked them."""
+    prefix = temporary_path(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
     for leftover in path.parent.iterdir() if path.parent.is_dir() else ():
-        number = leftover.name.removeprefix(begin).removesuffix(f".{ending}")
-        if number.isdecimal() and leftover.name == f"{begin}{number}.{ending}":
-            with suppress(OSError), holding(leftover):
+        number = leftover.name.removeprefix(prefix).removesuffix(f".{ending}")
+        if number.isdecimal() and leftover.name == f"{prefix}{number}.{ending}":
+            with suppress(OSError), hold_lock(leftover):
                 remove(leftover)
 
 
 def check_writable(path: str | Path, flag: str = "") -> Path:
-    """Checks that ``atomic_write`` will be able to write a file, before its content is computed.
+    """Check that ``atomic_write`` will be able to write a file, before its content is computed.
 
     Args:
         path: path of the file.
@@ -93,34 +93,34 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
         UserError: when it cannot be written; the message names the flag and the file.
     """
     target = Path(os.path.realpath(path))
-    named = f"{flag} {path or target}".strip()
+    label = f"{flag} {path or target}".strip()
     try:
         if not target.parent.is_dir():
-            raise UserError(f"{named}: there is no folder {target.parent}; make it first")
-        with suppress(FileNotFoundError):  # other errors say why: names too long, links to themselves
-            kind = target.stat().st_mode
-            if stat.S_ISDIR(kind):
-                raise UserError(f"{named}: is a folder; name a file")
-            if not stat.S_ISREG(kind):
-                raise UserError(f"{named}: is no plain file and would be replaced; name another")
-        # Only an attempt tells: permissions say nothing about file systems that cannot be written to.
-        beside(target, "tmp").touch()
-        beside(target, "tmp").unlink(missing_ok=True)  # processes on different machines may have the same id
+            raise UserError(f"{label}: there is no folder {target.parent}; make it first")
+        with suppress(FileNotFoundError):  # other errors are reported: names too long, links to themselves
+            mode = target.stat().st_mode
+            if stat.S_ISDIR(mode):
+                raise UserError(f"{label}: is a folder; name a file")
+            if not stat.S_ISREG(mode):
+                raise UserError(f"{label}: is not a regular file and would be replaced; name another")
+        # Permissions say nothing about read-only file systems; only an attempt does.
+        temporary_path(target, "tmp").touch()
+        temporary_path(target, "tmp").unlink(missing_ok=True)  # processes on different machines may have the same id
     except OSError as error:
-        raise UserError(f"{named}: cannot be written ({error.strerror}); name a file elsewhere") from error
+        raise UserError(f"{label}: cannot be written ({error.strerror}); name a file elsewhere") from error
     return target
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside ``path`` (links followed), renamed to it when the block ends without an error.
+    """Open a temporary file beside ``path`` (links followed), renamed to it when the block ends without an error.
 
     The temporary name includes the process id, so ranks that write the same file at once do not interfere:
     the last rename wins, and every version is complete.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(path, "tmp")
+    temporary = temporary_path(path, "tmp")
     try:
         with open(temporary, "wb") as stream:
             yield stream
@@ -134,7 +134,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
-    """Writes a file atomically, after ``check_writable`` has checked its path.
+    """Write a file atomically, after ``check_writable`` has checked its path.
 
     Args:
         path: path of the file; links are followed.
@@ -148,5 +148,5 @@ def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
         with atomic_write(Path(path)) as stream:
             stream.write(data)
     except OSError as error:
-        named = f"{flag} {path}".strip()
-        raise UserError(f"{named}: cannot be written ({error.strerror}); name a file elsewhere") from error
+        label = f"{flag} {path}".strip()
+        raise UserError(f"{label}: cannot be written ({error.strerror}); name a file elsewhere") from error

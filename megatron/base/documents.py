@@ -11,15 +11,15 @@ import yaml
 from megatron.base.errors import UserError, first_line
 from megatron.base.regular import read_regular
 
-_LARGEST = 1 << 20
-"""Maximum bytes of a file. All flags together take a hundredth of that; YAML takes seconds per megabyte to read."""
+_MAX_BYTES = 1 << 20
+"""Maximum size of a file. All flags together take a hundredth of that; YAML takes seconds per megabyte to read."""
 
-_LONGEST_NUMBER = 400
+_MAX_DIGITS = 400
 """Maximum digits of an integer: no real setting has more, and Python does not print integers of thousands of digits."""
 
 
 def read_settings(path: str | Path, location: str, kind: str) -> str:
-    """Reads the text of a file.
+    """Read the text of a file.
 
     Args:
         path: path of the document.
@@ -27,16 +27,16 @@ def read_settings(path: str | Path, location: str, kind: str) -> str:
         kind: kind of the document: "YAML" or "JSON".
 
     Raises:
-        UserError: when it cannot be read, is too large, or is no text.
+        UserError: when it cannot be read, is too large, or is not text.
     """
     try:
-        data = read_regular(path, _LARGEST + 1)
+        data = read_regular(path, _MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"{location}: cannot be read ({error.strerror}); give a {kind} file") from None
     except ValueError as error:  # a null character in the path
         raise UserError(f"{location!r}: cannot be read ({error}); give a {kind} file") from None
-    if len(data) > _LARGEST:
-        raise UserError(f"{location}: is larger than {_LARGEST:,} bytes; give a {kind} file of settings")
+    if len(data) > _MAX_BYTES:
+        raise UserError(f"{location}: is larger than {_MAX_BYTES:,} bytes; give a {kind} file of settings")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -44,14 +44,14 @@ def read_settings(path: str | Path, location: str, kind: str) -> str:
 
 
 def read_json(path: str | Path, location: str) -> dict[str, Any]:
-    """Reads a JSON file that holds a mapping.
+    """Read a JSON file that holds a mapping.
 
     Raises:
-        UserError: when it cannot be read or holds no mapping; the message starts with ``location``.
+        UserError: when it cannot be read or is not a mapping; the message starts with ``location``.
     """
     text = read_settings(path, location, "JSON")
     try:
-        content = json.loads(text, object_pairs_hook=_without_doubles)
+        content = json.loads(text, object_pairs_hook=_reject_duplicates)
     except RecursionError:
         raise UserError(f"{location}: is nested too deeply; correct the file") from None
     except ValueError as error:
@@ -61,7 +61,7 @@ def read_json(path: str | Path, location: str) -> dict[str, Any]:
     return content
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
@@ -83,7 +83,7 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > _LONGEST_NUMBER:
+        if len(node.value) > _MAX_DIGITS:
             problem = f"a number of {len(node.value):,} digits"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         number: int = super().construct_yaml_int(node)
@@ -101,19 +101,19 @@ class _BlockDumper(yaml.SafeDumper):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML file that holds a mapping; an empty file gives an empty mapping.
+    """Read a YAML file that holds a mapping; an empty file gives an empty mapping.
 
     Raises:
-        UserError: when it cannot be read or holds none; the message names the file.
+        UserError: when it cannot be read or is not a mapping; the message names the file.
     """
     return parse_yaml(read_settings(path, str(path), "YAML"), str(path))
 
 
 def parse_yaml(text: str, location: str) -> dict[str, Any]:
-    """Parses YAML text that holds a mapping; empty text gives an empty mapping.
+    """Parse YAML text that holds a mapping; empty text gives an empty mapping.
 
     Raises:
-        UserError: when it holds no mapping; the message starts with ``location``.
+        UserError: when it is not a mapping; the message starts with ``location``.
     """
     try:
         content = yaml.load(text, Loader=_PlainLoader)
@@ -138,7 +138,7 @@ def parse_yaml(text: str, location: str) -> dict[str, Any]:
 
 
 def dump_yaml(content: dict[str, Any]) -> str:
-    """YAML text of plain values, a block per section, keys in the given order."""
+    """YAML text of plain values: a block per section, with keys in their original order."""
     blocks = [
         yaml.dump({name: section}, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=2**31)
         for name, section in content.items()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LONGEST = 20_000
+_MAX_LENGTH = 20_000
 
 
 class UserError(ValueError):
@@ -19,11 +19,12 @@ class UserError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         text = " ".join(message.splitlines())  # quoted text may have several lines
-        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
+        half = _MAX_LENGTH // 2
+        super().__init__(text if len(text) <= _MAX_LENGTH else f"{text[:half]} ... {text[-half:]}")
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text that is not blank, without spaces around it, or its type if there is none."""
+    """First non-blank line of an error's text, stripped; the error's type if the text is blank."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
 
 
@@ -32,8 +33,7 @@ def describe_failure(error: BaseException, file: str | None = None) -> str:
 
     Args:
         error: the error.
-        file: a file of the user's, whose last line that was run is the place, if any was; otherwise the place is where
-            the error was raised.
+        file: a user's file. The place is the last line run in it, or where the error was raised if none was.
     """
     name, line = type(error).__name__, first_line(error)
     text = name if line == name else f"{name}: {line}"
@@ -46,7 +46,7 @@ def describe_failure(error: BaseException, file: str | None = None) -> str:
     if file is not None:
         path = Path(file).resolve()
         frames = [frame for frame in frames if Path(frame.filename).resolve() == path] or frames
-    if not frames or isinstance(error, SyntaxError):  # which says its place
+    if not frames or isinstance(error, SyntaxError):  # its text includes the place
         return text
     return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 

@@ -11,15 +11,15 @@ from megatron.base.user_text import nearest
 
 T = TypeVar("T")
 
-_SINGLE = (2.0**-126, 2.0**126)
+_SINGLE_PRECISION_RANGE = (2.0**-126, 2.0**126)
 """Range of magnitudes that single precision, used for nearly every number, represents in full precision."""
 
 
 def from_text(field: FieldOption, texts: Sequence[str], location: str) -> Any:
-    """Parses the value of ``field`` from words. A switch without a word is on.
+    """Parse the value of ``field`` from words. A switch without a word is on.
 
     ``location``, such as "--num-layers", starts the message of the UserError that a bad word raises.
-    Returns the value of the field: a switch that turns a default off gives False.
+    Returns the field's value: False for a switch that turns off a default.
     """
     if field.is_switch:
         value = field.value_type.from_text(texts[0] if texts else "true", location)
@@ -32,7 +32,7 @@ def from_text(field: FieldOption, texts: Sequence[str], location: str) -> Any:
 
 
 def from_plain(field: FieldOption, value: Any, location: str) -> Any:
-    """Reads the value of ``field`` from YAML or a dictionary."""
+    """Read the value of ``field`` from YAML or a dictionary."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
@@ -50,7 +50,7 @@ def _check_count(field: FieldOption, values: Sequence[Any], location: str) -> No
 
 
 def check_fields(section: str, values: Any) -> None:
-    """Checks type, choices and bounds of each field of the dataclass instance ``values`` separately.
+    """Check type, choices and bounds of each field of the dataclass instance ``values`` separately.
 
     ``missing_flags`` lists missing required fields.
 
@@ -66,8 +66,9 @@ def check_fields(section: str, values: Any) -> None:
         checked = from_plain(field, value, label)
         for number in checked if field.is_list else [checked]:
             field.value_type.check_bounds(number, label)
-            if isinstance(number, float) and number and not _SINGLE[0] <= abs(number) <= _SINGLE[1]:
-                raise UserError(f"{label} is {number:g}, which is beyond single precision; give a number that is meant")
+            low, high = _SINGLE_PRECISION_RANGE
+            if isinstance(number, float) and number and not low <= abs(number) <= high:
+                raise UserError(f"{label} is {number:g}, outside the range of single precision; correct the number")
 
 
 def missing_flags(section: str, values: Any) -> list[str]:
@@ -80,10 +81,10 @@ def missing_flags(section: str, values: Any) -> list[str]:
 
 
 def section_from_plain(section: str, cls: type, values: dict[str, Any], location: str) -> Any:
-    """Builds the dataclass ``cls`` from plain values under its field names, all of which must be known.
+    """Build the dataclass ``cls`` from plain values by field name; every name must be known.
 
     Raises:
-        UserError: when a name is unknown or a value of the wrong type; the message starts with ``location``.
+        UserError: when a name is unknown or a value has the wrong type; the message starts with ``location``.
     """
     fields = {field.name: field for field in field_options(section, cls)}
     unknown = sorted(set(values) - set(fields))
@@ -96,17 +97,15 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], location
 
 
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
-    """Builds the dataclass ``cls`` from words by flag; options without a word keep their defaults.
-
-    The flags must be known.
+    """Build the dataclass ``cls`` from words by flag, which must be known; other options keep their defaults.
 
     Raises:
-        UserError: when a word is not of its type or out of its bounds; the message names the owner and the option.
+        UserError: when a word has the wrong type or is out of bounds; the message names the owner and the option.
     """
     fields = {field.flag: field for field in field_options(owner, cls)}
-    built = {}
+    values = {}
     for flag, word in words.items():
         field, label = fields[flag], f"{owner}: {flag}"
-        built[field.name] = value = from_text(field, [word], label)
+        values[field.name] = value = from_text(field, [word], label)
         field.value_type.check_bounds(value, label)
-    return cls(**built)
+    return cls(**values)

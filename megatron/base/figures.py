@@ -1,4 +1,4 @@
-"""Figures of matplotlib: colors, formats, and atomic writing."""
+"""Matplotlib figures: colors, formats, and atomic writing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
-"""File formats of plots."""
+"""File extensions of plots."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that color-blind readers can tell apart (Okabe and Ito)."""
@@ -51,7 +51,7 @@ def label_iterations(axes: Any) -> None:
 
 
 def time_unit(hours: float) -> tuple[str, float]:
-    """The largest time unit in which a duration exceeds 1, if any, and the unit's length in hours."""
+    """The largest time unit in which a duration exceeds 2 (else seconds), and the unit's length in hours."""
     return next(((name, length) for name, length in _TIMES if hours > 2 * length), _TIMES[-1])
 
 
@@ -63,7 +63,7 @@ def picture_format(path: Path) -> str:
     """
     ending = path.suffix.lstrip(".").lower() or "png"
     if ending not in ENDINGS:
-        raise UserError(f"{path}: no picture ends so; use {', '.join(f'.{suffix}' for suffix in ENDINGS)}")
+        raise UserError(f"{path}: not a picture format; use {', '.join(f'.{suffix}' for suffix in ENDINGS)}")
     return ending
 
 
@@ -93,11 +93,11 @@ def save_figure(figure: Any, path: Path) -> Path:
     """
     from matplotlib import rc_context
 
-    form = picture_format(path)
+    file_format = picture_format(path)
     try:
-        # Texts of an SVG stay texts, which can be searched and are smaller than outlines.
+        # Text of an SVG stays text, which can be searched and is smaller than outlines.
         with rc_context({"svg.fonttype": "none"}), atomic_write(path) as stream:
-            figure.savefig(stream, format=form)
+            figure.savefig(stream, format=file_format)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; name a file elsewhere") from error
     return path

@@ -162,16 +162,16 @@ def is_unset(value: object) -> bool:
 
 def field_options(section: str, cls: type) -> tuple[FieldOption, ...]:
     """The declared fields of the dataclass ``cls``, in order."""
-    return _declared(section, typing.cast(typing.Hashable, cls))
+    return _declared_fields(section, typing.cast(typing.Hashable, cls))
 
 
 @cache
-def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
+def _declared_fields(section: str, cls: Any) -> tuple[FieldOption, ...]:
     """Cached ``field_options``, since every check and help line calls it."""
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
-        described = field.metadata.get(_METADATA_KEY, Option(help=""))  # a compressor's fields need no option()
+        declaration = field.metadata.get(_METADATA_KEY, Option(help=""))  # a compressor's fields need no option()
         hint = hints[field.name]
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
             (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
@@ -184,5 +184,5 @@ def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
             default = field.default_factory()
         else:
             default = field.default
-        fields.append(FieldOption(section, field.name, described, element, is_list, default, choices))
+        fields.append(FieldOption(section, field.name, declaration, element, is_list, default, choices))
     return tuple(fields)

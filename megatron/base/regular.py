@@ -13,7 +13,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
 
 
 def open_regular(path: str | Path) -> FileIO:
-    """Opens a file for reading, unbuffered; links are followed.
+    """Open a file for reading, unbuffered; links are followed.
 
     Raises:
         OSError: when it cannot be read, or is a pipe, a device or a socket.
@@ -24,7 +24,7 @@ def open_regular(path: str | Path) -> FileIO:
         if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
-            raise OSError(errno.EINVAL, "is no plain file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         return FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -32,7 +32,7 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_regular(path: str | Path, limit: int | None = None) -> bytes:
-    """Reads a file's bytes, at most the first ``limit``.
+    """Read a file's bytes, at most the first ``limit``.
 
     Raises:
         OSError: as ``open_regular``.
@@ -46,8 +46,8 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
         return data
 
 
-def contents(path: str | Path) -> str:
-    """Short fingerprint of a file or a folder of files, to compare them between machines.
+def fingerprint(path: str | Path) -> str:
+    """Short fingerprint of a file or a folder of files, for comparison between machines.
 
     For a file of more than 1 MiB, only its size and 16 evenly spaced samples are read, since many ranks call this.
     """

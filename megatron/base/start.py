@@ -28,13 +28,13 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def start_program(module: str) -> NoReturn:
-    """Runs ``main`` of a module on the command line, and exits with its status."""
+    """Run ``main`` of a module on the command line, and exit with its status."""
     end_with_launcher()
     end_program(import_module(module).main())
 
 
 def end_with_launcher() -> None:
-    """Asks Linux to end this process when the launcher that started it, if any, is gone.
+    """Ask Linux to end this process when the launcher that started it, if any, is gone.
 
     Once ranks monitor each other, their monitor ends the process and reports the reason: see ``outlive_launcher``.
     """
@@ -47,12 +47,12 @@ def end_with_launcher() -> None:
 
 
 def outlive_launcher() -> None:
-    """Cancels the request of ``end_with_launcher``; call it in the same thread, since requests are per thread."""
+    """Cancel the request of ``end_with_launcher``; call it in the same thread, since requests are per thread."""
     _ask_for_signal(0)
 
 
 def _ask_for_signal(number: int) -> None:
-    """Asks Linux for a signal when the parent ends; does nothing on other systems."""
+    """Ask Linux for a signal when the parent ends; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -61,7 +61,7 @@ def launcher_pid() -> int | None:
     """Process id of the launcher (torchrun) that this process must not outlive; None without a launcher.
 
     Ranks started by a shell, srun or ssh may outlive it on purpose (nohup, setsid), or are ended by it. The parent of
-    a torchrun worker is torchrun; if it is already gone, the result is 0, which is no process id.
+    a torchrun worker is torchrun; if it is already gone, the result is 0, which is not a process id.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -76,7 +76,7 @@ def launcher_pid() -> int | None:
 
 
 def end_program(status: int) -> NoReturn:
-    """Exits after threads and exit handlers have finished, like Python, but without finalizing the interpreter.
+    """Exit after threads and exit handlers have finished, like Python, but without finalizing the interpreter.
 
     Threads of torch's process groups outlive both, and abort the process if they release a tensor while the interpreter
     is finalized. Without torch, or under a profiler or debugger, which prints at exit, Python exits normally.

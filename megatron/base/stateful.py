@@ -1,4 +1,4 @@
-"""Registry of the state besides tensors that must survive a restart, shared by saving and loading."""
+"""Registry of the state, other than tensors, that must survive a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stateful(Protocol):
         """The state as plain values, equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state."""
+        """Restore the state."""
 
 
 class Scope(enum.Enum):
@@ -49,7 +49,7 @@ class StatefulParts:
         self._parts: dict[str, _StatefulPart] = {}
 
     def register(self, name: str, stateful: Stateful, scope: Scope) -> None:
-        """Registers an object.
+        """Register an object.
 
         Raises:
             ValueError: when the name is taken.
@@ -59,7 +59,7 @@ class StatefulParts:
     def register_value(
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None] | None, scope: Scope
     ) -> None:
-        """Registers a value.
+        """Register a value.
 
         Args:
             name: name of the value.
@@ -73,15 +73,15 @@ class StatefulParts:
         if name in self._parts:
             raise ValueError(f"a part named {name!r} is registered already; choose another name")
         if (load is None) != (scope is Scope.DESCRIPTION):
-            raise ValueError(f"the part {name!r} would be saved and never restored, or the other way around")
+            raise ValueError(f"the part {name!r} would be saved and never restored, or the reverse")
         self._parts[name] = _StatefulPart(save, load, scope)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all registered parts."""
-        return {name: entry.save() for name, entry in self._parts.items()}
+        return {name: part.save() for name, part in self._parts.items()}
 
     def check_names(self, saved: Mapping[str, Any]) -> None:
-        """Checks the names in a checkpoint against the registered parts, before any part is restored.
+        """Check the names in a checkpoint against the registered parts, before any part is restored.
 
         Raises:
             UserError: when the checkpoint holds a name that no part restores.
@@ -94,18 +94,18 @@ class StatefulParts:
             )
 
     def load_state_dict(self, saved: Mapping[str, Any], scopes: Collection[Scope]) -> None:
-        """Restores the parts of the given scopes.
+        """Restore the parts of the given scopes.
 
         Raises:
             KeyError: when a part is missing.
         """
-        for name, entry in self._parts.items():
-            if entry.load is not None and entry.scope in scopes:
-                entry.load(saved[name])
+        for name, part in self._parts.items():
+            if part.load is not None and part.scope in scopes:
+                part.load(saved[name])
 
 
-def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames values saved by an earlier version to this version's names."""
+def migrate_saved_values(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values saved by an earlier version: rename them, and add empty values for later parts."""
     values = {
         "variance_frozen_at": 0,
         "controllers": {},

@@ -18,7 +18,7 @@ _MAX_DIGITS = 18
 
 
 def read_utf8(path: str | Path, flag: str) -> str:
-    """Reads a text file, without the byte order mark that some editors add.
+    """Read a text file, without the byte order mark that some editors add.
 
     Args:
         path: path of the file.
@@ -35,11 +35,11 @@ def read_utf8(path: str | Path, flag: str) -> str:
         return contents.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = contents.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{flag} {path}, line {line}: is no UTF-8 text") from error
+        raise UserError(f"{flag} {path}, line {line}: is not UTF-8 text") from error
 
 
 def read_lines(path: str | Path, flag: str) -> list[str]:
-    """Reads the lines of a text file, without line ends. Arguments and errors as for ``read_utf8``."""
+    """Read the lines of a text file, without line ends. Arguments and errors as for ``read_utf8``."""
     lines = read_utf8(path, flag).split("\n")
     return lines if lines[-1] else lines[:-1]
 
@@ -59,12 +59,12 @@ class Numeral:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; numbers that Python would write differently become ``Numeral``.
+    """Parse JSON; numbers that Python would write differently become ``Numeral``.
 
     Values thus pass through a program unchanged, and long integers cost no more than other text of their length.
 
     Raises:
-        ValueError: when it is no valid JSON.
+        ValueError: when it is not valid JSON.
         RecursionError: when it is nested too deeply.
     """
     return json.loads(text, parse_int=_integer, parse_float=_fraction)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 Note = Callable[[str], None]
-"""Takes a line that tells the user of a decision, or of a setting without effect."""
+"""Prints a line about a decision, or a setting without effect, to the user."""
 
-_SHORT = 3
-"""Names of at most this many letters are not considered prefixes of longer names."""
+_MIN_PREFIX = 4
+"""Minimum letters of a name to be considered a prefix of a longer name."""
 
 
 def spell(name: str) -> str:
@@ -30,7 +30,7 @@ def nearest(name: str, known_names: Sequence[str], prefix: str = "") -> str:
 
     spelled = {spell(candidate): candidate for candidate in known_names}
     word = spell(name)
-    longer = [candidate for candidate in spelled if candidate.startswith(word) and len(word) > _SHORT]
+    longer = [candidate for candidate in spelled if candidate.startswith(word) and len(word) >= _MIN_PREFIX]
     close = [
         near for near in difflib.get_close_matches(word, list(spelled), cutoff=0.75) if _differ_by_typos(word, near)
     ]
@@ -44,10 +44,8 @@ def _differ_by_typos(name: str, other: str) -> bool:
     import difflib
 
     words, other_words = (set(re.split(r"[-.]", text)) for text in (name, other))
-    odd, other_odd = words - other_words, other_words - words
-    return (
-        not odd or not other_odd or all(difflib.get_close_matches(word, list(other_odd), cutoff=0.65) for word in odd)
-    )
+    additional, missing = words - other_words, other_words - words
+    return not missing or all(difflib.get_close_matches(word, list(missing), cutoff=0.65) for word in additional)
 
 
 def shortened(text: str, most: int = 60) -> str:

@@ -12,7 +12,7 @@ from megatron.base.user_text import format_value, shortened, spell
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
 
 
@@ -24,9 +24,9 @@ class ValueType:
     value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
 
     element: int, float, bool or str.
-    choices: the allowed texts, compared without regard to case, hyphens and underscores.
+    choices: the allowed strings, compared without regard to case, hyphens and underscores.
     minimum, maximum: inclusive bounds of a number; above, below: exclusive bounds.
-    percent: a number in percent, which a text may end with "%".
+    percent: whether the number is a percentage, which may be written with "%".
     """
 
     element: type
@@ -53,7 +53,7 @@ class ValueType:
         )
 
     def from_text(self, text: str, location: str) -> Any:
-        """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""
+        """Parse a word of a command line or a spec; ``check_bounds`` checks bounds."""
         if self.element is bool:
             word = text.lower()
             if word in _TRUE:
@@ -83,19 +83,19 @@ class ValueType:
         return text
 
     def from_plain(self, value: Any, location: str) -> Any:
-        """Reads a value of hand-written YAML, which may mix up texts, numbers and switches."""
+        """Read a value of hand-written YAML, which may confuse strings, numbers and booleans."""
         if isinstance(value, (list, dict)):
-            raise self._unfit(value, location)
+            raise self._type_error(value, location)
         if isinstance(value, bool):
             if self.element is bool:
                 return value
             word = "on" if value else "off"  # YAML 1.1 reads a bare on or off as a boolean
             if word not in self.choices:
-                raise self._unfit(value, location)
+                raise self._type_error(value, location)
             return word
         if isinstance(value, (int, float)) and self.element is bool:
             if isinstance(value, float) or value not in (0, 1):
-                raise self._unfit(value, location)
+                raise self._type_error(value, location)
             return bool(value)
         if isinstance(value, (int, float)):
             number = self._number(value, location)
@@ -103,16 +103,16 @@ class ValueType:
         return self.from_text(str(value), location)
 
     def from_json(self, value: Any, location: str) -> Any:
-        """Reads a value written by a program, which must have exactly this type and be within the bounds."""
-        right = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
-        if not right:
-            raise self._unfit(value, location)
+        """Read a value written by a program, which must have exactly this type and be within the bounds."""
+        fits = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
+        if not fits:
+            raise self._type_error(value, location)
         number = self._number(value, location) if self.element in (int, float) else value
         self.check_bounds(value, location)
         return _choice(self.choices, value, location) if self.choices else number
 
     def check_bounds(self, value: Any, location: str) -> None:
-        """Checks that a number is within the bounds; texts and switches have no bounds."""
+        """Check that a number is within the bounds; texts and switches have no bounds."""
         inside = (
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
@@ -124,7 +124,7 @@ class ValueType:
             raise UserError(f"{location} is {text}; it must be {self.bounds}")
 
     def _number(self, value: float, location: str) -> float:
-        """Converts a number of a document to a 64-bit int or a finite float."""
+        """Convert a number of a document to a 64-bit int or a finite float."""
         try:
             if self.element is float:
                 return checked_number(value)
@@ -138,7 +138,7 @@ class ValueType:
             raise UserError(f"{location}: {format_value(value)} {error}") from None
         return value
 
-    def _unfit(self, value: Any, location: str) -> UserError:
+    def _type_error(self, value: Any, location: str) -> UserError:
         if isinstance(value, (list, dict)):
             return UserError(f"{location}: expected {self.name}, not {format_value(value)}")
         verb = "is neither true nor false" if self.element is bool else f"is not {self.name}"

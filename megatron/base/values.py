@@ -14,7 +14,7 @@ from megatron.base.value_type import ValueType
 class Values(Mapping[str, Any]):
     """Names and values; None counts as missing.
 
-    Every typed accessor raises UserError when the value is missing without a default, or of another kind.
+    Every typed accessor raises UserError when the value is missing without a default, or has another type.
 
     Args:
         content: content of a document.
@@ -39,10 +39,6 @@ class Values(Mapping[str, Any]):
     def has(self, name: str) -> bool:
         """Whether the name has a value other than None."""
         return self._content.get(name) is not None
-
-    def says(self, name: str) -> bool:
-        """Whether the name is present, even with None."""
-        return name in self._content
 
     def integer(
         self, name: str, default: int | None = None, *, minimum: int | None = 1, maximum: int | None = MAX_SIZE
@@ -82,13 +78,15 @@ class Values(Mapping[str, Any]):
         return mapping
 
     def wrong(self, problem: str) -> UserError:
-        """The error of a bad value, with the place before and the remedy after."""
+        """An error for a bad value, with the document's name and the remedy."""
         return UserError(f"{self.location}: {problem}{self._remedy}" if self.location else f"{problem}{self._remedy}")
 
     def _read_value(self, name: str, default: Any, value_type: ValueType) -> Any:
-        return self._fit(value_type, self._content[name], name) if self.has(name) else self._instead(name, default)
+        return (
+            self._fit(value_type, self._content[name], name) if self.has(name) else self._require_default(name, default)
+        )
 
-    def _instead(self, name: str, default: Any) -> Any:
+    def _require_default(self, name: str, default: Any) -> Any:
         if default is None:
             raise self.wrong(f"{name} is missing")
         return default
@@ -101,7 +99,7 @@ class Values(Mapping[str, Any]):
 
     def _of_type(self, name: str, default: Any, expected_type: type, description: str) -> Any:
         if not self.has(name):
-            return self._instead(name, default)
+            return self._require_default(name, default)
         if not isinstance(self._content[name], expected_type):
             raise self.wrong(f"{name}: expected {description}, not {format_value(self._content[name])}")
         return self._content[name]

@@ -1,7 +1,7 @@
 """``certificate.json``: statements of a run about itself, and digests of the files of its checkpoint.
 
-The checkpoint's common values hold the same statements, from which a resumed run goes on. The file's own digest
-notices damage; it is no signature, and proves nothing about who wrote the file.
+The checkpoint's common values hold the same statements, and a resumed run continues from those. The file's own digest
+detects damage; it is not a signature, and proves nothing about who wrote the file.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class AutoDecision:
 
     Args:
         specs: the specs in use: the chosen ones, or their replacements.
-        predicted_s, uncompressed_s: predicted seconds of an iteration with the chosen specs, and without.
+        predicted_s, uncompressed_s: predicted seconds of an iteration, with the chosen specs and without them.
         trial_s: measured seconds of trial steps with the chosen specs; None if none were run.
-        measured_s: measured seconds of an iteration; None before that.
+        measured_s: measured seconds of an iteration; None before the measurement.
         report: the choice as it was logged, with its reasons.
     """
 
@@ -207,7 +207,7 @@ def _tables(values: Values, name: str) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate.
+    """Content of ``certificate.json``.
 
     Args:
         iteration, ranks: iteration of the checkpoint, and number of ranks that wrote it.
@@ -240,7 +240,7 @@ def read_certificate(folder: Path) -> Certificate:
     """Read and check ``certificate.json``.
 
     Raises:
-        UserError: when it is missing, damaged, or of another format; the message has the file's name.
+        UserError: when it is missing, damaged, or of another format; the message names the file.
     """
     path = folder / CERTIFICATE
     try:

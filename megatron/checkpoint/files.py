@@ -30,8 +30,8 @@ def folder_name(iteration: Iteration) -> str:
     return iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
 
 
-def tracked_text(root: Path) -> str:
-    """The beginning of the tracker, as text.
+def read_tracker_text(root: Path) -> str:
+    """Read the beginning of the tracker, as text.
 
     Raises:
         OSError: when it cannot be read.
@@ -39,8 +39,8 @@ def tracked_text(root: Path) -> str:
     return read_regular(root / TRACKER, 100).decode(errors="replace").strip()
 
 
-def iteration_of(text: str) -> Iteration | None:
-    """The iteration that a tracker's text names, if any."""
+def parse_iteration(text: str) -> Iteration | None:
+    """Parse the text of a tracker; None if it names no iteration."""
     if text == "release":
         return "release"
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
@@ -150,7 +150,7 @@ def prune(root: Path, newest: int, keep_last: int, last_update: int | None = Non
 
 
 def newest_before(iterations: Sequence[int], last_update: int | None) -> int | None:
-    """The newest iteration before the last applied update, of iterations sorted newest first; None if there is none."""
+    """The first iteration before the last applied update, in a list sorted newest first; None if there is none."""
     return next((iteration for iteration in iterations if last_update is not None and iteration < last_update), None)
 
 
@@ -172,7 +172,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder and its content; of a link only the link, not its target."""
+    """Remove a file, a folder with its content, or a link, but not its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -11,9 +11,9 @@ from megatron.checkpoint.files import (
     Iteration,
     checkpoint_folder,
     folder_name,
-    iteration_of,
+    parse_iteration,
+    read_tracker_text,
     saved_iterations,
-    tracked_text,
 )
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Log, silent
@@ -38,12 +38,12 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
     """
     path = Path(root) / TRACKER
     try:
-        text = tracked_text(path.parent)
+        text = read_tracker_text(path.parent)
     except FileNotFoundError:
         return _newest_complete(path, log)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    iteration = iteration_of(text)
+    iteration = parse_iteration(text)
     if iteration is None:
         raise UserError(f"{path} holds {text[:30]!r} instead of an iteration or 'release'{fallback(path.parent, None)}")
     if not checkpoint_folder(path.parent, iteration).is_dir():
@@ -83,23 +83,23 @@ def _looks_complete(root: Path, iteration: Iteration) -> bool:
 
 
 def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> str:
-    """End of an error message that names a checkpoint to load instead, preferably older.
+    """End of an error message: a checkpoint to load instead, preferably an older one.
 
     Args:
         root: the folder of all checkpoints.
         broken: iteration of the checkpoint that cannot be loaded.
-        flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
+        flag: flag that named it, if any; in that case the tracker was not read, and may name an intact checkpoint.
     """
     other_iterations = [iteration for iteration in saved_iterations(root) if iteration != broken]
     try:
-        tracked = iteration_of(tracked_text(root))
+        tracked = parse_iteration(read_tracker_text(root))
     except OSError:
         tracked = None
     # A broken checkpoint that is not the tracker's was named explicitly.
     named = flag is not None or (broken is not None and tracked not in (None, broken))
     if isinstance(broken, int) and not named:
         other_iterations.sort(key=lambda iteration: (iteration > broken, -iteration))
-    # Only as many are checked as the message needs: every rank calls this, and a folder may hold hundreds.
+    # Check no more than the message needs: every rank calls this, and a folder may hold hundreds of checkpoints.
     complete = (iteration for iteration in other_iterations if _looks_complete(root, iteration))
     first = next(complete, None)
     if first is None:
@@ -110,4 +110,4 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
     if next(complete, None) is not None:
         names += ", ..."
     example = f" ({flag} {first})" if flag else ""
-    return f"; complete are, newest first: {names}; name one of them{example}"
+    return f"; complete checkpoints, newest first: {names}; name one of them{example}"

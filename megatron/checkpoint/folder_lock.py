@@ -1,4 +1,4 @@
-"""A lock that lets a single run write to a checkpoint folder.
+"""Lock that admits a single run to a checkpoint folder.
 
 A file-system lock excludes processes of the same machine, and of other machines if the file system shares locks (NFS
 does unless mounted without them). The system releases it when its process ends. If locks are not shared, the owner's
@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.base.atomic import holding
+from megatron.base.atomic import hold_lock
 from megatron.base.errors import UserError
 from megatron.base.regular import read_regular
 
@@ -107,7 +107,7 @@ class FolderLock:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                self._held.enter_context(holding(self.path, where_there_are_locks=True))
+                self._held.enter_context(hold_lock(self.path, if_supported=True))
                 return
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
@@ -145,14 +145,14 @@ class FolderLock:
                 return isinstance(error, PermissionError)
             return True
         log(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
-        before, deadline = self._stamp(), time.monotonic() + SILENT_SECONDS
+        before, deadline = self._modification_time(), time.monotonic() + SILENT_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, SILENT_SECONDS / 10))
-            if self._stamp() != before:
+            if self._modification_time() != before:
                 return True
         return False
 
-    def _stamp(self) -> int:
+    def _modification_time(self) -> int:
         """The file's modification time; opening the file makes a network file system ask its server."""
         with self.path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_mtime_ns
@@ -169,7 +169,7 @@ class FolderLock:
         if owner == self.owner or (owner is None and not self._is_released()):
             return None
         owner_text = f" ({owner})" if owner else ", which has ended,"
-        return f"--save {self.root} was taken over by another run{owner_text} while this one stood still"
+        return f"--save {self.root} was taken over by another run{owner_text} while this one was suspended"
 
     def _is_released(self) -> bool:
         """Whether the record is empty, as another owner leaves it when it finishes."""

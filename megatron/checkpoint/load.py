@@ -66,7 +66,7 @@ def _read_document(root: Path, iteration: Iteration, name: str, flag: str | None
     if not read_into(folder, item, memoryview(data)):
         raise UserError(
             f"{folder / item.file} is missing, truncated or damaged: {item.length} bytes from {item.offset} "
-            f"do not have their checksum{fallback(root, iteration, flag)}"
+            f"do not match their checksum{fallback(root, iteration, flag)}"
         )
     return bytes(data)
 
@@ -89,11 +89,9 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
     except ValueError as error:
-        folder = checkpoint_folder(root, iteration)
-        path = folder / read_manifest(folder).documents[COMMON].file
-        raise UserError(
-            f"{path} is not a valid file of a checkpoint: {first_line(error)}{fallback(root, iteration, flag)}"
-        ) from error
+        path = checkpoint_folder(root, iteration) / COMMON
+        alternative = fallback(root, iteration, flag)
+        raise UserError(f"{path} is not a valid file of a checkpoint: {first_line(error)}{alternative}") from error
     return value
 
 
@@ -118,7 +116,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
 
 
 def saved_kind(root: str | Path, iteration: Iteration) -> str:
-    """The kind of a checkpoint's model (``ModelConfig.kind``); GPT if its configuration does not say.
+    """The type and task of a checkpoint's model (``ModelConfig.type_and_task``); GPT if not in its configuration.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -232,7 +230,7 @@ def load_tensors(
     if strict:
         _check_model(folder, manifest, requested, allow_unexpected, differing)
     else:
-        shared = {name: kinds for name, kinds in requested.items() if name in manifest.tensors}
+        shared = {name: spec for name, spec in requested.items() if name in manifest.tensors}
         _check_model(folder, manifest, shared, True, differing)
     present = {name for name in requested if name in manifest.tensors}
     missing = sorted(name for name in requested if name not in present)
@@ -277,7 +275,7 @@ def _check_model(
     allow_unexpected: bool | Callable[[str], bool],
     differing: Collection[str],
 ) -> None:
-    """Check names, shapes and types of numbers (floating-point or integer); same outcome on every rank."""
+    """Check names, shapes and number types (floating-point or integer); all ranks reach the same result."""
     differences = []
     for name, (shape, dtype) in sorted(requested.items()):
         saved = manifest.tensors.get(name)

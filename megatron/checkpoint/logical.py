@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron.checkpoint.boxes import clip, flat_range_to_boxes
 
-__all__ = ["LogicalShard", "TensorBox", "flat_range_to_boxes", "shard_of_flat_range", "shard_of_local"]
-
 
 @dataclass(eq=False)
 class TensorBox:
@@ -129,7 +127,7 @@ def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Se
     return LogicalShard(tuple(global_shape), local.dtype, boxes)
 
 
-def shard_of_flat_range(
+def boxes_of_flat_range(
     local_shape: Sequence[int],
     local_offsets: Sequence[int],
     global_shape: Sequence[int],
@@ -140,8 +138,8 @@ def shard_of_flat_range(
 ) -> list[TensorBox]:
     """Describe a slice of a rank's flattened block, as the distributed optimizer holds it.
 
-    A block that maps to several places of the global tensor (fused gate and up projections) takes a call per
-    place, with the part of the slice that belongs there.
+    A block that maps to several regions of the global tensor (fused gate and up projections) needs a call per region,
+    with the region's part of the slice.
 
     Args:
         local_shape: shape of this rank's block of the global tensor, padding included.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, boxes_of_flat_range, shard_of_local
 from megatron.diloco.outer_sync import OuterSync
 from megatron.optimizer.inner import state_names
 from megatron.optimizer.optimizer import Optimizer
@@ -42,8 +42,8 @@ def buffer_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
     }
 
 
-def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-    """Map a mixture-of-experts model's tensors to a dense checkpoint's names, for upcycling.
+def map_to_dense_names(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+    """Rename a mixture-of-experts model's tensors to a dense checkpoint's names, for upcycling.
 
     Routers are left out; all experts of a layer, and the shared MLP beside them, load the dense layer's MLP.
     """
@@ -125,7 +125,7 @@ def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
 
 def _shard(shard: ParamShard, flat: Tensor) -> LogicalShard:
     spec = shard.slot.spec
-    boxes = shard_of_flat_range(
+    boxes = boxes_of_flat_range(
         tuple(shard.slot.param.shape), spec.offsets(), spec.logical_shape, flat, shard.start, shard.stop
     )
     return LogicalShard(spec.logical_shape, flat.dtype, boxes)

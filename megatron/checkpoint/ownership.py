@@ -40,7 +40,7 @@ def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> I
             f"--save {config.save}: cannot write there ({error.strerror}); name a folder that can be written to"
         ) from error
     try:
-        check_replaces_nothing(config)
+        _check_free_to_save(config)
         yield lock
     finally:
         lock.release()
@@ -50,12 +50,14 @@ def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> I
                 os.rmdir(config.save)
 
 
-def check_replaces_nothing(config: CheckpointConfig) -> None:
+def _check_free_to_save(config: CheckpointConfig) -> None:
     """Check that a run replaces only its own earlier checkpoints.
 
     Raises:
         UserError: when it would replace others; the message names the flags to continue from and to replace them.
     """
+    if config.overwrite_checkpoints or (config.saves_where_it_loads and not config.finetune):
+        return
     assert config.save is not None
     root = Path(config.save)
     saved, release = saved_iterations(root), checkpoint_folder(root, "release")
@@ -67,14 +69,9 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
         newest = TRACKER
     else:
         return
-    if config.overwrite_checkpoints:
-        return
+    resume = f"--load {config.save} goes on from them"
     if config.saves_where_it_loads:
-        if not config.finetune:
-            return
         resume = "leave --finetune out to go on from them"
-    else:
-        resume = f"--load {config.save} goes on from them"
     raise UserError(
         f"--save {config.save} holds checkpoints of another run ({newest}): {resume}, --overwrite-checkpoints replaces "
         "them, or name another folder"

@@ -1,7 +1,7 @@
 """Lossless conversion of plain Python values to JSON text and back.
 
-JSON has no tuples, bytes, tensors, or keys other than text; these are written as an object with a single key
-that begins with "$". Decoding never runs code, whatever the text says.
+JSON has no tuples, bytes, tensors, or keys other than strings; these are written as an object with a single key
+that begins with "$". Decoding never runs code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decode_plain(data: bytes) -> Any:
     """Decode the output of ``encode_plain``.
 
     Raises:
-        ValueError: when the text is no output of ``encode_plain``.
+        ValueError: when the text is not output of ``encode_plain``.
     """
     try:
         return _from_json(json.loads(data.decode()))

@@ -74,7 +74,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Store the arguments; the base class would replace values that are no tensors."""
+        """Store the arguments; the base class would replace values that are not tensors."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator

@@ -72,7 +72,7 @@ class SaveHandle:
 
 @dataclass
 class _SaveJob:
-    """A save, with its arguments."""
+    """The arguments of a save."""
 
     root: Path
     iteration: int
@@ -93,9 +93,9 @@ class _SaveJob:
         is_first = rank_of(self.group) == 0
         if is_first:
             self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
-        self._raise_if_any_failed(self.problem or self._on_first(self._make_folder))
+        self._raise_if_any_failed(self.problem or self._run_on_rank_0(self._make_folder))
         self._raise_if_any_failed(self._write())
-        self._raise_if_any_failed(self._on_first(lambda: files.publish(self.root, self.iteration)))
+        self._raise_if_any_failed(self._run_on_rank_0(lambda: files.publish(self.root, self.iteration)))
         if is_first:
             self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
             if self.keep_last is None:
@@ -110,8 +110,8 @@ class _SaveJob:
                 path = Path(problem.filename or self.root)
                 self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
 
-    def _on_first(self, step: Callable[[], None]) -> str | None:
-        """Take a step on the first rank; return the error message, if any."""
+    def _run_on_rank_0(self, step: Callable[[], None]) -> str | None:
+        """Run a step on rank 0; return its error message, if any."""
         if rank_of(self.group) == 0:
             try:
                 step()

@@ -49,7 +49,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def describe_error(error: Exception, path: Path) -> str:
-    """Describe a file error in a line."""
+    """Describe a file error in a single line."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: {error.strerror}: free some space, or choose another --save"
     reason = error.strerror if isinstance(error, OSError) else None
@@ -259,7 +259,7 @@ def _read_exactly(stream: io.FileIO, target: memoryview) -> None:
 
 
 def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
-    """Check files; return an error message for the first file that is missing or has a wrong size, else None."""
+    """Check files; return an error message for the first that is missing or has the wrong size, else None."""
     for name, size in files.items():
         path = folder / name
         try:
@@ -268,14 +268,14 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
             return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe_error(error, path)
         actual = status.st_size
         if not stat.S_ISREG(status.st_mode):
-            return f"{path} is no plain file"
+            return f"{path} is not a regular file"
         if actual != size:
             return f"{path} is {'truncated' if actual < size else 'damaged'}: {actual} bytes instead of {size}"
     return None
 
 
 def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
-    """Check items; return an error message for the first item with a wrong checksum, else None."""
+    """Check items; return an error message for the first with a wrong checksum, else None."""
     by_file: dict[str, list[StoredItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
@@ -294,7 +294,7 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
                         remaining -= len(chunk)
                     if crc32 != item.crc32:
                         byte_range = f"bytes {item.offset} to {item.offset + item.length}"
-                        return f"{path} is damaged: {byte_range} do not have their checksum"
+                        return f"{path} is damaged: {byte_range} do not match their checksum"
         except (OSError, EOFError) as error:
             return describe_error(error, path)
     return None

@@ -29,7 +29,7 @@ class StoredTensors:
         self.folder, self.manifest = open_checkpoint(Path(root), iteration)
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor into new memory; at most a single stored box is held beside it.
+        """Read a whole tensor into new memory, with at most a single stored box in addition.
 
         Raises:
             UserError: when the tensor's bytes are missing or damaged.
@@ -45,7 +45,7 @@ class StoredTensors:
             if chunk_tensor.numel() and not read_into(self.folder, item, tensor_bytes(chunk_tensor)):
                 raise UserError(
                     f"{self.folder / item.file} is missing, truncated or damaged: {item.length} bytes from "
-                    f"{item.offset}, a part of {name}, do not have their checksum"
+                    f"{item.offset}, a part of {name}, do not match their checksum"
                 )
             if not is_only:
                 box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, sizes, strict=True))

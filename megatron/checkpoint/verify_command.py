@@ -4,16 +4,17 @@
     megatron-cc-verify checkpoints/iter_0000300 --strict
     python -m megatron.checkpoint.verify_command checkpoints
 
-A line for each check; the first thing that differs is the only line, and the exit status is 2:
+Prints a line for each check. At the first difference, it prints only that, and the exit status is 2:
 
-  files      every file of the checkpoint has the SHA-256 of the certificate, the configuration's included
-  statements the certificate says what the checkpoint's own values say
-  bytes      the ledger's bytes are those of the ranks' connections and network interfaces, within 1% and the headers
-             of messages, where their counters could be read; interfaces also carry what other programs send
-  residuals  what was sent plus the residual is what was meant to be sent, in every sampled tensor
-  replicas   ranks that must hold the same numbers did, bit by bit
+  files      every file of the checkpoint, including its configuration, has the SHA-256 in the certificate
+  statements the certificate agrees with the checkpoint's own values
+  bytes      the ledger agrees with the ranks' connections and network interfaces, within 1% plus message headers,
+             where their counters could be read; interfaces also carry the traffic of other programs
+  residuals  each sampled message plus its residual equals the tensor to be sent
+  replicas   ranks that must hold the same numbers hold them, bit by bit
   auto       the choice of --compress auto, with the predicted and the measured time of an iteration
-  machine    this machine's code, kernels, torch and input files are the run's; a warning, unless --strict
+  machine    code, kernels, torch and input files equal the run's on this machine; otherwise a warning, or an error
+             with --strict
 
 Nothing is unpickled, and nothing but the folder and the run's input files is read.
 """
@@ -30,7 +31,7 @@ import torch
 
 from megatron.base.code_digest import code_digest
 from megatron.base.errors import UserError
-from megatron.base.regular import contents, open_regular
+from megatron.base.regular import fingerprint, open_regular
 from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Statements, TrafficSpan, read_certificate
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.find import read_tracker
@@ -39,24 +40,24 @@ from megatron.checkpoint.plain import decode_plain
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.storage import READ_BYTES
 from megatron.compression.spec import point_name
-from megatron.config.memory import in_words
+from megatron.config.memory import format_bytes
 from megatron.kernels.native import kernels_digest
 
 BYTES_TOLERANCE = 0.01
 HEADER_BYTES = 320
-"""Most bytes that gloo adds to a message each time that a rank passes it on, in a ring of n ranks 2 (n - 1) times."""
+"""Maximum bytes that gloo adds to a message each time a rank passes it on: 2 (n - 1) times in a ring of n ranks."""
 RESIDUAL_TOLERANCE = 1e-6
 """Largest relative error of a message plus its residual, which are added in fp32."""
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The folder of the checkpoint: the newest, if ``folder`` is that of all checkpoints.
+    """The folder of a checkpoint: ``folder`` itself, or the newest checkpoint in it.
 
     Raises:
         UserError: when there is none.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name the one that --save wrote to")
+        raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
     if (folder / CERTIFICATE).exists() or (folder / MANIFEST).exists():
         return folder
     iteration = read_tracker(folder)
@@ -79,7 +80,7 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
     yield from _check_samples(folder, statements)
     if statements.differences:
         raise UserError(f"{folder}: replicas differ: {statements.differences[0]}")
-    yield f"replicas: all {certificate.ranks} ranks agree bit by bit on what they must hold alike"
+    yield f"replicas: all {certificate.ranks} ranks agree bit by bit on the numbers they share"
     if statements.auto is not None:
         auto = statements.auto
         specs_text, measured_text = " ".join(auto.specs) or "nothing", "not measured yet"
@@ -109,7 +110,7 @@ def _check_files(folder: Path, certificate: Certificate) -> str:
     for name, digest in certificate.files.items():
         if _file_digest(folder / name) != digest:
             raise UserError(f"{folder / name} differs: its SHA-256 is not the certificate's")
-    return f"all {len(names)} ({in_words(sum(manifest.files.values()))}) have their SHA-256"
+    return f"all {len(names)} ({format_bytes(sum(manifest.files.values()))}) match their SHA-256"
 
 
 def _file_digest(path: Path) -> str:
@@ -124,7 +125,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _check_statements(folder: Path, certificate: Certificate) -> str:
-    """Compare the statements with the checkpoint's common values, whose digest is known to be right."""
+    """Compare the statements with the checkpoint's common values, whose digest is already checked."""
     try:
         common = decode_plain((folder / COMMON).read_bytes())
         saved, choice = common["certificate"], common["compression_choice"]
@@ -144,7 +145,7 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
 
 def _check_bytes(folder: Path, span: TrafficSpan) -> str:
     counted = sum(span.ledger.values())
-    label = f"iterations {span.after + 1} to {span.until} of {span.ranks} ranks, {in_words(counted)} by the ledger"
+    label = f"iterations {span.after + 1} to {span.until} of {span.ranks} ranks, {format_bytes(counted)} by the ledger"
     if span.interfaces is None:
         return f"{label}, not compared with the interfaces: {span.reason}"
     least = counted * (1 - BYTES_TOLERANCE)
@@ -154,9 +155,7 @@ def _check_bytes(folder: Path, span: TrafficSpan) -> str:
         label = f"{label}, {span.connections / max(counted, 1):.4f} times as many by the ranks' connections"
         if not least <= span.connections <= most:
             raise UserError(f"{folder}: bytes differ: {label}")
-    elif span.interfaces > most:
-        raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
-    if span.interfaces < least:
+    if span.interfaces < least or (span.interfaces > most and span.connections is None):
         raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
     return f"{label}, {interfaces}{', with other programs' if span.interfaces > most else ''}"
 
@@ -170,7 +169,7 @@ def _check_samples(folder: Path, statements: Statements) -> Iterator[str]:
             raise UserError(f"{folder}: residuals do not add up at {label}, above {RESIDUAL_TOLERANCE:g}")
         else:
             yield f"residuals: {label} of message plus residual, {entry.sha256[:16]}"
-    yield from (f"residuals: {point}: not sampled: {why}" for point, why in statements.not_sampled.items())
+    yield from (f"residuals: {point}: not sampled: {reason}" for point, reason in statements.not_sampled.items())
 
 
 def _machine_differences(statements: Statements) -> Iterator[str]:
@@ -181,18 +180,18 @@ def _machine_differences(statements: Statements) -> Iterator[str]:
     if statements.torch != torch.__version__:
         yield f"torch is {torch.__version__} here, and was {statements.torch}"
     for file in statements.inputs:
-        if contents(file.path) != file.contents:
-            yield f"{file.name}, {file.path}, is {contents(file.path)} here, and was {file.contents}"
+        if fingerprint(file.path) != file.contents:
+            yield f"{file.name}, {file.path}, is {fingerprint(file.path)} here, and was {file.contents}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 when something differs or there is no certificate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it"
+        "folder", type=Path, metavar="FOLDER", help="folder that --save wrote to, or an iter_... folder in it"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="fail where code, kernels, torch or input files differ on this machine"
+        "--strict", action="store_true", help="fail if code, kernels, torch or input files differ on this machine"
     )
     options = parser.parse_args(arguments)
     try:

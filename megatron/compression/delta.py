@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.base.seeds import keyed_seed, text_number
+from megatron.base.seeds import hash_text, keyed_seed
 from megatron.compression.api import Codec, CodecTraits, Payload, SampleKey
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.message import FormatCodec
@@ -292,7 +292,7 @@ def _split_samples(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.S
 
 
 def _sample_id(key: Hashable) -> int:
-    return key if isinstance(key, int) else text_number(repr(key))
+    return key if isinstance(key, int) else hash_text(repr(key))
 
 
 def register(registry: Registry) -> None:

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron.base.seeds import text_number
+from megatron.base.seeds import hash_text
 
 
 def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> 
 
 
 def _drawn(shape: tuple[int, int, int], name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(text_number(name))
+    generator = torch.Generator().manual_seed(hash_text(name))
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device=device, dtype=dtype)
 
 

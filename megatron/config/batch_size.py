@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:E[0-9]{1,2})?)([KMBT]?)"
 
 
 @dataclass(frozen=True)
-class Ahead:
+class UpcomingSteps:
     """Size of the next steps: samples over all replicas, and micro-batches per replica."""
 
     samples: int
@@ -74,7 +74,7 @@ class BatchSizeSchedule:
             increments, remainder = divmod(global_batch_size - start, increment)
             if remainder:
                 raise UserError(
-                    f"{ramp_flag}: the increment does not divide the way from {start} to --global-batch-size "
+                    f"{ramp_flag}: the increment does not divide the range from {start} to --global-batch-size "
                     f"{global_batch_size}; choose one that does"
                 )
             self.sizes = range(start, global_batch_size + 1, increment)
@@ -88,13 +88,13 @@ class BatchSizeSchedule:
             if size < 1 or size % self.samples_per_micro_batch:
                 origin = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
                 raise UserError(
-                    f"--global-batch-size {size}{origin} does not divide by --micro-batch-size {micro_batch_size} "
-                    f"x {dp_size} data-parallel ranks: take a multiple of {self.samples_per_micro_batch}"
+                    f"--global-batch-size {size}{origin} is not divisible by --micro-batch-size {micro_batch_size} "
+                    f"x {dp_size} data-parallel ranks: use a multiple of {self.samples_per_micro_batch}"
                 )
 
     @property
     def deciding_sizes(self) -> Sequence[int]:
-        """Sizes that determine divisibility: a number that divides these divides all. Of a ramp-up, the first two."""
+        """Sizes that decide divisibility: a divisor of these divides all sizes. The first two of a ramp-up."""
         return self.sizes[:2] if isinstance(self.sizes, range) else self.sizes
 
     def _stage(self, consumed_samples: int) -> tuple[int, int | None]:
@@ -111,7 +111,7 @@ class BatchSizeSchedule:
         """Micro-batches per data-parallel rank in the step that begins after ``consumed_samples`` samples."""
         return self.at(consumed_samples) // self.samples_per_micro_batch
 
-    def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
+    def ahead(self, consumed_samples: int, iterations: int) -> UpcomingSteps:
         """Size of the next ``iterations`` steps after ``consumed_samples`` samples."""
         begin = consumed_samples
         while iterations:
@@ -119,7 +119,7 @@ class BatchSizeSchedule:
             steps = iterations if until is None else min(iterations, -(-(until - consumed_samples) // size))
             consumed_samples, iterations = consumed_samples + steps * size, iterations - steps
         samples = consumed_samples - begin
-        return Ahead(samples, samples // self.samples_per_micro_batch)
+        return UpcomingSteps(samples, samples // self.samples_per_micro_batch)
 
     def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
         """Number of full steps from ``consumed`` to ``train_samples`` samples; a partial last batch is dropped."""

@@ -42,11 +42,11 @@ def check_compression(
         probed = specs.get(Point.PP_BWD)
         if probed is None or probed.identity or parallel.pipeline_model_parallel_size == 1:
             raise UserError(
-                "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank "
+                "--check-orth-error-acti: no backward message is compressed; add --compress pp-backward=lowrank "
                 "and --pipeline-model-parallel-size of at least 2"
             )
         if probed.activation.epilogue:
-            raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
+            raise UserError("--check-orth-error-acti: compares all micro-batches; leave when=epilogue out")
     for point, spec in specs.items():
         flag = f"--compress {point.value}={spec.name}"
         stages = parallel.pipeline_model_parallel_size
@@ -71,7 +71,7 @@ def check_compression(
                 f"{flag},when=epilogue: what it compresses depends on the schedule, so with --pipeline-schedule auto "
                 "the losses would depend on measured times; name a schedule"
             )
-        reason = why_no_traffic(model, parallel, world_size, point)
+        reason = no_traffic_reason(model, parallel, world_size, point)
         if reason and not spec.identity:
             note(f"{flag}: no effect, {reason}")
         expert_ranks = parallel.expert_model_parallel_size
@@ -115,8 +115,8 @@ def check_compression(
     return specs
 
 
-def why_no_traffic(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
-    """Reason why a point has no traffic in this run; empty if it has."""
+def no_traffic_reason(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
+    """Reason why a point has no traffic in this run; empty if it has traffic."""
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:

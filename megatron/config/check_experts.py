@@ -16,8 +16,8 @@ def check_experts(model: ModelConfig) -> None:
         raise UserError(f"{flag}: only GPT has layers with experts; leave the flag out for {model.type_and_task}")
     if model.expert_interval > 1 and model.moe_layer_freq > 1:
         raise UserError(
-            f"--expert-interval {model.expert_interval} and --moe-layer-freq {model.moe_layer_freq} both say which "
-            "layers have experts; keep one"
+            f"--expert-interval {model.expert_interval} and --moe-layer-freq {model.moe_layer_freq} both select "
+            "the layers with experts; keep one"
         )
     expert_layers = model.expert_layers
     if not expert_layers:
@@ -74,7 +74,7 @@ def check_experts(model: ModelConfig) -> None:
         )
     if model.mlp_type == "residual" and not is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(
-            "--mlp-type residual and --moe-shared-expert-intermediate-size both put an MLP beside the experts; keep one"
+            "--mlp-type residual and --moe-shared-expert-intermediate-size both add an MLP to the experts; keep one"
         )
     if model.moe_shared_expert_gate and is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(

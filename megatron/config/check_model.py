@@ -25,7 +25,7 @@ def check_model(model: ModelConfig) -> None:
     pattern = model.window_attn_skip_freq
     pattern_flag = f"--window-attn-skip-freq {' '.join(map(str, pattern))}"
     if pattern and model.sliding_window is None:
-        raise UserError(f"{pattern_flag} says which layers have a window; add --sliding-window")
+        raise UserError(f"{pattern_flag} selects the layers with a window; add --sliding-window")
     if pattern and (len(pattern) != model.num_layers or set(pattern) - {0, 1}):
         raise UserError(
             f"{pattern_flag}: give one number of at least 2, or 0 or 1 for each of the {model.num_layers} layers"
@@ -33,7 +33,7 @@ def check_model(model: ModelConfig) -> None:
     if pattern and 1 not in pattern:
         raise UserError(f"{pattern_flag} leaves no layer a window; leave out --sliding-window, too")
     _check_rotary(model)
-    _check_kind(model)
+    _check_type(model)
     check_task_head(model)
     check_experts(model)
     if model.add_qkv_bias and model.add_bias_linear:
@@ -54,10 +54,10 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(f"{' and '.join(activations)} exclude each other; keep one activation")
 
 
-def _check_kind(model: ModelConfig) -> None:
+def _check_type(model: ModelConfig) -> None:
     gpt_flags = {
         "--qk-layernorm": (model.qk_layernorm, "normalizes queries and keys"),
-        "--sandwich-norm": (model.sandwich_norm, "normalizes what attention and the MLP return"),
+        "--sandwich-norm": (model.sandwich_norm, "normalizes the outputs of attention and the MLP"),
         "--attn-logit-softcapping": (model.attn_logit_softcapping is not None, "bounds attention's scores"),
         "--final-logit-softcapping": (model.final_logit_softcapping is not None, "bounds its logits"),
         "--query-pre-attn-scalar": (model.query_pre_attn_scalar is not None, "divides attention's scores by it"),
@@ -69,7 +69,7 @@ def _check_kind(model: ModelConfig) -> None:
     if not model.causal and model.sliding_window is not None:
         kind = model.model_type.upper()
         raise UserError(
-            f"--sliding-window is of earlier positions, and {kind} attends to later ones, too; leave it out"
+            f"--sliding-window limits earlier positions, but {kind} attends to later ones, too; leave it out"
         )
     positions = model.position_embedding_type
     not_of_t5 = {
@@ -80,8 +80,8 @@ def _check_kind(model: ModelConfig) -> None:
     for flag, is_set in not_of_t5.items():
         if is_set and model.model_type == "t5":
             raise UserError(
-                f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose "
-                "parts follow each other; leave it out"
+                f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and sequential "
+                "layers; leave it out"
             )
     if model.model_type == "deberta":
         other_form = {
@@ -97,10 +97,10 @@ def _check_kind(model: ModelConfig) -> None:
         for flag in [flag for flag, is_set in other_form.items() if is_set]:
             raise UserError(
                 f"{flag}: DeBERTa has distances or learned positions, and layers with GELU, biases and a LayerNorm "
-                "behind each part; leave it out"
+                "after each part; leave it out"
             )
         if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
-            raise UserError(f"--conv-kernel-size {model.conv_kernel_size}: has no middle; give an odd number")
+            raise UserError(f"--conv-kernel-size {model.conv_kernel_size}: has no center; give an odd number")
         most = model.max_relative_positions or 0
         if model.position_buckets and not 4 <= model.position_buckets <= 2 * (most - 2):
             raise UserError(

@@ -10,7 +10,7 @@ from megatron.config.split import check_not_interleaved, check_split, split_rank
 from megatron.config.virtual_stages import check_virtual_stages
 
 SCHEDULES_WITHOUT_FLUSH = ("1f1b", "eager-1f1b")
-"""Pipeline schedules that --no-pipeline-flush is for."""
+"""Pipeline schedules that support --no-pipeline-flush."""
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
@@ -63,7 +63,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
 def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
     ranks, holders = parallel.expert_model_parallel_size, parallel.data_parallel_size(world_size)
     if model.has_experts and parallel.ddp_impl == "torch":
-        raise UserError("--DDP-impl torch: a layer with experts is not for it; use --DDP-impl local")
+        raise UserError("--DDP-impl torch does not support experts; use --DDP-impl local")
     flag, holder_kind = f"--expert-model-parallel-size {ranks}", "data-parallel processes"
     tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     # Experts are split like the other layers, or distributed whole over the tensor-parallel ranks.
@@ -75,7 +75,7 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
     if model.has_experts and parallel.folds_experts and ranks % tensor != 0:
         raise UserError(
             f"--expert-tensor-parallel-size 1: {flag} is not a multiple of --tensor-model-parallel-size {tensor}, "
-            "whose processes share the experts out; change one of them"
+            "over whose processes experts are distributed; change one of them"
         )
     if ranks == 1:
         return
@@ -97,7 +97,7 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     """Check the backend and the schedule; raise UserError for contradictions. Derived values must be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
-        raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
+        raise UserError("--distributed-backend nccl needs CUDA, which is not available; use --distributed-backend gloo")
     stages, in_flight = parallel.pipeline_model_parallel_size, parallel.pipeline_max_in_flight
     if parallel.pipeline_schedule in ("eager-1f1b", "auto") and in_flight is not None and in_flight < stages:
         raise UserError(
@@ -113,7 +113,7 @@ def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
 
 
 def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: bool) -> None:
-    """Check that --delay goes with the other settings; raise UserError otherwise.
+    """Check that --delay can be combined with the other settings; raise UserError otherwise.
 
     Args:
         parallel: resolved configuration.
@@ -122,22 +122,22 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
     """
     contradictions = (
         (parallel.ddp_impl == "torch", "--DDP-impl torch, which applies gradients at once; use --DDP-impl local"),
-        (parallel.overlap_grad_reduce, "--overlap-grad-reduce, since it overlaps more already; leave that flag out"),
+        (parallel.overlap_grad_reduce, "--overlap-grad-reduce, since it already overlaps more; leave that flag out"),
         (parallel.no_allreduce, "--no-allreduce, since there is nothing to wait for; leave one of them out"),
         (
             parallel.looks_ahead and gathers_compressed,
-            "--delay-correction lookahead beside a spec of param-gather, which sends differences of main values; use "
+            "--delay-correction lookahead with a spec of param-gather, which sends differences of main values; use "
             "extrapolate, or leave the spec out",
         ),
         (has_outer, "islands, whose rounds change the parameters in between; leave one of them out"),
     )
     for is_set, problem in contradictions if parallel.delay else ():
         if is_set:
-            raise UserError(f"--delay {parallel.delay} does not go with {problem}")
+            raise UserError(f"--delay {parallel.delay} cannot be combined with {problem}")
 
 
 def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, has_epilogue: bool) -> None:
-    """Check that --no-pipeline-flush goes with the other settings; raise UserError otherwise.
+    """Check that --no-pipeline-flush can be combined with the other settings; raise UserError otherwise.
 
     Args:
         parallel: resolved configuration.
@@ -159,7 +159,7 @@ def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, 
             has_epilogue,
             "when=epilogue, since no message is in an epilogue; leave one of them out",
         ),
-        (certificate, "--certificate, which looks at whole steps; leave one of them out"),
+        (certificate, "--certificate, which covers whole steps; leave one of them out"),
         (
             parallel.distributed_backend == "nccl",
             "NCCL, under which a pipeline posts receives step by step; use --distributed-backend gloo",
@@ -167,7 +167,7 @@ def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, 
     )
     for is_set, problem in contradictions if parallel.overlaps_steps else ():
         if is_set:
-            raise UserError(f"--no-pipeline-flush does not go with {problem}")
+            raise UserError(f"--no-pipeline-flush cannot be combined with {problem}")
 
 
 def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:
@@ -183,4 +183,4 @@ def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> Non
     )
     for is_set, flag in contradictions:
         if is_set:
-            raise UserError(f"--DDP-impl torch does not go with {flag}; use --DDP-impl local")
+            raise UserError(f"--DDP-impl torch cannot be combined with {flag}; use --DDP-impl local")

@@ -111,30 +111,24 @@ def resolve_checkpoint(checkpoint: CheckpointConfig, certifies: bool, note: Note
         checkpoint = replace(checkpoint, certificate=certifies and checkpoint.save is not None)
     if not checkpoint.moe_use_upcycling or checkpoint.finetune:
         return checkpoint
-    note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start anew")
+    note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start afresh")
     return replace(checkpoint, finetune=True)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
     """Check that every setting has the flags it depends on; raise UserError otherwise."""
-    (keep_last,) = (
-        field_option.flag
-        for field_option in field_options("checkpoint", type(checkpoint))
-        if field_option.name == "keep_last"
+    flags = {field.name: f"--{field.flag}" for field in field_options("checkpoint", type(checkpoint))}
+    save_settings = (
+        "save_interval",
+        "async_save",
+        "keep_last",
+        "overwrite_checkpoints",
+        "certificate",
+        "no_save_optim",
     )
-    needs = (
-        (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
-        (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
-        (checkpoint.keep_last is not None, f"--{keep_last}", checkpoint.save, "--save"),
-        (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
-        (bool(checkpoint.certificate), "--certificate", checkpoint.save, "--save"),
-        (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
-        (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
-        (checkpoint.moe_use_upcycling, "--moe-use-upcycling", checkpoint.load, "--load"),
-        (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),
-        (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
-        (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),
-    )
-    for is_set, flag, folder, needed in needs:
-        if is_set and folder is None:
-            raise UserError(f"{flag} needs {needed} FOLDER; add it or leave {flag} out")
+    load_settings = ("ckpt_step", "moe_use_upcycling", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint")
+    for folder_name, names in (("save", save_settings), ("load", load_settings)):
+        for name in names if getattr(checkpoint, folder_name) is None else ():
+            value = getattr(checkpoint, name)
+            if value is not None and value is not False:
+                raise UserError(f"{flags[name]} needs --{folder_name} FOLDER; add it or leave {flags[name]} out")

@@ -31,23 +31,23 @@ class FlagTable:
         self.fields_by_name: dict[str, FieldOption] = {}
         self._by_flag: dict[str, Target] = {}
         for section, cls in self.sections.items():
-            for described in field_options(section, cls):
-                field_name = f"{cls.__name__}.{described.name}"
-                if not described.option.help:
+            for field_option in field_options(section, cls):
+                field_name = f"{cls.__name__}.{field_option.name}"
+                if not field_option.option.help:
                     raise TypeError(f"{field_name} has no option(): every field of a section needs one")
-                if described.is_switch and described.default is True and not described.option.off_switch:
+                if field_option.is_switch and field_option.default is True and not field_option.option.off_switch:
                     raise TypeError(f"{field_name} is on by default and needs a flag that turns it off")
-                self.fields[described.path] = described
-                if self.fields_by_name.setdefault(spell(described.name), described) is not described:
-                    raise ValueError(f"two sections have a field {described.name}")
+                self.fields[field_option.path] = field_option
+                if self.fields_by_name.setdefault(spell(field_option.name), field_option) is not field_option:
+                    raise ValueError(f"two sections have a field {field_option.name}")
         for flag, target in self.spellings():
             if self._by_flag.setdefault(spell(flag), target) is not target:
                 raise ValueError(f"two meanings for --{flag}")
 
     def spellings(self) -> Iterator[tuple[str, Target]]:
         """All declared flags and aliases, without dashes, with their targets."""
-        for described in self.fields.values():
-            yield from ((flag, described) for flag in described.flags)
+        for field_option in self.fields.values():
+            yield from ((flag, field_option) for flag in field_option.flags)
         for old in self.translator.flags:
             yield old.name, old
 
@@ -61,11 +61,11 @@ class FlagTable:
 
     def nearest_flag(self, flag: str) -> str:
         """Hint for an unknown flag: the nearest known flag, preferably with an effect."""
-        effective_flags = [name for name, target in self._by_flag.items() if not _hidden(target)]
+        effective_flags = [name for name, target in self._by_flag.items() if not _is_hidden(target)]
         return nearest(flag, [*effective_flags, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
 
 
-def _hidden(target: Target) -> bool:
+def _is_hidden(target: Target) -> bool:
     """Whether --help hides a flag. Hidden flags have no effect."""
     return isinstance(target, OldFlag) and not target.help
 
@@ -79,12 +79,12 @@ class Source:
 
     table: FlagTable
     values: dict[str, Any] = field(default_factory=dict)
-    spelled: dict[str, str] = field(default_factory=dict)
+    spellings_by_path: dict[str, str] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     switched_on: set[str] = field(default_factory=set)
 
-    def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
+    def add_flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
         """Add a flag with its arguments. Messages name it by `spelling`."""
         name = spell(spelling)
         if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
@@ -99,29 +99,29 @@ class Source:
             return
         meaning = target.meaning(texts)
         for path, word in meaning.sets.items():
-            described = self.table.fields[path]
-            self._set(described, from_text(described, [word], spelling), spelling)
+            field_option = self.table.fields[path]
+            self._set(field_option, from_text(field_option, [word], spelling), spelling)
         if meaning.rule is not None:
             self.rules.append(meaning.rule)
         self._note(meaning.note)
 
-    def plain(self, target: FieldOption, value: Any, spelling: str) -> None:
+    def add_plain(self, target: FieldOption, value: Any, spelling: str) -> None:
         """Add a YAML value given under the name of its field. None keeps the default."""
         if value is not None:
             self._set(target, from_plain(target, value, spelling), spelling)
 
     def _set(self, target: FieldOption, value: Any, spelling: str) -> None:
         path = target.path
-        if target.option.repeatable and self.spelled.get(path) == spelling:
+        if target.option.repeatable and self.spellings_by_path.get(path) == spelling:
             self.values[path] = [*self.values[path], *value]
             return
-        previous_spelling = self.spelled.get(path)
+        previous_spelling = self.spellings_by_path.get(path)
         if previous_spelling is not None and previous_spelling != spelling and self.values[path] != value:
             raise UserError(f"{previous_spelling} and {spelling} contradict each other; give only one of them")
         if previous_spelling == spelling and self.values[path] != value:
             self._note(f"{spelling} is given more than once; the last one counts")
         self.values[path] = value
-        self.spelled[path] = spelling
+        self.spellings_by_path[path] = spelling
         is_changed = value != target.default
         if target.option.no_effect and is_changed:
             self._note(f"{spelling} is known but has no effect here: {target.option.no_effect}")
@@ -146,17 +146,17 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: E
                 continue
             for name, inner in value.items():
                 with errors.collect():
-                    _take_key(source, str(name), inner, path, f"{section}.{name}", section)
+                    _add_key(source, str(name), inner, path, f"{section}.{name}", section)
         else:
             with errors.collect():
-                _take_key(source, str(key), value, path, str(key), None)
+                _add_key(source, str(key), value, path, str(key), None)
     return source
 
 
-def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, section: str | None) -> None:
+def _add_key(source: Source, name: str, value: Any, path: str, key_path: str, section: str | None) -> None:
     table = source.table
-    described = table.fields_by_name.get(spell(name))
-    target = described or table.by_flag(name)
+    field_option = table.fields_by_name.get(spell(name))
+    target = field_option or table.by_flag(name)
     retired = table.translator.retired_fields
     if key_path in retired and (target is None or value == retired[key_path]):
         return
@@ -164,8 +164,8 @@ def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, s
         hint = nearest(name, [field_option.name for field_option in table.fields.values()]) or table.nearest_flag(name)
         raise UserError(f"{path}: unknown key {key_path}{hint}")
     spelling = f"{path}: {key_path}"
-    if described is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
-        source.plain(target, value, spelling)  # type: ignore[arg-type]
+    if field_option is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
+        source.add_plain(target, value, spelling)  # type: ignore[arg-type]
         return
     if value is None or (value is False and isinstance(target, OldFlag) and target.arity == SWITCH):
         return
@@ -174,9 +174,9 @@ def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, s
         raise UserError(f"{spelling}: expected a value, not an empty list")
     if any(isinstance(item, (list, dict)) for item in items):
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
-    if isinstance(target, OldFlag) and _hidden(target):
+    if isinstance(target, OldFlag) and _is_hidden(target):
         spelling = f"--{target.name}"
-    source.flag(target, spelling, [_word(item, spelling) for item in items])
+    source.add_flag(target, spelling, [_word(item, spelling) for item in items])
 
 
 def _word(item: Any, spelling: str) -> str:

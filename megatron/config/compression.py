@@ -23,7 +23,7 @@ def _compresses_forward(run: Any, _: int) -> bool:
     return any(point.startswith(forward) and not point.endswith("-backward") for point in points)
 
 
-_FORWARD_COMPRESSOR = Condition(_compresses_forward, "without a compressor of what goes forward")
+_FORWARD_COMPRESSOR = Condition(_compresses_forward, "without a compressor of forward messages")
 
 AUTO = "auto"
 """Value of ``--compress`` that chooses the compressors of the points without a spec."""

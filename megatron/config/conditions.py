@@ -18,36 +18,37 @@ def _value(run: Any, path: str) -> object:
 
 def _flag(path: str, *values: object) -> str:
     name = flag_of(path)
-    return f"{name} {_listed(map(str, values))}" if values else name
+    return f"{name} {_join_with_or(map(str, values))}" if values else name
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_with_or(names: Iterable[str]) -> str:
     *first_names, last = names
     return f"{', '.join(first_names)} or {last}" if first_names else last
 
 
 def needs(*paths: str) -> Condition:
-    """One of the settings is switched on, above 0, or given at all."""
-    return Condition(lambda run, _: any(_value(run, path) for path in paths), f"without {_listed(map(_flag, paths))}")
+    """Condition that one of the settings is switched on, above 0, or given."""
+    return Condition(
+        lambda run, _: any(_value(run, path) for path in paths), f"without {_join_with_or(map(_flag, paths))}"
+    )
 
 
 def when(path: str, *values: object) -> Condition:
-    """The setting has one of these values."""
+    """Condition that the setting has one of these values."""
     return Condition(lambda run, _: _value(run, path) in values, f"without {_flag(path, *values)}")
 
 
 def unless(path: str, *values: object) -> Condition:
-    """The setting has none of these values; without ``values``: it is switched off, 0, or not given."""
-
+    """Condition that the setting has none of these values; without ``values``, that it is off, 0 or not given."""
     return Condition(
         lambda run, _: _value(run, path) not in values if values else not _value(run, path),
-        f"beside {_flag(path, *values)}",
+        f"with {_flag(path, *values)}",
     )
 
 
 EXPERTS = Condition(lambda run, _: run.model.has_experts, "no layer has experts (--num-experts)")
-WORDS = Condition(lambda run, _: run.model.predicts_words, "beside a task, whose outputs are no words")
+WORDS = Condition(lambda run, _: run.model.predicts_words, "with a task, whose outputs are not words")
 HALF_PRECISION = Condition(
-    lambda run, _: run.precision.fp16 or run.precision.bf16, "this is fp32 anyway, but with --fp16 or --bf16"
+    lambda run, _: run.precision.fp16 or run.precision.bf16, "this is fp32 anyway, except with --fp16 or --bf16"
 )
 SEVERAL_PROCESSES = Condition(lambda _, world_size: world_size > 1, "there is one process")

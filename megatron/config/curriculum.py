@@ -13,7 +13,7 @@ from math import floor
 from pathlib import Path
 from typing import Literal
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, describe_failure
 from megatron.base.option import derived, option
 from megatron.base.user_text import flag_of
 from megatron.config.conditions import needs, unless, when
@@ -138,50 +138,52 @@ def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = f
         for name, values in zip(names, (lengths, ends), strict=True):
             for before, after in pairwise(values):
                 if after <= before:
-                    raise UserError(f"{name} goes backwards, from {before} to {after}; give ascending numbers")
+                    raise UserError(f"{name} decreases, from {before} to {after}; give ascending numbers")
         if lengths[-1] != seq_length:
             raise UserError(
                 f"{names[0]} ends with {lengths[-1]}, not with {naming('seq_length')} {seq_length}; let it end there"
             )
         return LengthSchedule(tuple(lengths), (0, *ends))
     if kind == "custom":
-        return _custom(curriculum, seq_length, naming)
-    return _by_formula(curriculum, seq_length, naming)
+        return _custom_lengths(curriculum, seq_length, naming)
+    return _formula_lengths(curriculum, seq_length, naming)
 
 
-def _by_formula(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
+def _formula_lengths(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
     """Root schedule: linear in a root of the step number, rounded down to multiples of the length increment."""
-    least, multiple, steps = (
+    shortest, multiple, steps = (
         curriculum.curriculum_seqlen_min,
         curriculum.curriculum_seqlen_step,
         curriculum.curriculum_seqlen_steps,
     )
-    assert least is not None
+    assert shortest is not None
     assert steps is not None
     degree = curriculum.curriculum_root_degree if curriculum.curriculum_type == "fixed_root" else 1.0
-    if least > full:
-        raise UserError(f"{naming('curriculum_seqlen_min')} {least} is above {naming('seq_length')} {full}; lower it")
-    for name, length in (("curriculum_seqlen_min", least), ("seq_length", full)):
+    if shortest > full:
+        raise UserError(
+            f"{naming('curriculum_seqlen_min')} {shortest} is above {naming('seq_length')} {full}; lower it"
+        )
+    for name, length in (("curriculum_seqlen_min", shortest), ("seq_length", full)):
         if length % multiple:
             raise UserError(
                 f"{naming('curriculum_seqlen_step')} {multiple} does not divide {naming(name)} {length}; "
                 "choose one that does"
             )
 
-    count = min((full - least) // multiple, steps)
+    count = min((full - shortest) // multiple, steps)
     if count > _MAX_LENGTHS:
         raise UserError(
             f"{naming('curriculum_seqlen_step')} {multiple} makes {count} lengths, more than {_MAX_LENGTHS}; raise it"
         )
 
     def length_of(step: int) -> int:
-        length = floor((step / steps) ** (1.0 / degree) * (full - least) + least)
-        return min(max(length - length % multiple, least), full)
+        length = floor((step / steps) ** (1.0 / degree) * (full - shortest) + shortest)
+        return min(max(length - length % multiple, shortest), full)
 
     return LengthSchedule.growing(length_of, steps, full)
 
 
-def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
+def _custom_lengths(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
     """Lengths from a user function, called for all steps now, so that a bad length fails at startup."""
     steps, text = curriculum.curriculum_seqlen_steps, curriculum.curriculum_function
     assert steps is not None
@@ -189,7 +191,7 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     flag = f"{naming('curriculum_function')} {text}"
     if steps > MAX_CUSTOM:
         raise UserError(
-            f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MAX_CUSTOM}; lower it"
+            f"{naming('curriculum_seqlen_steps')} {steps}: a function may cover at most {MAX_CUSTOM}; lower it"
         )
     path = Path(text)
     if not path.is_file():
@@ -201,8 +203,7 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{flag} cannot be used: {type(error).__name__}: {reason}") from error
+        raise UserError(f"{flag} cannot be used: {describe_failure(error, text)}") from error
     function = getattr(module, "seqlen", None)
     if not callable(function):
         raise UserError(f"{flag}: it has no function seqlen(step)")
@@ -211,15 +212,14 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
         try:
             length = function(step)
         except (Exception, SystemExit) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise UserError(f"{flag} fails at step {step}: {type(error).__name__}: {reason}") from error
+            raise UserError(f"{flag} fails at step {step}: {describe_failure(error, text)}") from error
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= full:
             raise UserError(
-                f"{flag} returns {length!r:.60} for step {step}; it must be a whole number from 1 to "
+                f"{flag} returns {length!r:.60} for step {step}; it must be an integer from 1 to "
                 f"{naming('seq_length')} {full}"
             )
         if lengths and length < lengths[-1]:
-            raise UserError(f"{flag} goes backwards at step {step}, from {lengths[-1]} to {length}; let it grow")
+            raise UserError(f"{flag} decreases at step {step}, from {lengths[-1]} to {length}; let it grow")
         lengths.append(length)
     return LengthSchedule.growing(lambda step: lengths[step - 1], steps, full)
 
@@ -228,13 +228,13 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
     """Check that the layout can split every length of the curriculum; raise UserError otherwise."""
     if curriculum.curriculum_learning and model.decoder_layers:
         raise UserError(
-            "--curriculum-learning cuts samples off, and of T5's it would cut what the decoder is to find; leave it out"
+            "--curriculum-learning truncates samples, which would remove text that T5's decoder predicts; leave it out"
         )
     divisor = parallel.message_parts
     indivisible_lengths = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % divisor]
     if indivisible_lengths:
-        least, multiple = curriculum.curriculum_seqlen_min, curriculum.curriculum_seqlen_step
-        flags = f"--curriculum-seqlen-min {least} --curriculum-seqlen-step {multiple}"
+        shortest, multiple = curriculum.curriculum_seqlen_min, curriculum.curriculum_seqlen_step
+        flags = f"--curriculum-seqlen-min {shortest} --curriculum-seqlen-step {multiple}"
         if curriculum.curriculum_type == "fixed_discrete":
             flags = f"--curriculum-discrete-seqlens {' '.join(map(str, curriculum.curriculum_discrete_seqlens or []))}"
         elif curriculum.curriculum_type == "custom":
@@ -242,5 +242,5 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
         raise UserError(
             f"{parallel.splitting_flag}: {flags} leads to sequences of "
             f"{indivisible_lengths[0]} tokens, which --tensor-model-parallel-size {divisor} does not "
-            f"divide; take lengths that are multiples of {divisor}"
+            f"divide; use multiples of {divisor}"
         )

@@ -31,7 +31,7 @@ class DatasetBlend:
 
 _MASKED_WORDS = Condition(lambda run, _: not run.model.causal, "only BERT and T5 mask words")
 _DOCUMENTS_IN_A_ROW = Condition(
-    lambda run, _: run.model.causal, "a sample of BERT or T5 does not go over the end of a document"
+    lambda run, _: run.model.causal, "a sample of BERT or T5 does not cross the end of a document"
 )
 
 
@@ -210,7 +210,7 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
     for blend, flag in ((data.blend, "--data-path"), (data.separate_blends[1], "--valid-data-path")):
         if data.multiple_validation_sets and blend is not None and blend.weights is not None:
             raise UserError(
-                f"--multiple-validation-sets reads each dataset of {flag} by itself, so weights say nothing; give "
+                f"--multiple-validation-sets reads each dataset of {flag} separately, so weights have no effect; give "
                 f"{'--train-data-path and --valid-data-path, the latter' if flag == '--data-path' else 'them'} without "
                 "weights"
             )

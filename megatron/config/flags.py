@@ -26,7 +26,7 @@ from megatron.config.help import (
 from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, notes_without_effect, run_sections
 from megatron.config.translate import build_translator
-from megatron.config.translate.rules import Explicit, OldFlag, Translator
+from megatron.config.translate.rules import ExplicitValues, OldFlag, Translator
 
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
@@ -73,7 +73,7 @@ class ParsedRun:
         return resolved
 
 
-_BACKSLASH = "a word that is only a backslash is left out; nothing may follow the one that ends a line"
+_BACKSLASH = "a lone backslash is ignored; at the end of a line, nothing may follow it, not even a space"
 
 _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 """Flags outside of the configuration."""
@@ -82,7 +82,7 @@ _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 class FlagParser:
     """Parser of flags and `--config` files into section instances.
 
-    short_help: whether --help shows only the flags that most runs need, which their options name.
+    short_help: whether --help shows only the flags that most runs need (``Option.common``).
     """
 
     def __init__(self, table: FlagTable, prog: str, description: str, *, short_help: bool = False) -> None:
@@ -111,14 +111,14 @@ class FlagParser:
             flags.notes.append(_BACKSLASH)
         for target, spelling, texts in namespace.events:
             with errors.collect():
-                flags.flag(target, spelling, texts)
+                flags.add_flag(target, spelling, texts)
         sources = [flags]
         if len(namespace.config) > 1:
             raise UserError(f"--config is given {len(namespace.config)} times; put everything in one file")
         for path in namespace.config:
             sources.insert(0, collect_yaml(self.table, read_yaml(path), path, errors))
         errors.raise_all()
-        explicit = Explicit()
+        explicit = ExplicitValues()
         notes: list[str] = []
         for level, source in enumerate(sources):
             explicit.update(source.values)
@@ -157,7 +157,7 @@ class FlagParser:
 
     def _build_argparse(self, groups: Sequence[HelpGroup], epilog: str = "") -> argparse.ArgumentParser:
         """Argparse parser of the flags of these groups and of those outside of the configuration."""
-        parser = _OneLineErrors(
+        parser = _RaisingParser(
             prog=self._prog,
             usage=f"{self._prog} [--config FILE.yaml] [flags]",
             description=self._description,
@@ -250,7 +250,7 @@ def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun
 
 
 def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
-    """`parse_args` for a program that trains one kind of model. Raises UserError if the flags ask for another kind."""
+    """`parse_args` for a program of a single model type. Raises UserError if the flags request another type."""
     prog = PROGRAMS[model_type]
     parsed = read_run(build_run_parser(prog, model_type), argv)
     model = parsed.config.model
@@ -276,9 +276,9 @@ def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:
 
 
 class _PrintAction(argparse.Action):
-    """Action that prints a text about the name behind its flag, or a general one without a name, and exits.
+    """Action that prints a text about the name after its flag, or a general text without a name, and exits.
 
-    text: function of the name and the flags before it, which makes the text.
+    text: makes the text from the name and the flags before it.
     """
 
     def __init__(self, *args: Any, text: Callable[[str, argparse.Namespace], str], **kwargs: Any) -> None:
@@ -307,7 +307,7 @@ def _list_compressors(name: str, namespace: argparse.Namespace) -> str:
     return (describe_name(registry, name) if name else list_names(registry)) + "\n"
 
 
-class _OneLineErrors(argparse.ArgumentParser):
+class _RaisingParser(argparse.ArgumentParser):
     """Argument parser that raises UserError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:

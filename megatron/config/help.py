@@ -173,28 +173,28 @@ def add_target(container: argparse._ActionsContainer, target: Target, help: str 
     )
 
 
-def metavar_of(described: FieldOption) -> str:
+def metavar_of(field_option: FieldOption) -> str:
     """Placeholder for the value of a flag in the help text; empty for a switch."""
-    if described.is_switch:
+    if field_option.is_switch:
         return ""
-    if described.option.metavar:
-        return described.option.metavar
-    if described.choices and len("|".join(described.choices)) <= 45:
-        return "|".join(described.choices)
-    return {int: "N", float: "X"}.get(described.element, "TEXT")
+    if field_option.option.metavar:
+        return field_option.option.metavar
+    if field_option.choices and len("|".join(field_option.choices)) <= 45:
+        return "|".join(field_option.choices)
+    return {int: "N", float: "X"}.get(field_option.element, "TEXT")
 
 
-def default_text(described: FieldOption) -> str:
+def default_text(field_option: FieldOption) -> str:
     """Default value in the help text; empty for a switch that is off by default."""
-    if described.is_switch:
-        return described.option.when_unset
-    if described.option.required:
+    if field_option.is_switch:
+        return field_option.option.when_unset
+    if field_option.option.required:
         return "required"
-    if described.option.when_unset:
-        return described.option.when_unset
-    if described.is_list:
-        return " ".join(map(str, described.default)) or "none"
-    return number_text(described.default)
+    if field_option.option.when_unset:
+        return field_option.option.when_unset
+    if field_option.is_list:
+        return " ".join(map(str, field_option.default)) or "none"
+    return number_text(field_option.default)
 
 
 def number_text(value: Any) -> str:

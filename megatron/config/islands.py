@@ -90,8 +90,8 @@ class IslandsConfig:
         return self.islands if self.islands_quorum is None else self.islands_quorum
 
 
-def with_variables(islands: IslandsConfig, environment: Mapping[str, str] = os.environ) -> IslandsConfig:
-    """Fill settings from environment variables of the launcher.
+def fill_from_environment(islands: IslandsConfig, environment: Mapping[str, str] = os.environ) -> IslandsConfig:
+    """Fill unset settings from environment variables of the launcher.
 
     Raises UserError for a variable that is not a number.
     """
@@ -108,23 +108,23 @@ def with_variables(islands: IslandsConfig, environment: Mapping[str, str] = os.e
     return islands
 
 
-def folder_of(path: str, island: int) -> str:
-    """Folder of an island within a shared folder."""
+def island_folder(path: str, island: int) -> str:
+    """Folder of an island in a shared folder."""
     return str(Path(path) / f"island_{island}")
 
 
-def file_of(path: str, island: int) -> str:
+def island_file(path: str, island: int) -> str:
     """Path of the file of an island, next to those of the other islands."""
     file_path = Path(path)
     return str(file_path.with_name(f"{file_path.stem}.island_{island}{file_path.suffix}"))
 
 
-def longest_wait(parallel: ParallelConfig) -> float:
+def max_wait_seconds(parallel: ParallelConfig) -> float:
     """Seconds that rank 0 of an island may wait for other islands, as its other ranks wait for it."""
     return _SHARE_OF_TIMEOUT * 60 * parallel.distributed_timeout_minutes
 
 
-def host_and_port(address: str, flag: str) -> tuple[str, int]:
+def parse_address_flag(address: str, flag: str) -> tuple[str, int]:
     """Split HOST:PORT into host and port.
 
     Raises UserError for anything else; the message names the flag.
@@ -157,7 +157,7 @@ def check_islands(
         flag = f"--islands {islands.islands}"
         if outer is None:
             raise UserError(
-                f"{flag}: nothing says when they exchange what they have learned; add --compress "
+                f"{flag}: their exchange is not configured; add --compress "
                 "outer=fixpoint,bits=4,every=30, or outer=identity,every=1,outer-lr=1,outer-momentum=0 for plain "
                 "averaging"
             )
@@ -168,10 +168,10 @@ def check_islands(
             raise UserError(
                 f"--island {islands.island}: the islands of {flag} are 0 to {islands.islands - 1}; correct one"
             )
-        host_and_port(islands.islands_address, "--islands-address")
+        parse_address_flag(islands.islands_address, "--islands-address")
         if islands.quorum > islands.islands:
             raise UserError(f"--islands-quorum {islands.quorum} is above {flag}; lower it")
-        limit = longest_wait(parallel)
+        limit = max_wait_seconds(parallel)
         if islands.islands_timeout_seconds > limit:
             raise UserError(
                 f"--islands-timeout-seconds {islands.islands_timeout_seconds:g} is above {limit:g}, nine tenths of "
@@ -186,14 +186,14 @@ def check_islands(
     if islands.several and dp_grad is not None and dp_grad.make_rounds().traits.clips_first:
         raise UserError(
             f"--islands {islands.islands}: --compress dp-grad={dp_grad.name} clips each replica's gradient by itself, "
-            "which islands that go in step do not; leave one of them out"
+            "unlike islands in the synchronous warm-up; leave one of them out"
         )
     if outer is not None:
         flag = f"--compress outer={outer.name}"
         if outer.preset and not islands.several:
             raise UserError(
                 f"{flag}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or "
-                "write the options that you mean"
+                "write the options out"
             )
         if outer.make_rounds().traits.levels and islands.several:
             raise UserError(f"{flag}: sums in two levels need nodes, which islands are not; use another compressor")

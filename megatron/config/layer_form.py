@@ -12,11 +12,11 @@ _GELU_WITH_BIAS = Condition(
     lambda run, _: (
         run.model.add_bias_linear and not (run.model.gated or run.model.squared_relu or run.model.openai_gelu)
     ),
-    "beside another activation or --disable-bias-linear",
+    "with another activation or --disable-bias-linear",
 )
 _GELU_IN_EXACT_FORM = Condition(
     lambda run, _: not (run.model.bias_gelu_fusion and run.model.add_bias_linear),
-    "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
+    "GELU has its tanh form anyway, except with --no-bias-gelu-fusion or --disable-bias-linear",
 )
 
 

@@ -10,7 +10,7 @@ from megatron.base.option import derived, option
 from megatron.config.conditions import needs
 from megatron.config.parallel import ParallelConfig
 
-_OF_ONE = "only the last rank writes it"
+_LAST_RANK_ONLY = "only the last rank writes it"
 
 
 _CURVES = (needs("logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment"),)
@@ -40,7 +40,7 @@ class LoggingConfig:
         "no TensorBoard",
         "Folder for TensorBoard events.",
         metavar="FOLDER",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
         common="evaluate and log",
     )
     tensorboard_log_interval: int = option(
@@ -59,20 +59,20 @@ class LoggingConfig:
         "Write the curves of --tensorboard-dir to this Weights & Biases project; its package must be installed "
         "(WANDB_MODE=offline only writes files).",
         metavar="NAME",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
     )
     wandb_exp_name: str | None = derived(
         "Weights & Biases chooses",
         "Name of the run in --wandb-project.",
         metavar="NAME",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
         only_if=(needs("logging.wandb_project"),),
     )
     wandb_save_dir: str | None = derived(
         "wandb in the current folder",
         "Folder for the files of --wandb-project.",
         metavar="FOLDER",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
         only_if=(needs("logging.wandb_project"),),
     )
     mlflow_experiment: str | None = derived(
@@ -80,7 +80,7 @@ class LoggingConfig:
         "Write the curves of --tensorboard-dir to this MLflow experiment; its package must be installed "
         "(mlflow-skinny suffices for a tracking server); MLFLOW_TRACKING_URI names the server.",
         metavar="NAME",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
     )
     log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.", only_if=_CURVES)
     log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.", only_if=_CURVES)
@@ -106,17 +106,19 @@ class LoggingConfig:
         False, "Write the number of processes to TensorBoard.", only_if=_CURVES
     )
     log_txt_file: str | None = derived(
-        "none", "Append the log lines to this text file.", metavar="FILE", may_differ=_OF_ONE
+        "none", "Append the log lines to this text file.", metavar="FILE", may_differ=_LAST_RANK_ONLY
     )
     log_json_file: str | None = derived(
         "none",
         "Append one JSON object per event (log line, evaluation, ...) to this file.",
         metavar="FILE",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
         common="evaluate and log",
     )
     print_config: bool = option(
-        False, "Print every setting at the start, not only those that differ from the defaults.", may_differ=_OF_ONE
+        False,
+        "Print every setting at the start, not only those that differ from the defaults.",
+        may_differ=_LAST_RANK_ONLY,
     )
     log_comm: bool = option(
         False,
@@ -128,7 +130,7 @@ class LoggingConfig:
         "Peak rate of one device at the training precision, for the MFU (model FLOPs utilization) in the log.",
         unit="TFLOP/s",
         above=0,
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
     )
     check_orth_error_acti: bool = option(
         False,
@@ -175,7 +177,7 @@ class LoggingConfig:
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "Progress bar: only on a terminal (auto), always or never.",
-        may_differ=_OF_ONE,
+        may_differ=_LAST_RANK_ONLY,
     )
 
 
@@ -195,7 +197,7 @@ def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
         )
     if logging.log_gradients and parallel.delay:
         raise UserError(
-            "--log-gradients reads gradients after a step, and with --delay 1 they are on their way then; leave one out"
+            "--log-gradients reads gradients after a step, when --delay 1 still reduces them; leave one out"
         )
     if logging.check_orth_error_acti and parallel.overlaps_steps:
         raise UserError(
@@ -204,6 +206,6 @@ def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
         )
     if logging.log_gradients and parallel.use_distributed_optimizer:
         raise UserError(
-            "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "
+            "--log-gradients needs whole gradients, of which --use-distributed-optimizer leaves each rank a share; "
             "leave one of them out"
         )

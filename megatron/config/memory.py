@@ -16,7 +16,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryItem:
     """Memory item: its bytes, its purpose, and the flags that determine it."""
 
     nbytes: int
@@ -24,7 +24,7 @@ class Need:
     flags: tuple[str, ...]
 
 
-def in_words(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Human-readable number of bytes, such as 1.5 GB."""
     size, unit = float(nbytes), 0
     while size >= 1000 and unit < len(_UNITS) - 1:
@@ -32,7 +32,7 @@ def in_words(nbytes: int) -> str:
     return f"{size:.3g} {_UNITS[unit]}" if size < 1e6 else f"{size:.1e} {_UNITS[unit]}"
 
 
-def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Need]:
+def min_memory_items(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[MemoryItem]:
     """Minimum memory of a rank of the first pipeline stage, by item.
 
     Counts parameters, gradients, optimizer state, island state, the widest activations of a micro-batch, and the tokens
@@ -48,7 +48,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     matrices = model.attention_products + (3 if model.gated else 2) * model.ffn_hidden_size * model.hidden_size
     stages = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
-    numbers = model.num_layers // (split or stages) * matrices
+    parameters = model.num_layers // (split or stages) * matrices
     # Expert parameters, minus those of the dense MLPs that they replace. The sum is divided by the tensor-parallel size
     # below; cancel that for experts that are not tensor-parallel.
     layers = range(model.num_layers // (split or stages))
@@ -58,16 +58,16 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     expert_matrices = (3 if model.gated else 2) * model.hidden_size
     expert_counts = [count for layer, count in model.expert_layers.items() if layer in layers]
     widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in expert_counts)
-    numbers += expert_matrices * sum(widths)
+    parameters += expert_matrices * sum(widths)
     if stages == 1:
-        numbers += len(model.decoder_layers) * (matrices + model.attention_products)
+        parameters += len(model.decoder_layers) * (matrices + model.attention_products)
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
     step = model.make_vocab_size_divisible_by * tensor
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     parameter_size, matrix_parameter_size = (
-        _bytes_of_a_parameter(config, world_size, matrix) for matrix in (False, True)
+        _rank_parameter_bytes(config, world_size, matrix) for matrix in (False, True)
     )
-    width = _width(config)
+    width = _bytes_per_number(config)
     tokens = model.seq_length * training.micro_batch_size
     channels = model.ffn_hidden_size + model.qkv_channels
     row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + channels // tensor
@@ -75,18 +75,20 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [
-        Need(numbers // tensor * matrix_parameter_size, "the weights of its layers", _format_flags(model, *shape)),
-        Need(
+        MemoryItem(
+            parameters // tensor * matrix_parameter_size, "the weights of its layers", _format_flags(model, *shape)
+        ),
+        MemoryItem(
             -(-entries // step) * step // tensor * model.hidden_size * parameter_size,
             "the embedding",
             (f"--vocab-size {entries}", *_format_flags(model, "make_vocab_size_divisible_by", "hidden_size")),
         ),
-        Need(
+        MemoryItem(
             positions * model.hidden_size * parameter_size,
             "the positions",
             _format_flags(model, "max_position_embeddings", "hidden_size"),
         ),
-        Need(
+        MemoryItem(
             tokens * row * width,
             "one micro-batch",
             (
@@ -94,7 +96,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
                 *_format_flags(model, "seq_length", "hidden_size", "ffn_hidden_size"),
             ),
         ),
-        Need(
+        MemoryItem(
             batch * 8,
             "the tokens of a step",
             (*_format_flags(training, "global_batch_size"), *_format_flags(model, "seq_length")),
@@ -111,7 +113,7 @@ def _format_flags(section: object, *names: str) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def _width(config: RunConfig) -> int:
+def _bytes_per_number(config: RunConfig) -> int:
     precision = config.precision
     return 2 if precision.fp16 or precision.bf16 else 8 if precision.fp64 else 4
 
@@ -133,9 +135,14 @@ class ParameterBytes:
 
 
 def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = False) -> ParameterBytes:
-    """Bytes per parameter in training. ``gathers_compressed``: updated parameters are gathered through a compressor.
-    ``matrix``: the parameter belongs to a matrix of a layer, for which Muon keeps a single moment."""
-    width = _width(config)
+    """Bytes per parameter in training.
+
+    Args:
+        config: the resolved configuration.
+        gathers_compressed: updated parameters are gathered through a compressor.
+        matrix: the parameter belongs to a matrix of a layer, for which Muon keeps a single moment.
+    """
+    width = _bytes_per_number(config)
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
     optimizer = config.optimizer
     moments = int(optimizer.sgd_momentum > 0) if optimizer.optimizer == "sgd" else 2
@@ -147,7 +154,7 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = 
     return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
 
 
-def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
+def _rank_parameter_bytes(config: RunConfig, world_size: int, matrix: bool) -> int:
     """Bytes per parameter on a rank; sharded optimizer state is divided by the number of replicas."""
     from megatron.compression.points import Point  # imports torch; parsing flags must not
     from megatron.compression.schedule import RunLength
@@ -164,31 +171,31 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
     if outer is None or iterations is None or outer.activation.warmup_iters >= iterations:
         return nbytes
     # Anchor, momentum and pseudo-gradient of islands, without residuals.
-    number, options = max(_width(config), 4), outer.outer_options
+    number, options = max(_bytes_per_number(config), 4), outer.outer_options
     offloaded = options.offload and config.parallel.distributed_backend == "nccl"
     return nbytes + (0 if offloaded else number * options.copies) // replicas + number // options.fragments
 
 
 def check_memory(
-    config: RunConfig, world_size: int, there_is: int, location: str, vocab_size: int | None = None
+    config: RunConfig, world_size: int, available: int, location: str, vocab_size: int | None = None
 ) -> None:
     """Check that a run fits into memory; raise UserError with the bytes otherwise.
 
     Args:
-        config, world_size, vocab_size: see ``least_needs``.
-        there_is: available bytes per rank.
+        config, world_size, vocab_size: see ``min_memory_items``.
+        available: bytes per rank.
         location: location of this memory, for the message.
     """
-    needs = least_needs(config, world_size, vocab_size)
+    needs = min_memory_items(config, world_size, vocab_size)
     total = sum(need.nbytes for need in needs)
-    if total <= there_is:
+    if total <= available:
         return
     largest = max(needs, key=lambda need: need.nbytes)
     raise UserError(
-        f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {location}; "
-        f"{in_words(largest.nbytes)} of it are {largest.description} ({', '.join(largest.flags)}): lower these, or "
-        "split the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
-        "--use-distributed-optimizer)"
+        f"each rank needs at least {format_bytes(total)} of memory, but {format_bytes(available)} are available "
+        f"{location}; {format_bytes(largest.nbytes)} are for {largest.description} "
+        f"({', '.join(largest.flags)}): lower these, or split the model over more processes "
+        "(--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer)"
     )
 
 

@@ -12,7 +12,7 @@ from megatron.config.experts import ExpertsConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, run_sections
 
-_PLACES = ("num_experts", "expert_interval", "moe_layer_freq")
+_EXPERT_COUNT_FIELDS = ("num_experts", "expert_interval", "moe_layer_freq")
 """Fields that together determine the number of experts per layer; different values may be equivalent."""
 
 
@@ -32,17 +32,17 @@ def merge_checkpoint_config(
     for section, cls in run_sections().items():
         ours, theirs = getattr(cli_config, section), getattr(saved, section)
         adopted_values: dict[str, Any] = {}
-        for described in field_options(section, cls):
-            if not described.option.checkpoint:
+        for field_option in field_options(section, cls):
+            if not field_option.option.checkpoint:
                 continue
-            value = getattr(theirs, described.name)
-            if described.path not in explicit_flags:
-                adopted_values[described.name] = value
+            value = getattr(theirs, field_option.name)
+            if field_option.path not in explicit_flags:
+                adopted_values[field_option.name] = value
                 continue
-            explicit_value = getattr(ours, described.name)
-            if described.option.checkpoint == "shape" and explicit_value != value:
+            explicit_value = getattr(ours, field_option.name)
+            if field_option.option.checkpoint == "shape" and explicit_value != value:
                 raise UserError(
-                    f"--{described.flag}: {explicit_value} was given but the checkpoint has {value}; leave the flag "
+                    f"--{field_option.flag}: {explicit_value} was given but the checkpoint has {value}; leave the flag "
                     f"out{advice}"
                 )
         merged[section] = dataclasses.replace(ours, **adopted_values)
@@ -60,25 +60,25 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
     model_values, differences = dataclasses.asdict(model), {}
     experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
     theirs = ExpertsConfig(**{name: saved[name] for name in experts if name in saved})
-    left_out: Collection[str] = ()
+    skipped_fields: Collection[str] = ()
     if upcycled or not (model.has_experts or theirs.has_experts):
-        left_out = experts
+        skipped_fields = experts
     elif model.expert_layers == theirs.expert_layers_of(model.num_layers):
-        left_out = _PLACES
-    for described in field_options("model", ModelConfig):
-        name = described.name
-        if described.option.checkpoint != "shape" or name in left_out or name not in saved:
+        skipped_fields = _EXPERT_COUNT_FIELDS
+    for field_option in field_options("model", ModelConfig):
+        name = field_option.name
+        if field_option.option.checkpoint != "shape" or name in skipped_fields or name not in saved:
             continue
         if saved[name] != model_values[name]:
-            run_text, saved_text = (flag_as_written(described, values[name]) for values in (model_values, saved))
-            differences[f"--{described.flag}"] = run_text, saved_text
+            run_text, saved_text = (flag_as_written(field_option, values[name]) for values in (model_values, saved))
+            differences[f"--{field_option.flag}"] = run_text, saved_text
     return differences
 
 
-def flag_as_written(described: FieldOption, value: Any) -> str:
+def flag_as_written(field_option: FieldOption, value: Any) -> str:
     """Command-line text of a flag with its value."""
-    flag = f"--{described.flag}"
-    if described.is_switch:
-        return flag if value is not described.option.off_switch else f"no {flag}"
+    flag = f"--{field_option.flag}"
+    if field_option.is_switch:
+        return flag if value is not field_option.option.off_switch else f"no {flag}"
     words = " ".join(map(str, value)) if isinstance(value, list) else value
     return f"no {flag}" if words in (None, "") else f"{flag} {words}"

@@ -22,8 +22,8 @@ PROGRAMS: Mapping[ModelType, str] = {
 
 def describe_model_type(model_type: str, task_head: str = "none", task_classes: int = 0) -> str:
     """Type of a model with its task: "bert", or "bert for classification of 3"."""
-    of = f" of {task_classes}" if task_classes else ""
-    return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
+    classes = f" of {task_classes}" if task_classes else ""
+    return model_type if task_head == "none" else f"{model_type} for {task_head}{classes}"
 
 
 def check_model_type(location: str, saved_type: str, expected_type: str, advice: str = "") -> None:
@@ -33,7 +33,7 @@ def check_model_type(location: str, saved_type: str, expected_type: str, advice:
     """
     if saved_type != expected_type:
         raise UserError(
-            f"{location} holds a model of kind {saved_type}, not {expected_type}; "
+            f"{location} holds a model of type {saved_type}, not {expected_type}; "
             f"{advice or _default_advice(saved_type, expected_type)}"
         )
 
@@ -41,7 +41,7 @@ def check_model_type(location: str, saved_type: str, expected_type: str, advice:
 def _default_advice(saved_type: str, expected_type: str) -> str:
     programs = {str(kind): name for kind, name in PROGRAMS.items()}
     if expected_type not in programs and saved_type in programs:
-        return "begin with it by --pretrained-checkpoint"
+        return "start from it with --pretrained-checkpoint"
     if " for " in saved_type:
-        return "go on with it by its --task of tasks/main.py"
-    return f"go on with it by {programs.get(saved_type, 'another version')}"
+        return "continue with its --task of tasks/main.py"
+    return f"continue with {programs.get(saved_type, 'another version')}"

@@ -18,7 +18,7 @@ _WSD = (when("optimizer.lr_decay_style", "WSD"),)
 _WARM_UP = Condition(lambda run, _: run.optimizer.warms_up, "there is no warm-up (--lr-warmup-iters and the like)")
 _DECAY_LENGTH = Condition(
     lambda run, _: run.optimizer.lr_decay_style != "constant" or run.optimizer.lr_warmup_fraction is not None,
-    "beside --lr-decay-style constant",
+    "with --lr-decay-style constant",
 )
 _LOADED_SCHEDULE = Condition(
     lambda run, _: run.checkpoint.resumes and not run.checkpoint.no_load_lr_state,
@@ -221,8 +221,10 @@ class OptimizerConfig:
 
 
 def check_lengths(training: TrainingConfig, optimizer: OptimizerConfig, curriculum: bool) -> None:
-    """Check that all lengths are in the unit of the run, iterations or samples, and with a curriculum, which varies the
-    sequence length, that warm-up and decay are in one unit; raise UserError otherwise."""
+    """Check that lengths are in the unit of the run, iterations or samples; raise UserError otherwise.
+
+    With a curriculum, which varies the sequence length, warm-up and decay must also be in the same unit.
+    """
     if training.train_iters is not None and training.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
     if training.train_iters is not None:
@@ -251,7 +253,7 @@ def check_lengths(training: TrainingConfig, optimizer: OptimizerConfig, curricul
                     f"{flag} needs a run counted in iterations, but --train-samples is given; use "
                     f"{flag.replace('iters', 'samples')}"
                 )
-    # The two units run apart where the sequence length varies.
+    # The two units diverge if the sequence length varies.
     warmup_tokens, decay_tokens = optimizer.lr_warmup_tokens, optimizer.lr_decay_tokens
     if curriculum and warmup_tokens is not None and decay_tokens is None:
         raise UserError(

@@ -24,7 +24,7 @@ _TENSOR_RANKS = Condition(
     lambda run, _: run.parallel.tensor_model_parallel_size > 1, "there is one tensor-parallel rank"
 )
 _REPLICAS = Condition(lambda run, world_size: run.data_parallel_size(world_size) > 1, "there is one replica")
-_BUCKETS = Condition(lambda run, _: run.parallel.ddp_impl == "local", "beside --DDP-impl torch, which has its own")
+_BUCKETS = Condition(lambda run, _: run.parallel.ddp_impl == "local", "with --DDP-impl torch, which has its own")
 _SPREAD_EXPERTS = Condition(
     lambda run, _: run.parallel.expert_model_parallel_size > 1,
     "every replica holds all experts (--expert-model-parallel-size)",
@@ -238,7 +238,7 @@ class ParallelConfig:
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced beside computation, bucket by bucket."""
+        """Whether gradients are reduced during computation, bucket by bucket."""
         return self.overlap_grad_reduce or self.delay > 0
 
     @property
@@ -248,7 +248,7 @@ class ParallelConfig:
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether passes of two steps take turns, so that a pipeline is not flushed."""
+        """Whether passes of two steps interleave, so that the pipeline is not flushed."""
         return self.no_pipeline_flush and self.delay > 0 and self.pipeline_model_parallel_size > 1
 
     @property

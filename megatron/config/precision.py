@@ -77,7 +77,7 @@ def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> No
     if precision.fp64 and accumulates_in_fp32:
         raise UserError("--fp64 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave the latter out")
     if precision.fp8 is not None and not precision.bf16:
-        raise UserError(f"--fp8 {precision.fp8} needs --bf16, in which all but the linear parts is; add it")
+        raise UserError(f"--fp8 {precision.fp8} needs --bf16, the format of all other computation; add it")
     if precision.loss_scale is not None and not precision.fp16:
         raise UserError("--loss-scale is for --fp16 only; leave it out or add --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:

@@ -174,15 +174,15 @@ class RunConfig:
         sections = run_sections()
         if not isinstance(values, dict):
             raise UserError(f"{location}: expected sections ({', '.join(sections)}), not a {type(values).__name__}")
-        built = {}
+        section_values = {}
         for name, content in values.items():
             if name not in sections:
                 raise UserError(f"{location}: unknown section {name}{nearest(str(name), list(sections))}")
             if not isinstance(content, dict):
                 raise UserError(f"{location}: section {name} must hold names and values")
-            values_of_section = {key: value for key, value in content.items() if f"{name}.{key}" not in RETIRED_FIELDS}
-            built[name] = section_from_plain(name, sections[name], values_of_section, location)
-        return cls(**built)
+            current_values = {key: value for key, value in content.items() if f"{name}.{key}" not in RETIRED_FIELDS}
+            section_values[name] = section_from_plain(name, sections[name], current_values, location)
+        return cls(**section_values)
 
     def to_yaml(self) -> str:
         """YAML text with a block per section, as read by `--config` and `load_yaml`."""
@@ -249,15 +249,15 @@ def notes_without_effect(
     flags_by_reason: dict[str, list[str]] = {}
     for section, cls in run_sections().items():
         values = getattr(unresolved, section)
-        for described in field_options(section, cls):
-            if described.path not in explicit or getattr(values, described.name) == described.default:
+        for field_option in field_options(section, cls):
+            if field_option.path not in explicit or getattr(values, field_option.name) == field_option.default:
                 continue
-            for condition in described.option.only_if:
+            for condition in field_option.option.only_if:
                 if not condition.holds(resolved, world_size):
-                    flags_by_reason.setdefault(condition.otherwise, []).append(f"--{described.flag}")
+                    flags_by_reason.setdefault(condition.otherwise, []).append(f"--{field_option.flag}")
                     break
     return [
-        f"{', '.join(flags)}: no effect{'' if reason.startswith(('without', 'beside')) else ','} {reason}"
+        f"{', '.join(flags)}: no effect{'' if reason.startswith('with') else ','} {reason}"
         for reason, flags in flags_by_reason.items()
     ]
 

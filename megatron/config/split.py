@@ -44,23 +44,23 @@ def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
 def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: ModelConfig) -> None:
     """Check that there are no virtual stages if the model does not support them.
 
-    Raises UserError naming the flag that asks for them.
+    Raises UserError naming the flag that requests them.
     """
-    why = why_one_chunk(model)
+    reason = single_chunk_reason(model)
     for value, flag in (
         (per_chunk, "--num-layers-per-virtual-pipeline-stage"),
         (chunks, "--virtual-pipeline-model-parallel-size"),
     ):
-        if value is not None and why:
-            raise UserError(f"{flag} {value}: {why}; leave it out")
+        if value is not None and reason:
+            raise UserError(f"{flag} {value}: {reason}; leave it out")
 
 
-def why_one_chunk(model: ModelConfig) -> str:
-    """Reason why the model cannot have several chunks on a stage; empty if it can."""
+def single_chunk_reason(model: ModelConfig) -> str:
+    """Reason reason the model cannot have several chunks on a stage; empty if it can."""
     if model.decoder_layers:
         return (
-            "chunks of an encoder-decoder would go round its stages more than once, and a stage holds layers of one of "
-            "them"
+            "a stage of an encoder-decoder holds layers of either the encoder or the decoder, and cannot hold several "
+            "chunks"
         )
     if model.shares_distances:
         return "each stage of DeBERTa holds one copy of the embedding of distances, and its chunks would need several"

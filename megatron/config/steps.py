@@ -11,7 +11,7 @@ from megatron.config.skipped import SkippedIterations
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepGroup:
     """Consecutive steps with the same sequence length, all taken or all skipped.
 
     Args:
@@ -37,25 +37,25 @@ class StepSizes:
     lengths: LengthSchedule
     skipped: SkippedIterations = field(default_factory=SkippedIterations)
 
-    def ahead(self, iteration: int, consumed_samples: int, iterations: int) -> Iterator[Stretch]:
+    def ahead(self, iteration: int, consumed_samples: int, iterations: int) -> Iterator[StepGroup]:
         """Next ``iterations`` steps from a position, grouped by size."""
         end = iteration + iterations
         while iteration < end:
             until = min(self.lengths.until(iteration) or end, self.skipped.until(iteration) or end, end)
             ahead = self.batches.ahead(consumed_samples, until - iteration)
             is_taken = iteration + 1 not in self.skipped
-            yield Stretch(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), is_taken)
+            yield StepGroup(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), is_taken)
             iteration, consumed_samples = until, consumed_samples + ahead.samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:
         """Number of tokens trained in the next ``iterations`` steps from a position."""
         return sum(
-            stretch.samples * stretch.length
-            for stretch in self.ahead(iteration, consumed_samples, iterations)
-            if stretch.updates
+            group.samples * group.length
+            for group in self.ahead(iteration, consumed_samples, iterations)
+            if group.updates
         )
 
-    def within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:
+    def steps_within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:
         """Full steps from a position within a budget of tokens.
 
         Returns:

@@ -34,14 +34,14 @@ class Task:
         classes: number of classes, or of sequences per multiple-choice sample.
         metrics: evaluation metrics.
         folders: whether the data are folders, not files.
-        most_first: maximum number of tokens of the first text; None: unlimited.
+        max_first_tokens: maximum number of tokens of the first text; None: unlimited.
     """
 
     head: TaskHead = "classification"
     classes: int = 2
     metrics: tuple[Metric, ...] = ("accuracy",)
     folders: bool = False
-    most_first: int | None = None
+    max_first_tokens: int | None = None
 
     def on(self, model: ModelConfig) -> ModelConfig:
         """Copy of the model with the head of the task."""
@@ -49,7 +49,7 @@ class Task:
 
 
 TASKS: Mapping[str, Task] = {
-    "RACE": Task("choice", 4, folders=True, most_first=128),
+    "RACE": Task("choice", 4, folders=True, max_first_tokens=128),
     "MNLI": Task(classes=3),
     "QQP": Task(metrics=("accuracy", "F1")),
     "QNLI": Task(),
@@ -160,10 +160,10 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     check_fields("task", task_config)
     task, explicit = TASKS[name], run.explicit
     for paths, instead in (
-        (("model.task_head", "model.task_classes"), "--task says it; leave it out"),
+        (("model.task_head", "model.task_classes"), "--task determines it; leave it out"),
         (_COUNTED, "a task is trained for --epochs over --train-data; leave it out"),
         (_EVALUATED, "a task reads all of --valid-data in each evaluation; leave it out"),
-        (_PATHS, "a task reads labelled files; give --train-data and --valid-data"),
+        (_PATHS, "a task reads labeled files; give --train-data and --valid-data"),
     ):
         for path in paths:
             if path in explicit:
@@ -172,9 +172,11 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
         if getattr(run.config.optimizer, counted):
             flag = flag_of(counted)
             raise UserError(f"{flag}: a task is counted in iterations; give {flag.replace('samples', 'iters')}")
-    idle = [flag_of(path) for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
-    if idle:
-        run.notes.append(f"{', '.join(idle)}: no effect, the whole of --valid-data is evaluated after each epoch")
+    unused_flags = [flag_of(path) for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
+    if unused_flags:
+        run.notes.append(
+            f"{', '.join(unused_flags)}: no effect, the whole of --valid-data is evaluated after each epoch"
+        )
     model = run.config.model
     if "model.model_type" not in explicit:
         model = replace(model, model_type="bert")
@@ -189,21 +191,21 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     if task_config.epochs == 0 and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         raise UserError("--epochs 0 evaluates a checkpoint: give --load FOLDER")
     if run.config.data.sample_order == "megatron":
-        raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")
+        raise UserError("--sample-order megatron is for pretraining only; give lazy or fixed")
     return run, replace(task_config, task=name), task
 
 
 def task_name(word: str) -> str:
     """Canonical task name of a word in any spelling; the word itself if there is no such task."""
-    names_by_spelling = {_alike(name): name for name in TASKS}
-    return names_by_spelling.get(_alike(word), word)
+    names_by_spelling = {_normalize_name(name): name for name in TASKS}
+    return names_by_spelling.get(_normalize_name(word), word)
 
 
-def _alike(word: str) -> str:
+def _normalize_name(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
 
 
-def sized(parsed: ParsedRun, task: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
+def build_task_run(parsed: ParsedRun, task: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
     """Unresolved run configuration of a task with its batches, iterations and evaluations.
 
     Micro-batch and global batch are multiplied by the number of sequences per sample, as in Megatron.

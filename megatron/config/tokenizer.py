@@ -129,8 +129,10 @@ def check_tokenizer(tokenizer: TokenizerConfig, model_type: str) -> None:
     needed = () if kind is None else _NEEDS[TOKENIZER_ALIASES.get(kind, kind)]
     missing = [flag_of(name) for name in needed if getattr(tokenizer, name) is None]
     if missing:
-        raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")
+        raise UserError(
+            f"--tokenizer-type {kind} needs {' and '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
+        )
     if model_type == "t5" and kind not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        raise UserError("T5 cuts out words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
+        raise UserError("T5 masks whole words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
     if model_type == "t5" and not tokenizer.vocab_extra_ids:
-        raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")
+        raise UserError("T5 marks removed spans with extra ids: give --vocab-extra-ids 100")

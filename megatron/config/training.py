@@ -33,7 +33,7 @@ _COMPILER = Condition(
         run.training.compile == "on"
         or (
             run.parallel.distributed_backend == "nccl"
-            and why_not_compiled(run.training, run.parallel, run.model) is None
+            and no_compile_reason(run.training, run.parallel, run.model) is None
         )
     ),
     "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
@@ -207,7 +207,7 @@ def resolve_training(
             raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
         if lengths.grows:
             unit = "global batch of the shortest sequences"
-            samples = StepSizes(batch_schedule(training, lengths.full), lengths).within(training.train_tokens)[1]
+            samples = StepSizes(batch_schedule(training, lengths.full), lengths).steps_within(training.train_tokens)[1]
         else:
             unit = f"sequence of --seq-length {lengths.full}"
             samples = training.train_tokens // lengths.full
@@ -243,7 +243,7 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
         flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}: its batch of"
     elif training.step_batch_size_schedule is not None:
         flag = f"--step-batch-size-schedule {training.step_batch_size_schedule}: its batch of"
-        remedy = "choose a multiple, or leave out what the run has passed (the next entry then begins at 0)"
+        remedy = "choose a multiple, or leave out passed entries (the next entry then begins at 0)"
     for size in schedule.deciding_sizes:
         flag_text = f"{flag or '--global-batch-size'} {size}"
         if size % divisor != 0:
@@ -262,7 +262,7 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
     largest = max(schedule.sizes)
     if largest // divisor > _MAX_MICRO_BATCHES:
         raise UserError(
-            f"--global-batch-size {largest} makes {largest // divisor} micro-batches of each replica's step, more "
+            f"--global-batch-size {largest} makes {largest // divisor} micro-batches in each replica's step, more "
             f"than {_MAX_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
         )
 
@@ -279,7 +279,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
         ),
     ):
         if samples > MAX_DRAWN:
-            raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MAX_DRAWN:_} can be; lower one")
+            raise UserError(f"{flags}: the run draws {samples:_} samples, more than {MAX_DRAWN:_}; lower one")
     _ = SkippedIterations.parse(training.iterations_to_skip)  # raises for unreadable values
     if training.train_samples is not None and training.train_samples < (first := sizes[0]):
         raise UserError(
@@ -288,8 +288,8 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
         )
 
 
-def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
-    """Reason why torch.compile cannot compile the layers, with the fix; None if it can."""
+def no_compile_reason(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
+    """Reason reason torch.compile cannot compile the layers, with the fix; None if it can."""
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1:
         return (
@@ -305,7 +305,7 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
         return "DeBERTa's layers are not compiled; leave the flag out"
     if parallel.pipeline_schedule in ("zb-h1", "zb-v", "auto") and parallel.pipeline_model_parallel_size > 1:
         return (
-            f"compiled layers do not compute weight gradients apart, as --pipeline-schedule "
+            f"compiled layers do not compute weight gradients separately, as --pipeline-schedule "
             f"{parallel.pipeline_schedule} needs; leave one of them out"
         )
     if training.deterministic_mode:
@@ -315,6 +315,6 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
 
 def check_compile(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
     """Check that layers can be compiled with --compile on; raise UserError otherwise."""
-    why = why_not_compiled(training, parallel, model)
-    if training.compile == "on" and why is not None:
-        raise UserError(f"--compile on: {why}")
+    reason = no_compile_reason(training, parallel, model)
+    if training.compile == "on" and reason is not None:
+        raise UserError(f"--compile on: {reason}")

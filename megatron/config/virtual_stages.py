@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.split import why_one_chunk
+from megatron.config.split import single_chunk_reason
 
 _CHUNKS_FLAG = "--virtual-pipeline-model-parallel-size"
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
@@ -53,9 +53,9 @@ def resolve_v_form(
 
     Raises UserError where the model or another flag does not allow them.
     """
-    why = why_one_chunk(model)
-    if why:
-        raise UserError(f"{_V_FLAG}: {why}; name another schedule")
+    reason = single_chunk_reason(model)
+    if reason:
+        raise UserError(f"{_V_FLAG}: {reason}; name another schedule")
     if model.num_layers % (2 * pipeline) != 0:
         raise UserError(
             f"{_V_FLAG}: --num-layers {model.num_layers} is not a multiple of {2 * pipeline}, two chunks on each of "

@@ -13,10 +13,10 @@ def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
         multiple: --make-vocab-size-divisible-by.
         tensor: tensor-parallel size.
     """
-    if _all_hold_some(vocab_size, multiple, tensor):
+    if _fills_all_ranks(vocab_size, multiple, tensor):
         return
     powers = [1 << power for power in range(multiple.bit_length())]
-    fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
+    fitting = [power for power in powers if power < multiple and _fills_all_ranks(vocab_size, power, tensor)]
     remedy = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
     raise UserError(
         f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
@@ -25,6 +25,6 @@ def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
     )
 
 
-def _all_hold_some(vocab_size: int, multiple: int, tensor: int) -> bool:
+def _fills_all_ranks(vocab_size: int, multiple: int, tensor: int) -> bool:
     rows = -(-vocab_size // (multiple * tensor)) * multiple
     return rows * (tensor - 1) < vocab_size

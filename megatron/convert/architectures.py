@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.config.model import ModelConfig
 from megatron.convert.bert import MEGATRON_BERT, bert_config, bert_model
-from megatron.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
+from megatron.convert.config_fields import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.convert.deberta import DEBERTA, deberta_config, deberta_model
 from megatron.convert.gemma import (
     GEMMA2,
@@ -20,7 +20,7 @@ from megatron.convert.gemma import (
     gemma3_model,
     gemma_config,
     gemma_requirements,
-    usual_form,
+    non_gemma_requirements,
 )
 from megatron.convert.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE, expert_requirements
 from megatron.convert.model import model_of
@@ -36,21 +36,21 @@ from megatron.convert.rotary import (
     qwen3_moe_model,
     rotary_config,
 )
-from megatron.convert.task_head import head_words, named_head
+from megatron.convert.task_head import head_fields, read_task_head
 
 _GPT2_CLASSIFIER = "GPT2ForSequenceClassification"
 GPT2_END = 50256
-"""GPT-2's end of text; ends documents unless the tokenizer says otherwise."""
+"""GPT-2's end-of-text id, which ends documents by default."""
 
 
 # Megatron-CC to Hugging Face
 
 
 def architecture_of(model: ModelConfig) -> str:
-    """The first architecture that computes the same as a model.
+    """The first architecture equivalent to a model.
 
     Raises:
-        UserError: when there is none; the message has the unmet requirements of the closest architecture.
+        UserError: when there is none; the message lists the unmet requirements of the closest architecture.
     """
     missing = {
         name: [requirement for requirement, met in requirements.items() if not met]
@@ -69,18 +69,18 @@ def architecture_of(model: ModelConfig) -> str:
 def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     """Requirements of each architecture, by model_type, and whether the model meets them."""
     rope = {"--position-embedding-type rope": model.position_embedding_type == "rope"}
-    one_after_the_other = {"no --parallel-residual": not model.parallel_residual}
-    looks_at_all = {"no --sliding-window": model.sliding_window is None}
-    alike = {"no --window-attn-skip-freq": not model.window_attn_skip_freq}
+    sequential = {"no --parallel-residual": not model.parallel_residual}
+    full_attention = {"no --sliding-window": model.sliding_window is None}
+    same_attention = {"no --window-attn-skip-freq": not model.window_attn_skip_freq}
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
-    language = {"no --task-head": model.predicts_words}
+    language_model = {"no --task-head": model.predicts_words}
     dense = {"no --num-experts": not model.has_experts}
-    no_choice = {"no --task-head choice": model.task_head != "choice"}
-    plain = {"no --qk-layernorm": not model.qk_layernorm}
-    usual = usual_form(model)
+    no_choice_head = {"no --task-head choice": model.task_head != "choice"}
+    no_qk_norm = {"no --qk-layernorm": not model.qk_layernorm}
+    non_gemma = non_gemma_requirements(model)
     gelu = {
-        **plain,
-        **usual,
+        **no_qk_norm,
+        **non_gemma,
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
         "no --squared-relu": not model.squared_relu,
@@ -89,42 +89,42 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--kv-channels of hidden size / heads": model.num_attention_heads * model.kv_channels == model.hidden_size,
     }
     gated = {
-        **language,
+        **language_model,
         **rope,
         "--rotary-percent 1": model.rotary_percent == 1.0,
         "--normalization RMSNorm": model.normalization == "RMSNorm",
-        **one_after_the_other,
+        **sequential,
     }
-    swiglu = {**gated, "--swiglu": model.swiglu, **usual, **plain}
+    swiglu = {**gated, "--swiglu": model.swiglu, **non_gemma, **no_qk_norm}
     learned = {"--position-embedding-type learned_absolute": model.position_embedding_type == "learned_absolute"}
     if model.model_type == "bert":
         tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
         types = {"--num-tokentypes of at least 2": model.num_tokentypes >= 2}
-        return {MEGATRON_BERT: {**learned, **gelu, **one_after_the_other, **tied, **types}}
+        return {MEGATRON_BERT: {**learned, **gelu, **sequential, **tied, **types}}
     if model.model_type == "deberta":
-        return {DEBERTA: {**gelu, **no_choice}}
+        return {DEBERTA: {**gelu, **no_choice_head}}
     no_qkv_bias = {"no --add-qkv-bias": not model.add_qkv_bias}
-    normalized = {**no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
-    qwen3 = {**gated, "--swiglu": model.swiglu, **usual, **normalized}
+    qk_norm = {**no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
+    qwen3 = {**gated, "--swiglu": model.swiglu, **non_gemma, **qk_norm}
     experts, gemma = expert_requirements(model), gemma_requirements(model)
     return {
-        MIXTRAL: {**swiglu, **alike, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
+        MIXTRAL: {**swiglu, **same_attention, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
         QWEN2_MOE: {**swiglu, **no_biases, **experts[QWEN2_MOE]},
-        "gpt2": {**no_choice, **dense, **learned, **gelu, **one_after_the_other, **looks_at_all},
-        "gpt_neox": {**language, **dense, **rope, **gelu, **looks_at_all},
-        "llama": {**swiglu, **dense, **looks_at_all, **no_qkv_bias},
-        "mistral": {**swiglu, **alike, **dense, **no_biases, **no_qkv_bias},
+        "gpt2": {**no_choice_head, **dense, **learned, **gelu, **sequential, **full_attention},
+        "gpt_neox": {**language_model, **dense, **rope, **gelu, **full_attention},
+        "llama": {**swiglu, **dense, **full_attention, **no_qkv_bias},
+        "mistral": {**swiglu, **same_attention, **dense, **no_biases, **no_qkv_bias},
         MINISTRAL: {**swiglu, **dense, **no_biases, **no_qkv_bias},
         "qwen2": {**swiglu, **dense, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
         "qwen3": {**qwen3, **dense},
-        QWEN3_MOE: {**qwen3, **alike, **experts[QWEN3_MOE]},
-        GEMMA2: {**gated, **gemma[GEMMA2], **dense, **no_biases, **no_qkv_bias, **plain},
-        GEMMA3: {**gated, **gemma[GEMMA3], **dense, **normalized},
+        QWEN3_MOE: {**qwen3, **same_attention, **experts[QWEN3_MOE]},
+        GEMMA2: {**gated, **gemma[GEMMA2], **dense, **no_biases, **no_qkv_bias, **no_qk_norm},
+        GEMMA3: {**gated, **gemma[GEMMA3], **dense, **qk_norm},
     }
 
 
 def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the content of config.json.
+    """Build the content of config.json.
 
     Args:
         model, vocab_size: the model, and the number of its vocabulary entries.
@@ -146,15 +146,15 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
         "bos_token_id": end,
         "eos_token_id": end,
         **ids,
-        **_fields_of(model, kind, ids.get("eos_token_id", end)),
+        **_architecture_fields(model, kind, ids.get("eos_token_id", end)),
     }
 
 
-def _fields_of(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
+def _architecture_fields(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
     """Fields of config.json that depend on the architecture."""
     if kind == "gpt2":
         # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
-        head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
+        head = {} if model.predicts_words else {**head_fields(model), "pad_token_id": int(end == 0)}
         return {
             "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
             "n_layer": model.num_layers,
@@ -176,10 +176,10 @@ def _fields_of(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
 
 
 def model_of_config(config: Values) -> ModelConfig:
-    """Builds the model configuration from config.json.
+    """Build the model configuration from config.json.
 
     Raises:
-        UserError: when it is of another kind, or has a feature that our models lack.
+        UserError: when its type is not supported, or it has a feature that our models lack.
     """
     kind = config.text("model_type")
     if kind not in _READERS:
@@ -192,7 +192,7 @@ def _gpt2_model(config: Values) -> dict[str, object]:
         raise UserError("scale_attn_weights=false and scale_attn_by_inverse_layer_idx=true cannot be converted")
     hidden, positions = config.integer("n_embd"), config.integer("n_positions")
     return {
-        **named_head(config, {"classification": _GPT2_CLASSIFIER}),
+        **read_task_head(config, {"classification": _GPT2_CLASSIFIER}),
         "num_layers": config.integer("n_layer"),
         "hidden_size": hidden,
         "num_attention_heads": config.integer("n_head"),

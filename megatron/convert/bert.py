@@ -11,13 +11,13 @@ from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.config.model import ModelConfig
 from megatron.config.model_types import TaskHead
-from megatron.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
-from megatron.convert.task_head import head_words, named_head
+from megatron.convert.config_fields import DTYPE_NAMES, gelu_name, is_tanh
+from megatron.convert.task_head import head_fields, read_task_head
 
 MEGATRON_BERT = "megatron-bert"
-_WITH_BINARY_HEAD, _WITHOUT = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
+_WITH_BINARY_HEAD, _WITHOUT_BINARY_HEAD = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
 _CLASSIFIER = "MegatronBertForSequenceClassification"
-_OF_TASKS: Mapping[TaskHead, str] = {
+_TASK_ARCHITECTURES: Mapping[TaskHead, str] = {
     "classification": _CLASSIFIER,
     "regression": _CLASSIFIER,
     "choice": "MegatronBertForMultipleChoice",
@@ -25,10 +25,10 @@ _OF_TASKS: Mapping[TaskHead, str] = {
 
 
 def bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Builds the content of config.json."""
-    of_words = _WITH_BINARY_HEAD if model.bert_binary_head else _WITHOUT
+    """Build the content of config.json."""
+    pretrained = _WITH_BINARY_HEAD if model.bert_binary_head else _WITHOUT_BINARY_HEAD
     return {
-        "architectures": [_OF_TASKS.get(model.task_head, of_words)],
+        "architectures": [_TASK_ARCHITECTURES.get(model.task_head, pretrained)],
         "model_type": MEGATRON_BERT,
         "vocab_size": vocab_size,
         "tie_word_embeddings": True,
@@ -44,7 +44,7 @@ def bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
         "attention_probs_dropout_prob": model.attention_dropout,
         "hidden_dropout_prob": model.hidden_dropout,
         "pad_token_id": None,
-        **head_words(model),
+        **head_fields(model),
     }
 
 
@@ -55,11 +55,11 @@ def bert_model(config: Values) -> dict[str, object]:
     if not config.flag("tie_word_embeddings", True):
         raise UserError("tie_word_embeddings=false cannot be converted: BERT's output projection is its embedding")
     positions = config.integer("max_position_embeddings", 512)
-    named = config.texts("architectures") if config.has("architectures") else []
+    architectures = config.texts("architectures") if config.has("architectures") else []
     return {
-        **named_head(config, _OF_TASKS),
+        **read_task_head(config, _TASK_ARCHITECTURES),
         "model_type": "bert",
-        "bert_binary_head": _WITHOUT not in named,
+        "bert_binary_head": _WITHOUT_BINARY_HEAD not in architectures,
         "num_tokentypes": config.integer("type_vocab_size", 2),
         "num_layers": config.integer("num_hidden_layers"),
         "hidden_size": config.integer("hidden_size"),

@@ -20,10 +20,10 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.base.user_text import format_value
 from megatron.base.values import Values
-from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
+from megatron.checkpoint.files import TRACKER, Iteration, folder_name, parse_iteration, read_tracker_text
 from megatron.config.model import ModelConfig
 from megatron.convert.model import Entry, Weights, model_of, stacks_gate_and_up, tensors_of
-from megatron.convert.torch_file import Stored, TorchFile
+from megatron.convert.torch_file import StoredTensor, TorchFile
 from megatron.parallel.tensor.shards import ParamSpec
 
 FILE = "model_optim_rng.pt"
@@ -35,29 +35,29 @@ PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def find_classic(root: Path, iteration: int | None = None) -> Path | None:
-    """Finds the folder of a classic checkpoint's rank files: ``root`` itself, or the iteration that its tracker names.
+    """Find the folder of a classic checkpoint's rank files: ``root`` itself, or the iteration that its tracker names.
 
     Raises:
         UserError: when the requested iteration is not there.
     """
-    if _ranks(root):
+    if _rank_files(root):
         if iteration is not None:
-            raise UserError(f"--iteration {iteration}: {root} is one checkpoint already; leave it out")
+            raise UserError(f"--iteration {iteration}: {root} is itself a checkpoint; leave the flag out")
         return root
-    named: Iteration | None = iteration
-    if named is None and (root / TRACKER).is_file():
-        named = iteration_of(tracked_text(root))
-    if named is not None and _ranks(root / folder_name(named)):
-        return root / folder_name(named)
+    selected: Iteration | None = iteration
+    if selected is None and (root / TRACKER).is_file():
+        selected = parse_iteration(read_tracker_text(root))
+    if selected is not None and _rank_files(root / folder_name(selected)):
+        return root / folder_name(selected)
     folders = [*root.glob("iter_*"), root / "release"] if iteration is not None else []
-    other_names = sorted(path.name for path in folders if _ranks(path))
+    other_names = sorted(path.name for path in folders if _rank_files(path))
     if other_names:
         raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(other_names)}")
     return None
 
 
-def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """Files by (tensor-parallel, pipeline-parallel) rank."""
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """A folder's files by (tensor-parallel, pipeline-parallel) rank."""
     files = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _FOLDER.fullmatch(path.name)
@@ -80,40 +80,40 @@ class _Opaque:
 
 
 def _load(path: Path) -> TorchFile:
-    """Loads the file of a rank.
+    """Load the file of a rank.
 
     Raises:
         UserError: when it cannot be read, or holds no model.
     """
-    # A file may name plain containers, numpy's random states, and the writer's code, which placeholders stand for.
+    # Files refer to plain containers, numpy's random states, and the writer's code, which placeholders replace.
     allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
     allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
     rebuild = np.zeros(1).__reduce__()[0]
     allowed += [(rebuild, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")]
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # no archive: a file from before torch 1.6, or no torch file; the loader says which
-        named = []
-    allowed += [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # not an archive: a file from before torch 1.6, or not a torch file; the loader reports which
+        names = []
+    allowed += [(_Opaque, name) for name in names if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
     file = TorchFile(path, allowed)
     if not isinstance(file.content, dict) or not ("model" in file.content or "model0" in file.content):
         raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
     return file
 
 
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Flattens nested dictionaries to dotted names."""
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Flatten nested dictionaries to dotted names."""
     tensors: dict[str, Tensor] = {}
     for name, value in nested.items():
         if isinstance(value, Tensor):
             tensors[f"{prefix}{name}"] = value
         elif isinstance(value, Mapping):
-            tensors |= _flat(value, f"{prefix}{name}.")
+            tensors |= _flatten(value, f"{prefix}{name}.")
     return tensors
 
 
-def _logical(name: str, first_layer: int) -> str | None:
-    """Logical name of a tensor in a file; None if it is no parameter (masks, copies)."""
+def _logical_name(name: str, first_layer: int) -> str | None:
+    """Logical name of a tensor in a file; None if it is not a parameter (masks, copies)."""
     name = name.removeprefix("language_model.")
     name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
     for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
@@ -123,17 +123,13 @@ def _logical(name: str, first_layer: int) -> str | None:
         return None
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     if match:
-        layer_name = match[2].removesuffix("_extra_state")
-        return (
-            f"layers.{first_layer + int(match[1])}.{layer_name}"
-            if layer_name == match[2] and "rotary" not in layer_name
-            else None
-        )
+        is_parameter = not match[2].endswith("_extra_state") and "rotary" not in match[2]
+        return f"layers.{first_layer + int(match[1])}.{match[2]}" if is_parameter else None
     return name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
 
 
 def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
-    """Reads a classic checkpoint of any tensor- and pipeline-parallel size.
+    """Read a classic checkpoint of any tensor- and pipeline-parallel size.
 
     Args:
         folder: folder of the rank files.
@@ -142,7 +138,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     Raises:
         UserError: when files are missing, damaged, or of another kind of model.
     """
-    paths = _ranks(folder)
+    paths = _rank_files(folder)
     tps, pps = sorted({tp for tp, _ in paths}), sorted({pp for _, pp in paths})
     for tp in range(tps[-1] + 1):
         for pp in range(pps[-1] + 1):
@@ -155,7 +151,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     try:
         arguments = content.get("args")
         if not isinstance(arguments, argparse.Namespace) or not hasattr(arguments, "num_layers"):  # as in version 0
-            raise UserError("the checkpoint does not hold the arguments that it was made with")
+            raise UserError("the checkpoint does not hold its training arguments")
         args, header = Values(vars(arguments)), Values(content)
         version = header.number("checkpoint_version", 0)
         if version not in VERSIONS:
@@ -167,7 +163,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
             raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
     except UserError as error:
         raise UserError(f"{paths[0, 0]}: {error}") from error
-    shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
+    shards = [_stage_tensors(files, tp, len(pps), model, folder) for tp in range(len(tps))]
     expected = tensors_of(model, entries_size)
     for name, stored in shards[0].items():
         if name not in expected:
@@ -177,15 +173,15 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         stored_shards = [shard[name] for shard in shards if name in shard]
         if len(stored_shards) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(stored_shards)} of {len(shards)} tensor-parallel ranks")
-        _check_parts(name, stored_shards, spec, model, padded)
+        _check_shards(name, stored_shards, spec, model, padded)
         entries[name] = Entry(
-            spec.logical_shape, stored_shards[0].like.dtype, _merged(name, stored_shards, spec, model, version)
+            spec.logical_shape, stored_shards[0].like.dtype, _merged_reader(name, stored_shards, spec, model, version)
         )
     return Weights(model, entries_size, entries, iteration=iteration)
 
 
-def _check_parts(name: str, shards: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
-    """Checks the shapes and dtypes of a tensor's shards against the arguments in the file.
+def _check_shards(name: str, shards: Sequence[StoredTensor], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+    """Check the shapes and dtypes of a tensor's shards against the arguments in the file.
 
     Raises:
         UserError: when a shard differs; the message names its file.
@@ -205,21 +201,23 @@ def _check_parts(name: str, shards: Sequence[Stored], spec: ParamSpec, model: Mo
     for shard in shards:
         stored_shape, dtype = tuple(shard.like.shape), shard.like.dtype
         if stored_shape != tuple(shape):
-            raise UserError(f"{shard.file.path}: {name} has shape {stored_shape}, its arguments ask for {tuple(shape)}")
+            raise UserError(
+                f"{shard.file.path}: {name} has shape {stored_shape}, but its arguments specify {tuple(shape)}"
+            )
         if dtype != shards[0].like.dtype:
             raise UserError(f"{shard.file.path}: {name} is {dtype}, another rank's part of it {shards[0].like.dtype}")
 
 
-def _pipeline_of(
+def _stage_tensors(
     files: Mapping[tuple[int, int], TorchFile],
     tp: int,
     stages: int,
     model: ModelConfig,
     folder: Path,
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """A tensor-parallel rank's tensors of all stages and chunks, by logical name."""
     chunks = [name for name in files[tp, 0].content if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     num_layers = 0
     for name in [f"model{number}" for number in range(len(chunks))] or ["model"]:
         for stage in range(stages):
@@ -227,20 +225,20 @@ def _pipeline_of(
             content = file.content.get(name)
             if not isinstance(content, Mapping):
                 raise UserError(f"{file.path}: {name} is not there, or holds no tensors by name")
-            flat = _flat(content)
+            flat = _flatten(content)
             layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
             for key, tensor in flat.items():
-                logical = _logical(key, num_layers)
+                logical = _logical_name(key, num_layers)
                 if logical is not None:
                     tensors.setdefault(logical, file.stored(key, tensor))
             num_layers += len(layers)
     if num_layers != model.num_layers:
-        raise UserError(f"{folder}: the files hold {num_layers} layers, their arguments say {model.num_layers}")
+        raise UserError(f"{folder}: the files hold {num_layers} layers, but their arguments specify {model.num_layers}")
     return tensors
 
 
-def _merged(
-    name: str, stored: Sequence[Stored], spec: ParamSpec, model: ModelConfig, version: float
+def _merged_reader(
+    name: str, stored: Sequence[StoredTensor], spec: ParamSpec, model: ModelConfig, version: float
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
         shards = [entry.read() for entry in (stored if spec.dim is not None else stored[:1])]
@@ -275,8 +273,8 @@ def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> in
     step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
     if count and not 0 <= padded - count < step:
         raise UserError(
-            f"the vocabulary has {count} entries and its embedding {padded} rows by the arguments, which is not their "
-            f"padding to a multiple of {step}; say how many are entries with --vocab-size"
+            f"the vocabulary has {count} entries and its embedding {padded} rows by the arguments, which is not "
+            f"padding to a multiple of {step}; give the number of entries with --vocab-size"
         )
     if count:
         return count
@@ -302,16 +300,16 @@ _NUMBERS = {
     "rotary_percent": "rotary_percent",
     "rotary_base": "rotary_base",
 }
-_NONE_OF_OURS = (
+_UNSUPPORTED = (
     "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
     "rotary_interleaved",
 )  # fmt: skip
-"""Arguments for computations that our models do not support."""
+"""Arguments for computations that our models lack."""
 
 
 def _model_of(args: Values) -> ModelConfig:
     """Model configuration from a file's arguments."""
-    for name in _NONE_OF_OURS:
+    for name in _UNSUPPORTED:
         if args.flag(name, False):
             raise UserError(f"{name} cannot be converted: our models do not compute that")
     experts = args.get("num_experts")
@@ -329,7 +327,7 @@ def _model_of(args: Values) -> ModelConfig:
         if args.flag("use_rope_scaling", False):
             if factor != 1.0:
                 raise UserError(
-                    "use_rope_scaling and rotary_seq_len_interpolation_factor are both there; only one can be"
+                    "use_rope_scaling and rotary_seq_len_interpolation_factor are both set; only one can be"
                 )
             values |= {"rotary_scaling": "llama3", "rotary_scaling_factor": args.number("rope_scaling_factor", 8.0)}
         elif factor != 1.0:

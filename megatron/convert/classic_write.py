@@ -25,9 +25,9 @@ from megatron.checkpoint.files import TRACKER, Iteration, folder_name
 from megatron.checkpoint.storage import tensor_bytes
 from megatron.config.model import ModelConfig
 from megatron.convert.classic import FILE
-from megatron.convert.gemma import usual_form
+from megatron.convert.gemma import non_gemma_requirements
 from megatron.convert.model import Weights, stacks_gate_and_up, tensors_of
-from megatron.convert.tokenizer_files import built, copy_tokenizer
+from megatron.convert.tokenizer_files import build_fitting_tokenizer, copy_tokenizer
 from megatron.models.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
 
@@ -41,35 +41,35 @@ class _RankFile:
 
     Args:
         path: path of the file.
-        places: offset of each tensor's bytes, by logical name.
+        offsets: offset of each tensor's bytes, by name.
         sizes: number of bytes of each tensor.
         records: names of the archive's records, by offset.
         crcs: checksums of the records written so far, by record name.
     """
 
     path: Path
-    places: dict[str, int]
+    offsets: dict[str, int]
     sizes: dict[str, int]
     records: dict[int, str]
     crcs: dict[str, int] = field(default_factory=dict)
 
     def fill(self, name: str, values: Tensor, zeros: int = 0) -> None:
-        """Writes a tensor's bytes at its offset, followed by ``zeros`` zero elements.
+        """Write a tensor's bytes at its offset, followed by ``zeros`` zero elements.
 
         Raises:
             ValueError: when they do not fill the reserved space exactly.
         """
         data, padding = tensor_bytes(values), bytes(zeros * values.element_size())
         if len(data) + len(padding) != self.sizes[name]:
-            raise ValueError(f"{name} has {len(data) + len(padding)} bytes, its room {self.sizes[name]}")
+            raise ValueError(f"{name} has {len(data) + len(padding)} bytes instead of the reserved {self.sizes[name]}")
         with self.path.open("r+b") as stream:
-            stream.seek(self.places[name])
+            stream.seek(self.offsets[name])
             stream.write(data)
             stream.write(padding)
-        self.crcs[self.records[self.places[name]]] = zlib.crc32(padding, zlib.crc32(data))
+        self.crcs[self.records[self.offsets[name]]] = zlib.crc32(padding, zlib.crc32(data))
 
     def seal(self) -> None:
-        """Writes the checksums of the filled records into the archive."""
+        """Write the checksums of the filled records into the archive."""
         with zipfile.ZipFile(self.path) as archive:
             start, infos = archive.start_dir, archive.infolist()
         with self.path.open("r+b") as stream:
@@ -87,8 +87,8 @@ class _RankFile:
             os.fsync(stream.fileno())
 
 
-def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], object]) -> None:
-    """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
+def write_classic(weights: Weights, root: Path, tp: int, pp: int, advance: Callable[[int], object]) -> None:
+    """Write ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
     A model without an iteration is saved as ``release``, since Megatron-LM refuses iteration 0.
 
@@ -96,38 +96,38 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
         weights: weights to write.
         root: an existing, empty folder.
         tp, pp: tensor- and pipeline-parallel size of the result.
-        done: called with the number of bytes of each tensor written.
+        advance: called with the number of bytes of each tensor written.
 
     Raises:
-        UserError: when the model does not divide by these sizes.
+        UserError: when the sizes do not divide the model, or the layout does not support it.
     """
     model = weights.model
-    # Readers would take a model that the layout's arguments cannot describe for another model.
-    forms = {flag.removeprefix("no --"): usual for flag, usual in usual_form(model).items()}
-    other = {
+    # A model that the layout's arguments cannot describe would be read as another model.
+    forms = {flag.removeprefix("no --"): is_default for flag, is_default in non_gemma_requirements(model).items()}
+    features = {
         f"model of kind {model.type_and_task}": model.type_and_task != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--num-experts": model.has_experts,
         "--qk-layernorm": model.qk_layernorm,
-        **{f"--{form}": not usual for form, usual in forms.items() if form != "apply-layernorm-1p"},
+        **{f"--{form}": not is_default for form, is_default in forms.items() if form != "apply-layernorm-1p"},
         "--rotary-scaling yarn": model.rotary_scaling == "yarn",
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
         and not model.rotary_scaling_factor.is_integer(),
     }
     if model.rotary_scaling == "llama3":
         llama3 = {"original_length": 8192, "low_turns": 1.0, "high_turns": 4.0}
-        other |= {
+        features |= {
             f"--rotary-scaling-{parameter.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{parameter}")
             != usual
             for parameter, usual in llama3.items()
         }
-    unsupported = [feature for feature, is_set in other.items() if is_set]
+    unsupported = [feature for feature, is_set in features.items() if is_set]
     if unsupported:
         raise UserError(
             f"--to classic: that layout has no {' and no '.join(unsupported)}; keep it in our own format, or --to hf"
         )
-    built(weights.tokenizer, weights.vocab_size)
+    build_fitting_tokenizer(weights.tokenizer, weights.vocab_size)
     for flag, size, count, dimension in (
         ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
         ("--target-tensor-model-parallel-size", tp, model.num_query_groups, "query groups"),
@@ -140,13 +140,13 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     folder = root / folder_name(saved)
     padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
     specs = tensors_of(model, padded)
-    files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
+    files = {(t, p): _reserve_file(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
     for name, entry in weights.entries.items():
         tensor = entry.read()
         missing = specs[name].logical_shape[0] - tensor.shape[0]
         for (t, _), file in files.items():
             for key in (name, f"copy of {name}"):
-                if key not in file.places:
+                if key not in file.offsets:
                     continue
                 if missing:
                     rows = padded // tp
@@ -154,7 +154,7 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
                     file.fill(key, shard, (rows - shard.shape[0]) * model.hidden_size)
                 else:
                     file.fill(key, _tensor_shard(name, tensor, specs[name], model, t, tp))
-        done(tensor.numel() * tensor.element_size())
+        advance(tensor.numel() * tensor.element_size())
     for file in files.values():
         file.seal()
     copy_tokenizer(weights.tokenizer, root)
@@ -167,41 +167,41 @@ def _tensor_shard(name: str, tensor: Tensor, spec: ParamSpec, model: ModelConfig
     return shard.flatten(0, 1) if stacks_gate_and_up(model, name) else shard
 
 
-def _laid_out(
+def _reserve_file(
     weights: Weights, specs: dict[str, ParamSpec], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
 ) -> _RankFile:
-    """Writes a rank's file with space reserved for its tensors."""
+    """Write a rank's file with space reserved for its tensors."""
     model = weights.model
     per_stage = model.num_layers // pp
-    room: dict[str, Tensor] = {}
+    reserved: dict[str, Tensor] = {}
 
-    def space(name: str, key: str | None = None) -> Tensor:
+    def reserve(name: str, key: str | None = None) -> Tensor:
         # Memory that is never touched is never allocated.
         tensor = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
         shard = _tensor_shard(name, tensor, specs[name], model, t, tp)
-        room[key or name] = torch.empty(shard.shape, dtype=shard.dtype)
-        return room[key or name]
+        reserved[key or name] = torch.empty(shard.shape, dtype=shard.dtype)
+        return reserved[key or name]
 
     language: dict[str, Any] = {}
     if p == 0:
-        language["embedding"] = {"word_embeddings": {"weight": space("embedding.word_embeddings.weight")}}
+        language["embedding"] = {"word_embeddings": {"weight": reserve("embedding.word_embeddings.weight")}}
         if "embedding.position_embeddings.weight" in specs:
-            positions = {"weight": space("embedding.position_embeddings.weight")}
+            positions = {"weight": reserve("embedding.position_embeddings.weight")}
             language["embedding"]["position_embeddings"] = positions
     encoder: dict[str, Tensor] = {}
     for layer in range(per_stage):
         at = f"layers.{p * per_stage + layer}."
         for name in (name for name in specs if name.startswith(at)):
-            encoder[f"layers.{layer}.{name.removeprefix(at)}"] = space(name)
+            encoder[f"layers.{layer}.{name.removeprefix(at)}"] = reserve(name)
     if p == pp - 1:
-        encoder |= {name: space(name) for name in specs if name.startswith("final_layernorm.")}
+        encoder |= {name: reserve(name) for name in specs if name.startswith("final_layernorm.")}
     language["encoder"] = encoder
     saved_model: dict[str, Any] = {"language_model": language}
     if p == pp - 1 and "output_layer.weight" in specs:
-        language["output_layer"] = {"weight": space("output_layer.weight")}
+        language["output_layer"] = {"weight": reserve("output_layer.weight")}
     elif p == pp - 1 and pp > 1:
         tied = "embedding.word_embeddings.weight"
-        saved_model["word_embeddings_for_head"] = {"weight": space(tied, f"copy of {tied}")}
+        saved_model["word_embeddings_for_head"] = {"weight": reserve(tied, f"copy of {tied}")}
     name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
     path = folder / name / FILE
     path.parent.mkdir(parents=True)
@@ -218,13 +218,13 @@ def _laid_out(
         raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
     reader: Any = torch._C.PyTorchFileReader(str(path))
     prefix = path.stem
-    # torch writes storages in the order in which it meets them, the order of ``room``.
-    places, records = {}, {}
-    for number, name in enumerate(room):
+    # torch writes storages in the order in which it encounters them, the order of ``reserved``.
+    offsets, records = {}, {}
+    for number, name in enumerate(reserved):
         offset = reader.get_record_offset(f"data/{number}")
-        places[name] = offset
+        offsets[name] = offset
         records[offset] = f"{prefix}/data/{number}"
-    return _RankFile(path, places, {name: tensor.nbytes for name, tensor in room.items()}, records)
+    return _RankFile(path, offsets, {name: tensor.nbytes for name, tensor in reserved.items()}, records)
 
 
 def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:

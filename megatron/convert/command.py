@@ -5,14 +5,14 @@
     python tools/ckpt_convert.py --load checkpoints --save classic --to classic --target-tensor-model-parallel-size 2
     python tools/ckpt_convert.py --load checkpoints --iteration 1000 --save half --to hf --dtype bf16
 
-What --load is, is found out: any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral, Mixtral,
-Qwen2, Qwen2-MoE, MegatronBert or DeBERTa-v2), or mp_rank_TT[_PPP] files of Megatron-LM and its forks (GPT; checkpoint
-versions 0 to 3, any tensor- and pipeline-parallel size). Weights only: a converted checkpoint is gone on from with
-pretrain_gpt.py (or pretrain_bert.py) --load DIR --finetune --use-checkpoint-args, or fine-tuned by tasks/main.py
---pretrained-checkpoint DIR. Heads of GPT-2, MegatronBert and DeBERTa-v2 that were fine-tuned for a task are converted,
-too. The tokenizer is the one that flags name, else the one whose files lie in --load; our own checkpoints say where
-theirs is. Tensors are read and written one by one, so memory holds the largest one and not the model. --save is
-complete or not there.
+--load may be any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral, Ministral, Mixtral, Qwen2,
+Qwen2-MoE, Qwen3, Qwen3-MoE, Gemma 2, Gemma 3, MegatronBert or DeBERTa-v2), or mp_rank_TT[_PPP] files of Megatron-LM and
+its forks (GPT; checkpoint versions 0 to 3, any tensor- and pipeline-parallel size); the format is detected. Only
+weights are converted: continue from a converted checkpoint with pretrain_gpt.py (or pretrain_bert.py) --load DIR
+--finetune --use-checkpoint-args, or fine-tune it with tasks/main.py --pretrained-checkpoint DIR. Task heads of GPT-2,
+MegatronBert and DeBERTa-v2 are converted, too. The tokenizer is that of the flags, else of our own checkpoint, else of
+the files in --load. Tensors are read and written one by one, so memory holds the largest tensor, not the model. --save
+is either complete or absent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations
 from megatron.config.flags import parse_args
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.convert.atomic_folder import atomic_folder
 from megatron.convert.classic import find_classic, read_classic
 from megatron.convert.classic_write import write_classic
 from megatron.convert.hugging_face import is_hf, read_hf, write_hf
 from megatron.convert.model import Weights, check_complete
 from megatron.convert.ours import read_ours, write_ours
-from megatron.convert.place import placed
-from megatron.convert.tokenizer_files import built, tokenizer_beside
+from megatron.convert.tokenizer_files import build_fitting_tokenizer, find_tokenizer
 from megatron.data.interrupt import run_command
 from megatron.tokenizer.vocabulary import fit_vocab_size
 
@@ -46,20 +46,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the parser of the command line."""
     arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg_parser.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
+    arg_parser.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="checkpoint to convert")
     arg_parser.add_argument(
-        "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="a folder for the result, empty or not there"
+        "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="folder for the result, empty or new"
     )
     arg_parser.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
     arg_parser.add_argument(
-        "--iteration", type=int, metavar="N", help="of our own checkpoint, or of a classic one (the newest)"
+        "--iteration", type=int, metavar="N", help="iteration of our own or a classic checkpoint (the newest)"
     )
     arg_parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="of the result's weights (as they are); fp32 are the optimizer's values of a run in lower precision",
+        help="dtype of the result (unchanged); fp32 takes the optimizer's weights of a run in lower precision",
     )
     arg_parser.add_argument(
         "--target-tensor-model-parallel-size",
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="of classic (1)",
+        help="for --to classic (1)",
     )
     arg_parser.add_argument(
         "--target-pipeline-model-parallel-size",
@@ -77,40 +77,40 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="of classic (1)",
+        help="for --to classic (1)",
     )
     arg_parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
+        "--vocab-size", type=int, metavar="N", help="vocabulary entries without padding, if a classic file lacks them"
     )
-    tokenizer = arg_parser.add_argument_group("tokenizer", "instead of the one whose files lie in --load")
-    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help="as in training (what the files make of it)")
+    tokenizer = arg_parser.add_argument_group("tokenizer", "instead of that of --load")
+    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help="as in training (determined by the files)")
     tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json, or a WordPiece vocab.txt")
     tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt")
     tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or Hugging Face folder")
-    tokenizer.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
+    tokenizer.add_argument("--no-tokenizer", action="store_true", help="do not copy a tokenizer")
     forks = arg_parser.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
-    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default, which only GPT has")
+    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default")
     forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
     return arg_parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; training flags, which the forks' tools require, are ignored.
+    """Parse the command line; training flags, which the forks' tools require, are ignored.
 
     Raises:
-        UserError: when a flag is unknown to all of the tools, or the target format cannot be determined.
+        UserError: when a flag is unknown or has a bad value, or the target format cannot be determined.
     """
     arg_parser = parser()
     options, training_arguments = arg_parser.parse_known_args(arguments)
     if training_arguments:
         parse_args(training_arguments, prog=arg_parser.prog)
         print(
-            f"{arg_parser.prog}: not needed, the model is in the checkpoint: {' '.join(training_arguments)}",
+            f"{arg_parser.prog}: ignored, since the model is in the checkpoint: {' '.join(training_arguments)}",
             file=sys.stderr,
         )
     if options.model_type not in (None, "GPT"):
         raise UserError(
-            f"--model-type {options.model_type}: the classic layout is GPT's alone; leave the flag out, and give --to"
+            f"--model-type {options.model_type}: only GPT has a classic layout; leave the flag out, and give --to"
         )
     if options.to is None and options.model_type is None:
         raise UserError("--to is missing: hf, megatron-cc or classic")
@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read(options: argparse.Namespace) -> Weights:
-    """Reads the weights to convert.
+    """Read the weights to convert.
 
     Raises:
         UserError: when they cannot be converted.
@@ -135,7 +135,7 @@ def read(options: argparse.Namespace) -> Weights:
     folder = Path(options.load)
     classic = find_classic(folder, options.iteration)
     if classic is None and options.vocab_size is not None:
-        raise UserError(f"--vocab-size {options.vocab_size}: only classic files leave it open; leave it out")
+        raise UserError(f"--vocab-size {options.vocab_size}: only classic files need it; leave it out")
     if classic is not None:
         weights = read_classic(classic, options.vocab_size)
     elif (folder / TRACKER).is_file() or complete_iterations(folder):
@@ -161,21 +161,21 @@ def read(options: argparse.Namespace) -> Weights:
             raise UserError(f"--no-tokenizer contradicts {flag_of(next(iter(settings)))}; leave one of them out")
         tokenizer = TokenizerConfig()
     elif not settings:
-        tokenizer = weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
+        tokenizer = weights.tokenizer if weights.tokenizer.tokenizer_type else find_tokenizer(*folders)
     else:
         if "tokenizer_type" not in settings:
             model = Path(settings.get("tokenizer_model", ""))
             by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
             settings["tokenizer_type"] = by_model if "tokenizer_model" in settings else "GPT2BPETokenizer"
         tokenizer = fit_vocab_size(TokenizerConfig(**settings), weights.vocab_size)
-        built(tokenizer, weights.vocab_size)
+        build_fitting_tokenizer(tokenizer, weights.vocab_size)
     dtype = DTYPES.get(options.dtype)
-    entries = {name: entry.to(dtype).checked(name, folder) for name, entry in weights.entries.items()}
+    entries = {name: entry.to(dtype).require_finite(name, folder) for name, entry in weights.entries.items()}
     return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
 
 
 def convert(options: argparse.Namespace) -> Weights:
-    """Runs the conversion that the command line describes.
+    """Run the conversion that the command line describes.
 
     Raises:
         UserError: when it cannot be done; no files are left behind then.
@@ -184,9 +184,9 @@ def convert(options: argparse.Namespace) -> Weights:
         weights = read(options)
     except OSError as error:
         raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
-    # A model that cannot be written is refused at once; the delay keeps the bar from appearing before that message.
+    # A model that cannot be written is refused at once; with the delay, the bar does not appear before that message.
     bar = tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted", delay=1.0)
-    with bar, placed(Path(options.save)) as folder:
+    with bar, atomic_folder(Path(options.save)) as folder:
         if options.to == "megatron-cc":
             write_ours(weights, folder, bar.update)
         elif options.to == "hf":
@@ -198,7 +198,7 @@ def convert(options: argparse.Namespace) -> Weights:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 on success, or 2 after printing the reason."""
+    """Run the command; return 0 on success, or 2 after printing the reason."""
 
     def body() -> None:
         options = parse(arguments)

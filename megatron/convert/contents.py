@@ -14,9 +14,9 @@ from megatron.checkpoint.files import (
     TRACKER,
     Iteration,
     checkpoint_folder,
-    iteration_of,
+    parse_iteration,
+    read_tracker_text,
     saved_iterations,
-    tracked_text,
 )
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, load_config_yaml
@@ -27,11 +27,11 @@ from megatron.convert.hugging_face import is_hf
 from megatron.kernels.dtypes import name_of_dtype
 
 State = Literal["complete", "verified", "damaged"]
-"""Complete: all files have their sizes. Verified: all checksums match, too. Damaged: neither."""
+"""Complete: all files have their recorded sizes. Verified: all checksums match, too. Damaged: something differs."""
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorSummary:
     """Summary of the tensors of a kind: model weights, an optimizer moment, compressor state.
 
     Args:
@@ -55,7 +55,7 @@ class Contents:
         iteration: iteration, or "release".
         folder: folder of the checkpoint.
         newest: whether the tracker names it.
-        state, problem: its integrity, and the damage found.
+        state, problem: its integrity, and a description of the damage.
         saved: Unix time in seconds at which its table of contents was written.
         ranks: number of ranks that wrote it.
         layout: tensor-, pipeline- and data-parallel sizes, and the expert-parallel size if above 1.
@@ -75,7 +75,7 @@ class Contents:
     ranks: int = 0
     layout: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
-    kinds: Mapping[str, Tensors] = field(default_factory=dict)
+    kinds: Mapping[str, TensorSummary] = field(default_factory=dict)
     shapes: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     position: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Contents:
         return sum(self.files.values())
 
 
-def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
-    """Finds the root folder of all checkpoints, and the checkpoints to look at, oldest first.
+def find_checkpoints(folder: Path) -> tuple[Path, list[Iteration]]:
+    """Find the root folder of all checkpoints, and the checkpoints to inspect, oldest first.
 
     Args:
         folder: the folder that ``--save`` wrote to, or a checkpoint in it.
@@ -96,8 +96,8 @@ def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
         UserError: when there is no checkpoint.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name the one that --save wrote to")
-    folder_iteration = iteration_of(folder.name.removeprefix("iter_"))
+        raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
+    folder_iteration = parse_iteration(folder.name.removeprefix("iter_"))
     is_checkpoint = (folder / MANIFEST).exists() or not saved_iterations(folder)
     if (
         folder_iteration is not None
@@ -108,23 +108,25 @@ def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
     iterations: list[Iteration] = [*reversed(saved_iterations(folder))]
     if checkpoint_folder(folder, "release").is_dir():
         iterations.append("release")
-    if iterations and not _classic(folder):
+    if iterations and not _is_classic(folder):
         return folder, iterations
-    other = "a Hugging Face folder" if is_hf(folder) else "a classic checkpoint of Megatron" if _classic(folder) else ""
+    other = (
+        "a Hugging Face folder" if is_hf(folder) else "a classic checkpoint of Megatron" if _is_classic(folder) else ""
+    )
     if other:
-        raise UserError(f"{folder} is {other}; tools/ckpt_convert.py --to megatron-cc makes a checkpoint of ours of it")
+        raise UserError(f"{folder} is {other}; tools/ckpt_convert.py --to megatron-cc converts it")
     raise UserError(f"{folder} holds no checkpoint; name the folder that --save wrote to")
 
 
-def _classic(folder: Path) -> bool:
+def _is_classic(folder: Path) -> bool:
     try:
         return find_classic(folder) is not None
     except UserError:
         return False
 
 
-def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
-    """Inspects a checkpoint.
+def inspect_checkpoint(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
+    """Inspect a checkpoint.
 
     Args:
         root: the folder of all checkpoints.
@@ -133,7 +135,7 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
     """
     folder = checkpoint_folder(root, iteration)
     try:
-        newest = iteration_of(tracked_text(root)) == iteration
+        newest = parse_iteration(read_tracker_text(root)) == iteration
     except OSError:
         newest = False
     try:
@@ -154,7 +156,7 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
     kinds = {}
     for kind, members in names.items():
         tensors = [manifest.tensors[name] for name in members]
-        kinds[kind] = Tensors(
+        kinds[kind] = TensorSummary(
             tensors=len(tensors),
             numbers=sum(math.prod(tensor.size) for tensor in tensors),
             bytes=sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors),
@@ -193,7 +195,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def tracker_problem(root: Path) -> str | None:
-    """The error that --load meets in the tracker file, which names the newest checkpoint; None if it is intact."""
+    """The problem that --load has with the tracker file, which names the newest checkpoint; None if it is intact."""
     if not (root / TRACKER).exists():
         return f"{root / TRACKER} is missing: --load takes the newest complete checkpoint"
     try:

@@ -9,17 +9,17 @@ import torch
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.config.model import ModelConfig
-from megatron.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
-from megatron.convert.task_head import head_words, named_head
+from megatron.convert.config_fields import DTYPE_NAMES, gelu_name, is_tanh
+from megatron.convert.task_head import head_fields, read_task_head
 
 DEBERTA = "deberta-v2"
-_DEBERTA_WITH_HEAD, _DEBERTA_WITHOUT = "DebertaV2ForSequenceClassification", "DebertaV2Model"
+_CLASSIFIER, _ENCODER = "DebertaV2ForSequenceClassification", "DebertaV2Model"
 
 
 def deberta_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Builds the content of config.json."""
+    """Build the content of config.json."""
     return {
-        "architectures": [_DEBERTA_WITHOUT if model.task_head == "none" else _DEBERTA_WITH_HEAD],
+        "architectures": [_ENCODER if model.task_head == "none" else _CLASSIFIER],
         "model_type": DEBERTA,
         "vocab_size": vocab_size,
         "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
@@ -46,25 +46,25 @@ def deberta_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> d
         "pooler_hidden_size": model.hidden_size,
         "conv_kernel_size": model.conv_kernel_size,
         "conv_act": "gelu",
-        **head_words(model),
+        **head_fields(model),
     }
 
 
-_OF_DEBERTA = {
+_REQUIRED_FIELDS = {
     "share_att_key": (False, True), "relative_attention": (False, True), "norm_rel_ebd": ("none", "layer_norm"),
     "pooler_hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1), "pooler_dropout": (0, 0),
 }  # fmt: skip
-"""Fixed settings of DeBERTa-v2 and -v3, by name: the default of a missing value, and the required value."""
+"""Required fields of DeBERTa-v2 and -v3: the value if a field is missing, and the supported value."""
 
 
 def deberta_model(config: Values) -> dict[str, object]:
     """Model fields from config.json; raises UserError for a feature that our models lack."""
     hidden, positions = config.integer("hidden_size"), config.integer("max_position_embeddings", 512)
     kernel = config.integer("conv_kernel_size", 0, minimum=0)
-    for name, (default, supported) in _OF_DEBERTA.items():
+    for name, (default, supported) in _REQUIRED_FIELDS.items():
         value = config.get(name, default)
         if value != supported:
-            raise UserError(f"{name} {value!r} cannot be converted; only {supported!r}, as of DeBERTa-v2 and -v3, can")
+            raise UserError(f"{name} {value!r} cannot be converted; only {supported!r}, as in DeBERTa-v2 and -v3, can")
     if kernel and config.text("conv_act", "tanh") != "gelu":
         raise UserError(f"conv_act {config.text('conv_act', 'tanh')!r} cannot be converted; only gelu can")
     field = config.get("pos_att_type")
@@ -77,7 +77,7 @@ def deberta_model(config: Values) -> dict[str, object]:
     relative = config.integer("max_relative_positions", -1, minimum=-1)
     learned = config.flag("position_biased_input", True)
     return {
-        **named_head(config, {"classification": _DEBERTA_WITH_HEAD}),
+        **read_task_head(config, {"classification": _CLASSIFIER}),
         "model_type": "deberta",
         "num_tokentypes": config.integer("type_vocab_size", 0, minimum=0),
         "num_layers": config.integer("num_hidden_layers"),

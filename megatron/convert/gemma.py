@@ -7,12 +7,12 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.config.model import MAX_LAYERS, ModelConfig
-from megatron.convert.config_words import is_tanh
+from megatron.convert.config_fields import is_tanh
 from megatron.convert.rotary import (
     check_all_channels,
+    layer_type_windows,
     layer_types_of,
     llama_fields,
-    named_windows,
     rope_of,
     rotary_model,
 )
@@ -25,7 +25,7 @@ GEMMA3_IMAGES = "gemma3"
 # Megatron-CC to Hugging Face
 
 
-def usual_form(model: ModelConfig) -> dict[str, bool]:
+def non_gemma_requirements(model: ModelConfig) -> dict[str, bool]:
     """Requirements of all architectures except Gemma's, and whether the model meets them."""
     return {
         "no --geglu": not model.geglu,
@@ -69,7 +69,7 @@ def gemma_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.kv_channels,
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
-        "sliding_window": model.sliding_window or model.max_position_embeddings,  # null is refused there
+        "sliding_window": model.sliding_window or model.max_position_embeddings,  # Gemma refuses null
         "layer_types": layer_types_of(model),
     }
     if kind == GEMMA2:
@@ -102,8 +102,8 @@ _GEMMA2: dict[str, Any] = {
 _GEMMA3: dict[str, Any] = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
-def text_part(config: Values) -> Values:
-    """Configuration of the text model of a Gemma 3 with image encoder; other configurations are unchanged."""
+def text_config(config: Values) -> Values:
+    """Configuration of the text model of a Gemma 3 with an image encoder; other configurations are unchanged."""
     if config.get("model_type") != GEMMA3_IMAGES:
         return config
     tied = {"tie_word_embeddings": config.flag("tie_word_embeddings", True)}
@@ -117,7 +117,7 @@ def gemma2_model(config: Values) -> dict[str, object]:
     return {
         **_gemma_model(config, rope, 10000.0),
         **_windows(config, 2),
-        "attn_logit_softcapping": _cap(config, "attn_logit_softcapping"),
+        "attn_logit_softcapping": _optional_number(config, "attn_logit_softcapping"),
     }
 
 
@@ -153,7 +153,7 @@ def _gemma_model(config: Values, rope: Values, base: float) -> dict[str, object]
         raise UserError("hidden_activation 'gelu' cannot be converted; only gelu_pytorch_tanh can")
     for name in ("attention_bias", "use_bidirectional_attention"):
         if config.flag(name, False):
-            raise UserError(f"{name}=true cannot be converted: our models with a Gemma's layers have none of it")
+            raise UserError(f"{name}=true cannot be converted: our models do not support it in Gemma's layers")
     check_all_channels(config, rope)
     width, scalar = config.integer("head_dim"), config.integer("query_pre_attn_scalar")
     return {
@@ -167,13 +167,13 @@ def _gemma_model(config: Values, rope: Values, base: float) -> dict[str, object]
         "geglu": True,
         "apply_embedding_scaling": True,
         "query_pre_attn_scalar": None if scalar == width else scalar,
-        "final_logit_softcapping": _cap(config, "final_logit_softcapping"),
+        "final_logit_softcapping": _optional_number(config, "final_logit_softcapping"),
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
     }
 
 
-def _cap(config: Values, name: str) -> float | None:
+def _optional_number(config: Values, name: str) -> float | None:
     return config.number(name) if config.has(name) else None
 
 
@@ -185,7 +185,7 @@ def _windows(config: Values, period: int) -> dict[str, object]:
     layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     pattern = [int((layer + 1) % period != 0) for layer in range(layers)]
     if config.has("layer_types"):
-        pattern = named_windows(config, layers)
+        pattern = layer_type_windows(config, layers)
     if 1 not in pattern:
         return {}
     return {"sliding_window": config.integer("sliding_window"), "window_attn_skip_freq": pattern}

@@ -16,12 +16,12 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.convert.architectures import hf_config, model_of_config
-from megatron.convert.gemma import text_part
+from megatron.convert.gemma import text_config
 from megatron.convert.model import Entry, Weights
 from megatron.convert.names import Rule, rules
 from megatron.convert.safetensors_file import DTYPES, SafetensorsFile
 from megatron.convert.tokenizer_files import copy_tokenizer, special_ids
-from megatron.convert.torch_file import Stored, TorchFile
+from megatron.convert.torch_file import StoredTensor, TorchFile
 from megatron.models.embedding import TIED_NAME
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -31,7 +31,7 @@ _IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
 _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|\bvision_tower\.")
 """Masks and tables that older files hold beside a layer's weights, and the image encoder of Gemma 3."""
 HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
-_OTHER_NAMES = (
+_OTHER_PREFIXES = (
     ("transformer.", ""),
     ("deberta.", ""),
     ("model.", "model.language_model."),
@@ -52,14 +52,14 @@ def is_hf(folder: Path) -> bool:
 
 
 def read_hf(folder: Path) -> Weights:
-    """Reads a model of a supported architecture.
+    """Read a model of a supported architecture.
 
     Raises:
         UserError: when the architecture is not supported, or a file is missing or damaged.
     """
-    described = Values(_read_json(folder / CONFIG))
+    full_config = Values(_read_json(folder / CONFIG))
     try:
-        config = text_part(described)
+        config = text_config(full_config)
         model = model_of_config(config)
         vocab_size = config.integer("vocab_size")
     except UserError as error:
@@ -72,19 +72,19 @@ def read_hf(folder: Path) -> Weights:
         dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
         read = functools.partial(_read_joined, rule, [source.to(dtype) for source in sources])
         entries[rule.ours] = Entry(rule.shape, dtype, read)
-    for name in sorted(set(stored.places) - used):
+    for name in sorted(set(stored.paths) - used):
         if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
-            raise UserError(f"{stored.places[name]}: {name} has no place in the model that {CONFIG} describes")
+            raise UserError(f"{stored.paths[name]}: {name} has no place in the model that {CONFIG} describes")
     if model.ties_embeddings:
         embedding = entries[TIED_NAME]
-        for name in filter(stored.places.__contains__, map(stored.name_of, HEADS)):
+        for name in filter(stored.paths.__contains__, map(stored.name_of, HEADS)):
             head = stored.entry(name, embedding.shape).read()
             if not torch.equal(head.to(embedding.dtype), embedding.read()):
                 raise UserError(
-                    f"{stored.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
+                    f"{stored.paths[name]}: {name} differs from the embedding, although {CONFIG} ties both; write "
                     f'"tie_word_embeddings": false into {CONFIG} to keep it'
                 )
-    return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
+    return Weights(model, vocab_size, entries, left_out="" if config is full_config else "the image encoder")
 
 
 def _read_joined(rule: Rule, entries: Sequence[Entry]) -> Tensor:
@@ -108,65 +108,65 @@ class _StoredFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._pickled: dict[str, Stored] = {}
-        self.places: dict[str, Path] = {}
+        self._pickled: dict[str, StoredTensor] = {}
+        self.paths: dict[str, Path] = {}
         if (folder / INDEX).is_file():
-            self.places = _places(folder / INDEX)
+            self.paths = _read_index(folder / INDEX)
         elif (folder / SINGLE).is_file():
-            with _opened(folder / SINGLE) as file:
-                self.places = dict.fromkeys(file.keys(), folder / SINGLE)
+            with _open_safetensors(folder / SINGLE) as file:
+                self.paths = dict.fromkeys(file.keys(), folder / SINGLE)
         elif (folder / PICKLED).is_file():
             self._pickled = _load_pickled(folder / PICKLED)
-            self.places = dict.fromkeys(self._pickled, folder / PICKLED)
+            self.paths = dict.fromkeys(self._pickled, folder / PICKLED)
         elif (folder / PICKLED_INDEX).is_file():
-            self.places = _places(folder / PICKLED_INDEX)
-            contents = {path: _load_pickled(path) for path in sorted(set(self.places.values()))}
-            for name, path in self.places.items():
+            self.paths = _read_index(folder / PICKLED_INDEX)
+            contents = {path: _load_pickled(path) for path in sorted(set(self.paths.values()))}
+            for name, path in self.paths.items():
                 if name not in contents[path]:
-                    raise UserError(f"{path} does not hold {name}, which {PICKLED_INDEX} says it does")
+                    raise UserError(f"{path} does not hold {name}, although {PICKLED_INDEX} lists it")
                 self._pickled[name] = contents[path][name]
         else:
             raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED} nor {PICKLED_INDEX}")
 
     def name_of(self, name: str) -> str:
-        """Name of a tensor in the files, with the prefix that they use."""
-        for usual, other in _OTHER_NAMES:
-            candidate = other + name.removeprefix(usual)
-            if name not in self.places and name.startswith(usual) and candidate in self.places:
+        """Name of a tensor in the files, whose prefixes differ."""
+        for prefix, other in _OTHER_PREFIXES:
+            candidate = other + name.removeprefix(prefix)
+            if name not in self.paths and name.startswith(prefix) and candidate in self.paths:
                 return candidate
         return name
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         """Entry of a required tensor, which must have the given shape."""
         stored = self.name_of(name)
-        if stored not in self.places:
+        if stored not in self.paths:
             raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
         if self._pickled:
             sizes, dtype = tuple(self._pickled[stored].like.shape), self._pickled[stored].like.dtype
         else:
-            with _opened(self.places[stored]) as file:
-                if stored not in file.keys():  # noqa: SIM118  # no mapping
-                    raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
+            with _open_safetensors(self.paths[stored]) as file:
+                if stored not in file.keys():  # noqa: SIM118  # not a mapping
+                    raise UserError(f"{self.paths[stored]} does not hold {stored}, although {INDEX} lists it")
                 view = file.get_slice(stored)
                 sizes, dtype_name = tuple(view.get_shape()), view.get_dtype()
                 if dtype_name not in DTYPES.values():
                     raise UserError(
-                        f"{self.places[stored]}: {stored} is of type {dtype_name}, which cannot be converted"
+                        f"{self.paths[stored]}: {stored} is of type {dtype_name}, which cannot be converted"
                     )
                 dtype = next(dtype for dtype, name in DTYPES.items() if name == dtype_name)
         if sizes != shape:
-            raise UserError(f"{self.places[stored]}: {stored} has shape {sizes}, {CONFIG} asks for {shape}")
+            raise UserError(f"{self.paths[stored]}: {stored} has shape {sizes}, but {CONFIG} specifies {shape}")
         return Entry(shape, dtype, lambda: self._read(stored))
 
     def _read(self, stored: str) -> Tensor:
         if self._pickled:
             return self._pickled[stored].read()
-        with _opened(self.places[stored]) as file:
+        with _open_safetensors(self.paths[stored]) as file:
             tensor: Tensor = file.get_tensor(stored)
             return tensor
 
 
-def _places(path: Path) -> dict[str, Path]:
+def _read_index(path: Path) -> dict[str, Path]:
     """Path of each tensor's file, from an index file."""
     index, files = Values(_read_json(path)), {}
     try:
@@ -186,7 +186,7 @@ def _check_is_file(path: Path) -> None:
         raise UserError(f"{path}: is not a file; fetch it again")
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     _check_is_file(path)
     try:
         return safe_open(path, framework="pt")
@@ -194,7 +194,7 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
 
 
-def _load_pickled(path: Path) -> dict[str, Stored]:
+def _load_pickled(path: Path) -> dict[str, StoredTensor]:
     _check_is_file(path)
     file = TorchFile(path)
     if not isinstance(file.content, dict):
@@ -209,24 +209,24 @@ def _load_pickled(path: Path) -> dict[str, Stored]:
 # Megatron-CC to Hugging Face
 
 
-def write_hf(weights: Weights, folder: Path, done: Callable[[int], object], shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a folder that ``transformers`` loads.
+def write_hf(weights: Weights, folder: Path, advance: Callable[[int], object], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a folder that ``transformers`` loads.
 
     Args:
         weights: weights of a model that a Hugging Face architecture supports.
         folder: an existing, empty folder.
-        done: called with the number of bytes of each tensor written.
+        advance: called with the number of bytes of each tensor written.
         shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
         UserError: when there is no such architecture.
     """
-    planned = list(rules(weights.model, weights.vocab_size))
+    all_rules = list(rules(weights.model, weights.vocab_size))
     ids = special_ids(weights.tokenizer, weights.vocab_size)
-    dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
+    dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in all_rules}
     shards: list[list[Rule]] = [[]]
     size = 0
-    for rule in planned:
+    for rule in all_rules:
         nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
         if shards[-1] and size + nbytes > shard_bytes:
             shards.append([])
@@ -243,11 +243,11 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], object], shar
             for (theirs, _), view in zip(rule.theirs, rule.split(tensor), strict=True):
                 file.add_tensor(theirs, view)
                 places[theirs] = name
-            done(tensor.numel() * tensor.element_size())
+            advance(tensor.numel() * tensor.element_size())
         file.close()
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
-    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], ids))
+    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[all_rules[0].ours], ids))
     copy_tokenizer(weights.tokenizer, folder)
 
 

@@ -22,7 +22,7 @@ def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     capacity, most, k = model.moe_eval_capacity_factor, max(layers.values(), default=0), model.moe_router_topk
     routed = {
         "--num-experts": model.has_experts,
-        "as many experts in each layer that has any": len(set(layers.values())) <= 1,
+        "the same number of experts in every expert layer": len(set(layers.values())) <= 1,
         "--moe-router-score-function softmax": model.moe_router_score_function == "softmax",
         "no --moe-router-num-groups": is_unset(model.moe_router_num_groups),
         "--moe-router-topk-scaling-factor 1": model.moe_router_topk_scaling_factor == 1.0,
@@ -54,7 +54,7 @@ def mixtral_config(model: ModelConfig) -> dict[str, Any]:
     return {
         **_routing_config(model),
         "intermediate_size": model.moe_ffn_hidden_size,
-        "num_local_experts": _experts_of_a_layer(model),
+        "num_local_experts": _experts_per_layer(model),
         "router_jitter_noise": model.moe_input_jitter_eps,
     }
 
@@ -73,7 +73,7 @@ def qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
     step = _interval(model.expert_layers, model.num_layers)
     return {
         **_routing_config(model),
-        "num_experts": _experts_of_a_layer(model),
+        "num_experts": _experts_per_layer(model),
         "moe_intermediate_size": model.moe_ffn_hidden_size,
         "norm_topk_prob": model.moe_router_topk > 1 and not model.moe_router_pre_softmax,
         "decoder_sparse_step": step or 1,
@@ -88,7 +88,7 @@ def _routing_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts_of_a_layer(model: ModelConfig) -> int:
+def _experts_per_layer(model: ModelConfig) -> int:
     (count,) = set(model.expert_layers.values())
     return count
 
@@ -105,7 +105,7 @@ def _interval(expert_layers: Iterable[int], layers: int) -> int | None:
 def mixtral_experts(config: Values) -> dict[str, object]:
     """Model fields of Mixtral's experts; raises UserError if our models lack a feature."""
     k = config.integer("num_experts_per_tok", 2)
-    _check_weights(k, normalized=True)
+    _check_single_expert(k, normalized=True)
     return {
         **_routing_of(config, k),
         "num_experts": [config.integer("num_local_experts", 8, minimum=2)],
@@ -121,7 +121,7 @@ def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, 
         k, experts, width: the file's defaults: experts per token, experts per layer, and their inner width.
     """
     k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
-    _check_weights(k, normalized)
+    _check_single_expert(k, normalized)
     layers, step = config.integer("num_hidden_layers", maximum=MAX_LAYERS), config.integer("decoder_sparse_step", 1)
     name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
     count = config.integer(name, experts, minimum=2)
@@ -132,12 +132,12 @@ def qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, 
     interval = _interval(expert_layers, layers)
     # An interval, or a list of expert counts per layer.
     if interval:
-        places = {"num_experts": [count], "expert_interval": interval}
+        expert_fields: dict[str, object] = {"num_experts": [count], "expert_interval": interval}
     else:
-        places = {"num_experts": [count if number in expert_layers else 1 for number in range(layers)]}
+        expert_fields = {"num_experts": [count if number in expert_layers else 1 for number in range(layers)]}
     return {
         **_routing_of(config, k),
-        **places,
+        **expert_fields,
         "moe_ffn_hidden_size": config.integer("moe_intermediate_size", width),
         "moe_router_pre_softmax": not normalized and k > 1,
     }
@@ -152,10 +152,10 @@ def qwen2_moe_experts(config: Values) -> dict[str, object]:
     }
 
 
-def _check_weights(k: int, normalized: bool) -> None:
+def _check_single_expert(k: int, normalized: bool) -> None:
     if k == 1 and normalized:
         raise UserError(
-            "num_experts_per_tok 1 with weights that sum to 1 cannot be converted: our models weigh a token's only "
+            "num_experts_per_tok 1 with weights that sum to 1 cannot be converted: our models weight a token's only "
             "expert by its probability"
         )
 

@@ -33,7 +33,7 @@ class Entry:
 
     Args:
         shape, dtype: shape and dtype of the tensor that ``read`` returns.
-        read: reads the tensor anew at each call, so that it need not stay in memory.
+        read: reads the tensor again at each call, so that it need not stay in memory.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class Entry:
             return self
         return Entry(self.shape, dtype, lambda: self.read().to(dtype))
 
-    def checked(self, name: str, location: Path) -> Entry:
-        """The same tensor; reading it raises ``UserError`` if a value is infinite or NaN in its precision."""
+    def require_finite(self, name: str, location: Path) -> Entry:
+        """The same tensor; reading it raises ``UserError`` for infinite or NaN values in its precision."""
 
         def read() -> Tensor:
             tensor = self.read()
@@ -105,21 +105,21 @@ def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
 
 
 def check_complete(weights: Weights, location: str) -> None:
-    """Checks names and shapes against the configuration, and dtypes against those of weights.
+    """Check names and shapes against the configuration, and dtypes against those of weights.
 
     Raises:
-        UserError: when a tensor is missing, superfluous, or of another shape or dtype; the message names it.
+        UserError: when a tensor is missing, unexpected, or of another shape or dtype; the message names it.
     """
     expected = tensors_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():
         if name not in weights.entries:
-            raise UserError(f"{location}: the model has no {name}; the configuration beside it is of another model")
+            raise UserError(f"{location}: the model has no {name}; the configuration is that of another model")
         entry_shape, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
         if entry_shape != shape:
-            raise UserError(f"{location}: {name} has shape {entry_shape}, the configuration asks for {shape}")
+            raise UserError(f"{location}: {name} has shape {entry_shape}, but the configuration specifies {shape}")
         if dtype not in DTYPES:
             raise UserError(
-                f"{location}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights"
+                f"{location}: {name} holds {str(dtype).removeprefix('torch.')}, which is not a type of weights"
             )
     extra = sorted(set(weights.entries) - set(expected))
     if extra:

@@ -15,8 +15,8 @@ from megatron.convert.bert import MEGATRON_BERT
 from megatron.convert.deberta import DEBERTA
 from megatron.convert.mixture import MIXTRAL
 
-Views = Callable[[Tensor], Sequence[Tensor]]
-Joined = Callable[[Sequence[Tensor]], Tensor]
+Split = Callable[[Tensor], Sequence[Tensor]]
+Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Rule:
         ours: logical name of our tensor.
         shape: logical shape of our tensor.
         theirs: names and shapes of the Hugging Face tensors that hold its elements.
-        split: ours to theirs: views with the elements of each of their tensors, in order.
-        join: theirs to ours, in our shape.
+        split: converts ours to theirs: views with the elements of each of their tensors, in order.
+        join: converts theirs to ours, in our shape.
     """
 
     ours: str
     shape: tuple[int, ...]
     theirs: tuple[tuple[str, tuple[int, ...]], ...]
-    split: Views
-    join: Joined
+    split: Split
+    join: Join
 
 
 def _same(ours: str, theirs: str, *shape: int) -> Rule:
@@ -52,11 +52,11 @@ class ExpertNames:
     """Hugging Face names of a layer's experts.
 
     Args:
-        inside: module of the layer that holds the experts.
+        module: module of the layer that holds the experts.
         projections: names of an expert's gate, value and output projections.
     """
 
-    inside: str
+    module: str
     projections: tuple[str, str, str]
 
 
@@ -189,7 +189,7 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
 def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterator[Rule]:
     """Rules of a layer's router, experts and shared expert."""
     h, count = model.hidden_size, model.expert_layers[layer]
-    our_prefix, their_prefix = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.inside}."
+    our_prefix, their_prefix = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.module}."
     yield _same(f"{our_prefix}router.weight", f"{their_prefix}gate.weight", count, h)
     for number in range(count):
         expert = f"experts.{number}."

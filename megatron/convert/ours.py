@@ -26,7 +26,7 @@ from megatron.tokenizer.vocabulary import fit_vocab_size
 
 
 def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = False) -> Weights:
-    """Reads a checkpoint of any layout.
+    """Read a checkpoint of any layout.
 
     Args:
         root: the folder that ``--save`` wrote to.
@@ -34,13 +34,13 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
         precise: read the optimizer's fp32 values of lower-precision weights, if the checkpoint has them.
 
     Raises:
-        UserError: when there is no checkpoint, it is damaged, or no other format supports its kind of model.
+        UserError: when there is no checkpoint, it is damaged, or no other format supports its type of model.
     """
     config, chosen = saved_config(root, iteration, "--iteration")
     if config.model.decoder_layers:
         raise UserError(
-            f"--load {root} holds a model of kind {config.model.model_type}, which no other format has in this form; "
-            "keep it in ours, from which any layout loads it"
+            f"--load {root} holds a model of type {config.model.model_type}, which no other format supports; keep "
+            "it in ours, which any layout loads"
         )
     stored = StoredTensors(root, chosen)
     tensors = stored.manifest.tensors
@@ -57,26 +57,26 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
 class LazyShard(LogicalShard):
     """A whole tensor that is read only at the moment it is written."""
 
-    def __init__(self, entry: Entry, done: Callable[[int], object]) -> None:
+    def __init__(self, entry: Entry, advance: Callable[[int], object]) -> None:
         box = TensorBox((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         super().__init__(entry.shape, entry.dtype, [box])
         self.entry = entry
-        self.done = done
+        self.advance = advance
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Reads the whole tensor."""
+        """Read the whole tensor."""
         tensor = self.entry.read()
-        self.done(tensor.numel() * tensor.element_size())
+        self.advance(tensor.numel() * tensor.element_size())
         return tensor
 
 
-def write_ours(weights: Weights, root: Path, done: Callable[[int], object]) -> None:
-    """Writes a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
+def write_ours(weights: Weights, root: Path, advance: Callable[[int], object]) -> None:
+    """Write a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
 
     Args:
         weights: weights to write.
         root: folder of the checkpoint.
-        done: called with the number of bytes of each tensor written.
+        advance: called with the number of bytes of each tensor written.
 
     Raises:
         UserError: when it cannot be written; nothing is left behind.
@@ -86,7 +86,9 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], object]) -> N
     config = minimal_run_config(
         weights.model, tokenizer=fit_vocab_size(weights.tokenizer, weights.vocab_size), precision=precision
     )
-    tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
+    tensors: dict[str, LogicalShard] = {
+        MODEL + name: LazyShard(entry, advance) for name, entry in weights.entries.items()
+    }
     text = config.resolve(1).to_yaml()
     try:
         save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, text)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.config.model import MAX_LAYERS, ModelConfig
-from megatron.convert.config_words import gelu_name, is_tanh
+from megatron.convert.config_fields import gelu_name, is_tanh
 from megatron.convert.mixture import (
     MIXTRAL,
     QWEN2_MOE,
@@ -28,7 +28,7 @@ MINISTRAL = "ministral"
 
 
 def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """Fields of config.json for the architecture ``kind``, a model_type."""
+    """Fields of config.json for the model_type ``kind``."""
     if kind == "gpt_neox":
         return _size_fields(model) | {
             "hidden_act": gelu_name(model),
@@ -56,7 +56,7 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     if kind == QWEN3_MOE:
         return common | qwen3_moe_config(model)
     if kind == QWEN2_MOE:
-        # Its max_window_layers cannot say that all layers have a window.
+        # Its max_window_layers cannot express that all layers have a window.
         return common | {"layer_types": layer_types_of(model), **qwen2_moe_config(model)}
     return common | {"max_window_layers": 0}
 
@@ -178,7 +178,7 @@ def _scaling_of(rope: Values, positions: int, length: int) -> dict[str, object]:
 
 
 def check_all_channels(config: Values, rope: Values) -> None:
-    """Raises UserError if only part of each head is rotated."""
+    """Raise UserError if only part of each head is rotated."""
     percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if percent != 1.0:
         raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
@@ -232,21 +232,21 @@ def llama_model(config: Values) -> dict[str, object]:
 def mistral_model(config: Values) -> dict[str, object]:
     """Model fields of Mistral, or Ministral with layer_types; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    return {**_swiglu_model(config, 8), **_windows_of(config, [1] * layers)}
+    return {**_swiglu_model(config, 8), **_layer_windows(config, [1] * layers)}
 
 
 def qwen2_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen2; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
     sliding = range(config.integer("max_window_layers", 28, minimum=0), layers)
-    return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_window_where(config, sliding)}
+    return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_qwen_windows(config, sliding)}
 
 
 def qwen3_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen3; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
     sliding = range(config.integer("max_window_layers", 28, minimum=0), layers)
-    return {**_swiglu_model(config, 32, width=128), **_normalized(config), **_window_where(config, sliding)}
+    return {**_swiglu_model(config, 32, width=128), **_qk_norm_fields(config), **_qwen_windows(config, sliding)}
 
 
 def qwen3_moe_model(config: Values) -> dict[str, object]:
@@ -254,13 +254,13 @@ def qwen3_moe_model(config: Values) -> dict[str, object]:
     slides = config.flag("use_sliding_window", False)
     return {
         **_swiglu_model(config, 4),
-        **_normalized(config),
-        **(_window_of(config) if slides else {}),
+        **_qk_norm_fields(config),
+        **(_read_window(config) if slides else {}),
         **qwen_experts(config, 8, 128, 768),
     }
 
 
-def _normalized(config: Values) -> dict[str, object]:
+def _qk_norm_fields(config: Values) -> dict[str, object]:
     """Model fields of normalized queries and keys."""
     if config.flag("attention_bias", False):
         raise UserError(
@@ -272,40 +272,40 @@ def _normalized(config: Values) -> dict[str, object]:
 
 def mixtral_model(config: Values) -> dict[str, object]:
     """Model fields of Mixtral; raises UserError for a feature that our models lack."""
-    window = _window_of(config) if config.has("sliding_window") else {}
+    window = _read_window(config) if config.has("sliding_window") else {}
     return {**_swiglu_model(config, 8, 1e6, 1e-5), **window, **mixtral_experts(config)}
 
 
 def qwen2_moe_model(config: Values) -> dict[str, object]:
     """Model fields of Qwen2-MoE; raises UserError for a feature that our models lack."""
-    # Unlike Qwen2: every other layer of the first layers.
+    # Unlike Qwen2: every second one of the first layers.
     sliding = range(0, min(config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, minimum=0)), 2)
     return {
         **_swiglu_model(config, 16),
         "add_qkv_bias": config.flag("qkv_bias", True),
-        **_window_where(config, sliding),
+        **_qwen_windows(config, sliding),
         **qwen2_moe_experts(config),
     }
 
 
-def _window_where(config: Values, sliding: range) -> dict[str, object]:
+def _qwen_windows(config: Values, sliding: range) -> dict[str, object]:
     """Sliding window of Qwen2, by default in the layers of ``sliding``."""
     layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    windows = _windows_of(config, [int(layer in sliding) for layer in range(layers)])
+    windows = _layer_windows(config, [int(layer in sliding) for layer in range(layers)])
     return windows if config.flag("use_sliding_window", False) else {}
 
 
-def _windows_of(config: Values, pattern: list[int]) -> dict[str, object]:
+def _layer_windows(config: Values, pattern: list[int]) -> dict[str, object]:
     """Sliding window of layers, by default in the layers with a 1 in the pattern."""
     if config.has("layer_types"):
-        pattern = named_windows(config, len(pattern))
+        pattern = layer_type_windows(config, len(pattern))
     if 1 not in pattern:
         return {}
-    window = _window_of(config)
+    window = _read_window(config)
     return window | {"window_attn_skip_freq": pattern} if window else {}
 
 
-def named_windows(config: Values, layers: int) -> list[int]:
+def layer_type_windows(config: Values, layers: int) -> list[int]:
     """1 for each layer that ``layer_types`` gives a window, else 0."""
     kinds = config.texts("layer_types")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
@@ -313,9 +313,9 @@ def named_windows(config: Values, layers: int) -> list[int]:
     return [int(kind == "sliding_attention") for kind in kinds]
 
 
-def _window_of(config: Values) -> dict[str, object]:
+def _read_window(config: Values) -> dict[str, object]:
     """Sliding window, 4096 if missing; empty if it is null or covers all positions."""
-    if config.says("sliding_window") and not config.has("sliding_window"):
+    if "sliding_window" in config and not config.has("sliding_window"):
         return {}
     window = config.integer("sliding_window", 4096)
     return {} if window >= config.integer("max_position_embeddings") else {"sliding_window": window}

@@ -45,27 +45,27 @@ class SafetensorsFile:
         self._stream.write(len(text).to_bytes(8, "little") + text)
 
     def add_tensor(self, name: str, view: Tensor) -> None:
-        """Writes the next tensor; ``view`` holds its elements in order, with any strides.
+        """Write the next tensor; ``view`` holds its elements in order, with any strides.
 
         Raises:
             ValueError: when another tensor was declared next.
         """
         expected = self._expected.pop()
         if expected != (name, view.numel(), view.dtype):
-            raise ValueError(f"{name} with {view.numel()} elements of {view.dtype} comes in place of {expected}")
+            raise ValueError(f"{name} with {view.numel()} elements of {view.dtype} was added instead of {expected}")
         rows = view.reshape(1) if view.dim() == 0 else view
         row_bytes = max(rows[:1].numel() * view.element_size(), 1)
         for block in rows.split(max(_BLOCK_BYTES // row_bytes, 1)):
             self._stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Closes the file after syncing it to the disk.
+        """Close the file after syncing it to the disk.
 
         Raises:
             ValueError: when declared tensors are missing.
         """
         if self._expected:
-            raise ValueError(f"{self._expected[-1][0]} was announced and is missing")
+            raise ValueError(f"{self._expected[-1][0]} was declared but not added")
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()

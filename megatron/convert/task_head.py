@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.model_types import TaskHead
 
 
-def head_words(model: ModelConfig) -> dict[str, Any]:
+def head_fields(model: ModelConfig) -> dict[str, Any]:
     """Task-head fields of config.json; empty for a language model."""
     if model.task_head == "none":
         return {}
@@ -22,7 +22,7 @@ def head_words(model: ModelConfig) -> dict[str, Any]:
     return {"id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}, "problem_type": problem}
 
 
-def named_head(config: Values, architectures: Mapping[TaskHead, str]) -> dict[str, object]:
+def read_task_head(config: Values, architectures: Mapping[TaskHead, str]) -> dict[str, object]:
     """Model fields of a task head; empty for a pretrained model.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.text_file import read_json_object
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.api import Tokenizer, start_token
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.gpt2 import END_OF_TEXT
 from megatron.tokenizer.special_tokens import ADDED, CONFIG, MAP, read_special_tokens
@@ -27,7 +27,7 @@ _FILES = (
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def tokenizer_beside(*folders: Path) -> TokenizerConfig:
+def find_tokenizer(*folders: Path) -> TokenizerConfig:
     """Tokenizer configuration from the first folder that has tokenizer files."""
     for folder in folders:
         vocab, merges, word_pieces = folder / "vocab.json", folder / "merges.txt", folder / "vocab.txt"
@@ -36,13 +36,13 @@ def tokenizer_beside(*folders: Path) -> TokenizerConfig:
             return TokenizerConfig(
                 tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab.resolve()), merge_file=str(merges.resolve())
             )
-        lowers_case = _lowers_case(folder) if word_pieces.is_file() else None
-        if lowers_case is not None:
+        lower_case = _is_lower_case(folder) if word_pieces.is_file() else None
+        if lower_case is not None:
             bert = TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(word_pieces.resolve()))
-            return replace(bert, tokenizer_type="BertWordPieceLowerCase") if lowers_case else bert
+            return replace(bert, tokenizer_type="BertWordPieceLowerCase") if lower_case else bert
         model = folder / _SENTENCE_PIECE[0]
-        described = model.is_file() and any((folder / name).is_file() for name in (CONFIG, MAP, ADDED))
-        if pair or described or (folder / "tokenizer.json").is_file():
+        has_config = model.is_file() and any((folder / name).is_file() for name in (CONFIG, MAP, ADDED))
+        if pair or has_config or (folder / "tokenizer.json").is_file():
             return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder.resolve()))
         for name in _SENTENCE_PIECE:
             if (folder / name).is_file():
@@ -73,7 +73,7 @@ def _is_plain_gpt2(folder: Path) -> bool:
     )
 
 
-def _lowers_case(folder: Path) -> bool | None:
+def _is_lower_case(folder: Path) -> bool | None:
     """Whether a BERT's vocab.txt is lower-case; None if it does not fully define the tokenizer."""
     special = read_special_tokens(folder)
     config = special.config
@@ -87,16 +87,18 @@ def _lowers_case(folder: Path) -> bool | None:
         return None
     normalizer = read_json_object(folder / "tokenizer.json").get("normalizer")
     fallback = normalizer.get("lowercase", True) if isinstance(normalizer, dict) else True
-    lowers_case = config.get("do_lower_case", fallback) is not False
-    usual = config.get("strip_accents") in (None, lowers_case) and config.get("tokenize_chinese_chars") is not False
+    lower_case = config.get("do_lower_case", fallback) is not False
+    is_standard = (
+        config.get("strip_accents") in (None, lower_case) and config.get("tokenize_chinese_chars") is not False
+    )
     words = set((folder / "vocab.txt").read_text(encoding="utf-8", errors="replace").split("\n"))
-    return lowers_case if usual and not set(special.names) - words else None
+    return lower_case if is_standard and not set(special.names) - words else None
 
 
-def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
-    """Builds the tokenizer, which must fit a model of ``entries`` vocabulary entries; None without a tokenizer.
+def build_fitting_tokenizer(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
+    """Build the tokenizer, which must fit a model of ``entries`` vocabulary entries; None without a tokenizer.
 
-    Files that are no tokenizer must not be copied, since a foreign checkpoint may name any file.
+    Otherwise, a foreign checkpoint could have any file copied as its tokenizer.
 
     Raises:
         UserError: when the tokenizer cannot be built, or does not fit.
@@ -104,33 +106,30 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
     if tokenizer.tokenizer_type is None:
         return None
     try:
-        built_tokenizer = build_tokenizer(fit_vocab_size(tokenizer, entries))
+        fitting_tokenizer = build_tokenizer(fit_vocab_size(tokenizer, entries))
     except UserError as error:
         raise UserError(f"{error}; or convert without the tokenizer (--no-tokenizer)") from error
-    if built_tokenizer.vocab_size > entries:
+    if fitting_tokenizer.vocab_size > entries:
         raise UserError(
-            f"the tokenizer has {built_tokenizer.vocab_size} entries, the model {entries}: it is another model's; "
-            "name the right one, or convert without it (--no-tokenizer)"
+            f"the tokenizer has {fitting_tokenizer.vocab_size} entries, the model {entries}: it belongs to another "
+            "model; name the right one, or convert without it (--no-tokenizer)"
         )
-    return built_tokenizer
+    return fitting_tokenizer
 
 
 def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
-    """Special-token ids for config.json: from the config.json beside the tokenizer's files, else from the tokenizer.
+    """Special-token ids for config.json: from the config.json in the tokenizer's folder, else from the tokenizer.
 
     Args:
         tokenizer: configuration of the tokenizer.
         entries: vocabulary entries of the model.
     """
-    built_tokenizer = built(tokenizer, entries)
+    fitting_tokenizer = build_fitting_tokenizer(tokenizer, entries)
     ids: dict[str, Any] = {}
-    if built_tokenizer is not None:
-        ids = {
-            "bos_token_id": built_tokenizer.eod if built_tokenizer.bos is None else built_tokenizer.bos,
-            "eos_token_id": built_tokenizer.eod,
-        }
-    home = _home(tokenizer)
-    config = {} if home is None else read_json_object(home / "config.json")
+    if fitting_tokenizer is not None:
+        ids = {"bos_token_id": start_token(fitting_tokenizer), "eos_token_id": fitting_tokenizer.eod}
+    tokenizer_folder = _transformers_folder(tokenizer)
+    config = {} if tokenizer_folder is None else read_json_object(tokenizer_folder / "config.json")
     for name in _IDS:
         value = config.get(name)
         numbers = value if isinstance(value, list) and name == "eos_token_id" else [value]
@@ -143,17 +142,17 @@ def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
 
 
 def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
-    """Copies the files of a tokenizer, under the names that ``transformers`` looks for.
+    """Copy the files of a tokenizer, under the names that ``transformers`` looks for.
 
     Raises:
         UserError: when a file's content does not match its name.
     """
-    home = _home(tokenizer)
-    if home is not None:
-        named = {name: home / name for name in _FILES if (home / name).is_file()}
+    tokenizer_folder = _transformers_folder(tokenizer)
+    if tokenizer_folder is not None:
+        sources = {name: tokenizer_folder / name for name in _FILES if (tokenizer_folder / name).is_file()}
     else:
-        named = {name: Path(path) for name, path in _named_files(tokenizer).items() if path}
-    for name, source in named.items():
+        sources = {name: Path(path) for name, path in _named_files(tokenizer).items() if path}
+    for name, source in sources.items():
         try:
             text = source.read_text(encoding="utf-8") if name.endswith((".json", ".jinja")) else ""
             if name.endswith(".json"):
@@ -161,9 +160,9 @@ def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
             elif name.endswith(".jinja") and "{{" not in text and "{%" not in text:
                 raise ValueError
         except (ValueError, RecursionError) as error:
-            form = "JSON" if name.endswith(".json") else "a template"
+            expected = "JSON" if name.endswith(".json") else "a template"
             raise UserError(
-                f"{source}: is not {form}; put it right, or convert without the tokenizer (--no-tokenizer)"
+                f"{source}: is not {expected}; correct it, or convert without the tokenizer (--no-tokenizer)"
             ) from error
         shutil.copyfile(source, folder / name)
     config = _WRITTEN_CONFIGS.get(tokenizer.tokenizer_type or "")
@@ -179,7 +178,7 @@ _WRITTEN_CONFIGS: dict[str, dict[str, Any]] = {
 """tokenizer_config.json of a tokenizer that comes without it."""
 
 
-def _home(tokenizer: TokenizerConfig) -> Path | None:
+def _transformers_folder(tokenizer: TokenizerConfig) -> Path | None:
     """The folder with a tokenizer's files under the names of ``transformers``; None if they are elsewhere."""
     path = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
     folder = path if path.is_dir() else path.parent
@@ -189,7 +188,7 @@ def _home(tokenizer: TokenizerConfig) -> Path | None:
     if not files or any((folder / name).resolve() != file for name, file in files.items()):
         return None
     # Other files there may turn GPT-2's or BERT's files into another tokenizer, but not a SentencePiece model.
-    return folder if tokenizer.tokenizer_model or tokenizer_beside(folder).vocab_file else None
+    return folder if tokenizer.tokenizer_model or find_tokenizer(folder).vocab_file else None
 
 
 def _named_files(tokenizer: TokenizerConfig) -> dict[str, str | None]:

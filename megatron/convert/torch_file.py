@@ -22,11 +22,11 @@ from megatron.checkpoint.storage import tensor_bytes
 class TorchFile:
     """A file of ``torch.save``. Its content is read at once; its tensors stay memory-mapped until they are used.
 
-    The tensors of a file from before torch 1.6, which is no archive, are in memory.
+    The tensors of a file from before torch 1.6, which is not an archive, are in memory.
 
     Args:
         path: path of the file.
-        allowed: globals that it may name besides tensors and plain containers (``torch.serialization.safe_globals``).
+        allowed: globals that it may use besides tensors and plain containers (``torch.serialization.safe_globals``).
 
     Raises:
         UserError: when it is damaged, or the weights-only loader refuses it.
@@ -35,15 +35,15 @@ class TorchFile:
     def __init__(self, path: Path, allowed: Sequence[Any] = ()) -> None:
         self.path = path
         self._records: frozenset[tuple[int, int]] | None = None
-        self._whole: set[int] = set()
+        self._verified: set[int] = set()
         try:
-            archive = zipfile.is_zipfile(path)
-            if archive:
-                self._records = _checked_records(path)
+            is_archive = zipfile.is_zipfile(path)
+            if is_archive:
+                self._records = _storage_checksums(path)
             with torch.serialization.safe_globals(list(allowed)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.content: Any = torch.load(
-                    path, map_location=lambda storage, _: storage, weights_only=True, mmap=archive
+                    path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_archive
                 )
         except UserError:
             raise
@@ -58,41 +58,41 @@ class TorchFile:
             )
             raise UserError(f"{path}: cannot be read safely: {reason}") from error
 
-    def stored(self, name: str, like: Tensor) -> Stored:
+    def stored(self, name: str, like: Tensor) -> StoredTensor:
         """Entry of a tensor of this file.
 
         Raises:
             UserError: when it is not a dense tensor with data.
         """
-        kinds = {
+        unsupported = {
             "sparse": like.layout != torch.strided,
             "nested": like.is_nested,
             "quantized": like.is_quantized,
             "without contents": like.device.type != "cpu",
         }
-        for kind, applies in kinds.items():
+        for kind, applies in unsupported.items():
             if applies:
                 raise UserError(f"{self.path}: {name} is a tensor that is {kind}; only dense ones can be converted")
-        return Stored(self, name, like.detach())
+        return StoredTensor(self, name, like.detach())
 
     def verify_checksum(self, name: str, like: Tensor) -> None:
-        """Checks the storage of a tensor against the archive's checksums, once.
+        """Check the storage of a tensor against the archive's checksums, once.
 
         Raises:
             UserError: when no record of the archive has its size and checksum.
         """
         storage = like.untyped_storage()
-        if self._records is None or not storage.nbytes() or storage.data_ptr() in self._whole:
+        if self._records is None or not storage.nbytes() or storage.data_ptr() in self._verified:
             return
         data = tensor_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
         if (len(data), zlib.crc32(data)) not in self._records:
-            raise UserError(f"{self.path}: {name} is damaged: it does not have its checksum; fetch the file again")
-        self._whole.add(storage.data_ptr())
+            raise UserError(f"{self.path}: {name} is damaged: its checksum does not match; fetch the file again")
+        self._verified.add(storage.data_ptr())
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file.
+class StoredTensor:
+    """A tensor of a ``torch.save`` file.
 
     Args:
         file: the file.
@@ -105,7 +105,7 @@ class Stored:
     like: Tensor
 
     def read(self) -> Tensor:
-        """Returns the tensor, checked and contiguous.
+        """Return the tensor, checked and contiguous.
 
         Raises:
             UserError: when it is damaged.
@@ -114,7 +114,7 @@ class Stored:
         return self.like.resolve_neg().contiguous()
 
 
-def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
+def _storage_checksums(path: Path) -> frozenset[tuple[int, int]] | None:
     """Sizes and checksums of an archive's storages; None if it was written without checksums.
 
     Raises:
@@ -132,7 +132,7 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
     reader: Any = torch._C.PyTorchFileReader(str(path))
     order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
     if order in (b"little", b"big") and order != sys.byteorder.encode():
-        raise UserError(f"{path}: its numbers are {order.decode()}-endian; save it anew on a machine like this one")
+        raise UserError(f"{path}: its numbers are {order.decode()}-endian; save it again on a machine like this one")
     if not checked:
         return None
     return frozenset((info.file_size, info.CRC) for info in infos if "/data/" in info.filename)

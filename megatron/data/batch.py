@@ -66,7 +66,7 @@ class Batch:
     lengths_b: torch.Tensor | None = None
 
     def truncated(self, length: int) -> Batch:
-        """Truncates every sample to its first ``length`` tokens."""
+        """Truncate every sample to its first ``length`` tokens."""
         if self.tokens_bs is None or self.tokens_bs.shape[1] == length:
             return self
         names = ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs", "types_bs")
@@ -74,7 +74,7 @@ class Batch:
         return replace(self, **{name: x_bs[:, :length].contiguous() for name, x_bs in tensors.items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Copies the token tensors to ``device``; sample and draw ids stay on the host, which reads them."""
+        """Copy the token tensors to ``device``; sample and draw ids stay on the host, which reads them."""
         tensors = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name in (item.name for item in fields(self))
@@ -89,7 +89,7 @@ def collate(
     draw_ids_b: NDArray[np.int64],
     options: CollateOptions,
 ) -> Batch:
-    """Collates samples of seq_length + 1 tokens into a batch.
+    """Collate samples of seq_length + 1 tokens into a batch.
 
     Args:
         samples_bt: token ids, integers [b, s + 1].

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.masked_dataset import MaskedDataset, padding, places, take
+from megatron.data.masked_dataset import MaskedDataset, copy_columns, padding_segments, position_ids
 from megatron.data.masking import WordMasker
 from megatron.data.sentence_order import SentenceOrder
 from megatron.tokenizer.wordpiece import WordPieceIds
@@ -54,7 +54,7 @@ class BertDataset(MaskedDataset):
         if self.binary_head:
             pivot = int(random.randint(low=1, high=end - begin)) if end - begin >= 3 else 1
             swapped = bool(random.random_sample() < 0.5)
-        first_t, second_t = self.indexed.run(begin, begin + pivot), self.indexed.run(begin + pivot, end)
+        first_t, second_t = self.indexed.read_range(begin, begin + pivot), self.indexed.read_range(begin + pivot, end)
         if swapped:
             first_t, second_t = second_t, first_t
         # Tokens are removed singly from either end of the longer text until ``target`` tokens remain in total.
@@ -91,11 +91,11 @@ class BertDataset(MaskedDataset):
         return Batch(
             sample_ids_b=torch.from_numpy(sample_ids_b),
             draw_ids_b=torch.from_numpy(draw_ids_b),
-            tokens_bs=take(rows_bt, 0, length),
-            types_bs=take(rows_bt, length, length),
-            labels_bs=take(rows_bt, 2 * length, length),
-            loss_mask_bs=take(rows_bt, 3 * length, length).float(),
-            position_ids_bs=places(len(rows_bt), length),
-            segment_ids_bs=padding(rows_bt[:, -2], length),
+            tokens_bs=copy_columns(rows_bt, 0, length),
+            types_bs=copy_columns(rows_bt, length, length),
+            labels_bs=copy_columns(rows_bt, 2 * length, length),
+            loss_mask_bs=copy_columns(rows_bt, 3 * length, length).float(),
+            position_ids_bs=position_ids(len(rows_bt), length),
+            segment_ids_bs=padding_segments(rows_bt[:, -2], length),
             order_b=torch.from_numpy(rows_bt[:, -1].copy()),
         )

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
-from megatron.data.cache import Arrays, cached_arrays, check_room
+from megatron.data.cache import Arrays, cached_arrays, check_memory
+from megatron.data.permute import check_index
 
-# Above this many draws the greedy rule processes many chunks in parallel; the arrays are the same either way.
+# Above this many draws, the greedy rule processes chunks in parallel, with the same result.
 _SEQUENTIAL_DRAWS = 100_000
-_STRETCHES = 2048
+_CHUNKS = 2048
 _WARM_UP = 512
 
 
@@ -46,28 +47,26 @@ class LazyBlend:
             prefix.append(prefix[-1] + weight)
         self._shares = {
             (low, high): (prefix[(low + high) // 2] - prefix[low]) / (prefix[high] - prefix[low])
-            for low, high in _nodes(0, len(weights))
+            for low, high in _inner_nodes(0, len(weights))
         }
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"draw {index} of {self._num_samples}")
-        low, high = 0, len(self._weights)
+        index, low, high = check_index(index, self._num_samples), 0, len(self._weights)
         while high - low > 1:
             middle = (low + high) // 2
             share = self._shares[low, high]
-            left_draws = _rounded(index, share)
-            if _rounded(index + 1, share) > left_draws:
+            left_draws = _round_half_up(index, share)
+            if _round_half_up(index + 1, share) > left_draws:
                 high, index = middle, left_draws
             else:
                 low, index = middle, index - left_draws
         return low, index
 
     def counts(self) -> list[int]:
-        """Number of draws from each dataset over the whole blend; each dataset needs at least that many samples."""
+        """Number of draws from each dataset over the whole blend."""
         result = [0] * len(self._weights)
         stack = [(0, len(self._weights), self._num_samples)]
         while stack:
@@ -75,19 +74,19 @@ class LazyBlend:
             if high - low == 1:
                 result[low] = draws
                 continue
-            left_draws = _rounded(draws, self._shares[low, high])
+            left_draws = _round_half_up(draws, self._shares[low, high])
             stack += [(low, (low + high) // 2, left_draws), ((low + high) // 2, high, draws - left_draws)]
         return result
 
 
-def _nodes(low: int, high: int) -> list[tuple[int, int]]:
+def _inner_nodes(low: int, high: int) -> list[tuple[int, int]]:
     if high - low < 2:
         return []
     middle = (low + high) // 2
-    return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]
+    return [(low, high), *_inner_nodes(low, middle), *_inner_nodes(middle, high)]
 
 
-def _rounded(draws: int, share: Fraction) -> int:
+def _round_half_up(draws: int, share: Fraction) -> int:
     """round(draws * share), halves up, in integers."""
     return (2 * draws * share.numerator + share.denominator) // (2 * share.denominator)
 
@@ -114,19 +113,18 @@ class MegatronBlend:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"draw {index} of {len(self)}")
+        check_index(index, len(self))
         return int(self.dataset_index[index]), int(self.dataset_sample_index[index])
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Normalizes weights in float64, as megatron-core does."""
+    """Normalize weights in float64, as megatron-core does."""
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
-def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _STRETCHES) -> Arrays:
+def greedy_blend(shares: list[float], num_samples: int, num_chunks: int = _CHUNKS) -> Arrays:
     """megatron-core's greedy rule: draw k goes to the first dataset with the largest share * max(k, 1) - draws.
 
     Long blends are split into chunks that are processed in parallel. Each chunk warms up from estimated counts some
@@ -136,12 +134,12 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
     Returns:
         dataset_index: int16 [num_samples]; dataset_sample_index: int64 [num_samples].
     """
-    check_room(12 * num_samples, "a blend", num_samples)
+    check_memory(12 * num_samples, "a blend", num_samples)
     dataset_index = np.zeros(num_samples, dtype=np.int16)
-    if num_samples <= _SEQUENTIAL_DRAWS and stretch_count == _STRETCHES:
-        _greedy_stretch(shares, [0] * len(shares), dataset_index, 0)
+    if num_samples <= _SEQUENTIAL_DRAWS and num_chunks == _CHUNKS:
+        _greedy_chunk(shares, [0] * len(shares), dataset_index, 0)
     else:
-        _greedy_side_by_side(shares, dataset_index, stretch_count)
+        _greedy_parallel(shares, dataset_index, num_chunks)
     sample_index = np.zeros(num_samples, dtype=np.int64)
     for dataset in range(len(shares)):
         mask = dataset_index == dataset
@@ -149,8 +147,8 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
     return {"dataset_index": dataset_index, "dataset_sample_index": sample_index}
 
 
-def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
-    """Fills ``choice`` from draw ``start`` on; updates ``counts``, the draws of each dataset before it."""
+def _greedy_chunk(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
+    """Fill ``choice`` from draw ``start`` on; update ``counts``, the draws of each dataset before it."""
     datasets = range(len(shares))
     for draw in range(start, start + len(choice)):
         position = float(max(draw, 1))
@@ -163,9 +161,9 @@ def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.i
         counts[best] += 1
 
 
-def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch_count: int) -> None:
+def _greedy_parallel(shares: list[float], choice: NDArray[np.int16], num_chunks: int) -> None:
     shares_d = np.array(shares)
-    length = max(1, -(-len(choice) // stretch_count))
+    length = max(1, -(-len(choice) // num_chunks))
     starts = np.arange(0, len(choice), length)
     warm_up_steps = min(_WARM_UP, length)
     begin = np.maximum(starts - warm_up_steps, 0)
@@ -177,10 +175,10 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     counts_sd += rank_sd < missing_s[:, None]
     rows = np.arange(len(starts))
     padded_sl = np.zeros((len(starts), length), dtype=np.int16)
-    guessed_sd = counts_sd.copy()
+    estimated_sd = counts_sd.copy()
     for step in range(-warm_up_steps, length):
         if step == 0:
-            guessed_sd = counts_sd.copy()
+            estimated_sd = counts_sd.copy()
         draws_s = starts + step
         active = draws_s >= 0
         errors_sd = shares_d * np.maximum(draws_s, 1).astype(np.float64)[:, None] - counts_sd.astype(np.float64)
@@ -192,9 +190,9 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     true_counts = [0] * len(shares)
     for row, start in enumerate(starts.tolist()):
         chunk = choice[start : start + length]
-        if true_counts == guessed_sd[row].tolist():
+        if true_counts == estimated_sd[row].tolist():
             true_counts = [
                 int(a + b) for a, b in zip(true_counts, np.bincount(chunk, minlength=len(shares)), strict=True)
             ]
         else:
-            _greedy_stretch(shares, true_counts, chunk, start)
+            _greedy_chunk(shares, true_counts, chunk, start)

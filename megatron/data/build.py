@@ -35,7 +35,7 @@ class DatasetPart:
     Args:
         name: file and split, for messages.
         is_empty: whether it has no tokens.
-        epoch_samples: counts the samples per epoch, approximately, as weight in blends without weights.
+        epoch_samples: counts the samples per epoch, approximately: the default weight in a blend.
         dataset: builds the dataset from the number of draws (None is an epoch) and a seed specific to this part, for
             orders other than Megatron's.
     """
@@ -47,8 +47,8 @@ class DatasetPart:
 
 
 PartMaker = Callable[[IndexedDataset, tuple[float, float], str], DatasetPart]
-"""Makes the part of a file within the bounds of a split, which are shares of the units (sequences or documents) that
---split divides; the last argument is the part's name."""
+"""Makes the part of a file that belongs to a split, from the split's bounds (fractions of the file's sequences or
+documents) and the part's name."""
 
 
 def build_datasets(
@@ -61,7 +61,7 @@ def build_datasets(
     vocab_size: int | None,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the data files of the flags, for GPT.
+    """Open, check and split the data files of the flags, for GPT.
 
     Args:
         data: the data section.
@@ -124,7 +124,7 @@ def build_splits(
     vocab_size: int | None,
     check_tokens: bool,
 ) -> Datasets:
-    """Opens, checks and splits the data files of the flags, for any kind of dataset; see ``build_datasets``."""
+    """Open, check and split the data files of the flags, for any kind of dataset; see ``build_datasets``."""
     if data.sample_order not in ("lazy", "fixed", "megatron"):
         raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
     builder = _Builder(data, make_part, seed, vocab_size, check_tokens)
@@ -186,7 +186,7 @@ class _Builder:
                 if not self.data.mock_data:
                     indexed = IndexedDataset(path, self.data.data_impl or "infer")
                 elif self.vocab_size is None:
-                    raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
+                    raise UserError("--mock-data draws tokens from a vocabulary: give --vocab-size or --tokenizer-type")
                 else:
                     indexed = MockDataset(self.seed, self.vocab_size)
                 self.opened[path] = indexed
@@ -200,23 +200,23 @@ class _Builder:
         if number != 0 and len(empty_names) == len(dataset_parts):
             return None
         raise UserError(
-            f"{empty_names[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share"
+            f"{empty_names[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or a larger share"
         )
 
     def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
-        """Builds the dataset of a split; blends it when the split has several paths."""
+        """Build the dataset of a split; blend it when the split has several paths."""
         # megatron-core also blends a single weighted path of --data-path, with its margin.
         if split.number == 1 and self.data.multiple_validation_sets and len(split.dataset_parts) > 1:
             single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.dataset_parts]
-            return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
+            return self._blend_once([self._build_part(single_split, 0, num_samples) for single_split in single_splits])
         if num_samples is None:  # an epoch of each path, without paths that are too short for a sample
-            datasets = [self._single(split, path_index, None) for path_index in range(len(split.dataset_parts))]
+            datasets = [self._build_part(split, path_index, None) for path_index in range(len(split.dataset_parts))]
             if len(datasets) == 1:
                 return datasets[0]
-            return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
+            return self._blend_once([dataset for dataset in datasets if len(dataset)] or datasets)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(split.dataset_parts) == 1 and not single_blend:
-            return self._single(split, 0, num_samples)
+            return self._build_part(split, 0, num_samples)
         if self.data.sample_order == "megatron":
             return self._megatron_blend(split, num_samples)
         weights = split.weights or [
@@ -224,18 +224,18 @@ class _Builder:
         ]
         blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
-        datasets = [self._single(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)]
+        datasets = [self._build_part(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)]
         return BlendedDataset(datasets, blend, draws)
 
-    def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
-        """Blends datasets so that each of their draws is used exactly once."""
+    def _blend_once(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
+        """Blend datasets so that each of their draws is used exactly once."""
         draws = [len(dataset) for dataset in datasets]
         return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
 
     def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         path_indices = range(len(split.dataset_parts))
         if split.weights is None:
-            datasets = [self._single(split, path_index, None) for path_index in path_indices]
+            datasets = [self._build_part(split, path_index, None) for path_index in path_indices]
             weights = [float(len(dataset)) for dataset in datasets]
             if sum(weights) < num_samples:
                 raise UserError(
@@ -248,14 +248,14 @@ class _Builder:
             targets = [math.ceil(num_samples * weight) for weight in weights]
             size = sum(targets)
             datasets = [
-                self._single(split, path_index, math.ceil(targets[path_index] * (1 + _MEGATRON_MARGIN)))
+                self._build_part(split, path_index, math.ceil(targets[path_index] * (1 + _MEGATRON_MARGIN)))
                 for path_index in path_indices
             ]
         blend = MegatronBlend(weights, size, self.data.data_cache_path)
         draws = [int((blend.dataset_index == path_index).sum()) for path_index in path_indices]
         return BlendedDataset(datasets, blend, draws)
 
-    def _single(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
+    def _build_part(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.
         return split.dataset_parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
 

@@ -14,7 +14,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.masked_dataset import MaskedDataset
 from megatron.data.masking import BERT_MASKING_NGRAM, T5_MASKING_NGRAM, WordMasker, WordMasking
 from megatron.data.sentence_order import FixedSentences, LazySentences, MegatronSentences, SentenceOrder
-from megatron.data.sentences import Cut, SentenceDocuments, check_split, no_samples
+from megatron.data.sentences import Cut, SentenceDocuments, check_split, no_samples_error
 from megatron.data.t5_dataset import T5_SPECIAL_TOKENS, T5Dataset
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
@@ -37,7 +37,7 @@ def build_bert_datasets(
     binary_head: bool = True,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the data files of the flags, for BERT.
+    """Open, check and split the data files of the flags, for BERT.
 
     Args:
         data, seed, train_valid_test_num_samples, check_tokens: see ``build_datasets``.
@@ -77,7 +77,7 @@ def build_t5_datasets(
     short_seq_prob: float = 0.1,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the data files of the flags, for T5.
+    """Open, check and split the data files of the flags, for T5.
 
     Takes the arguments of ``build_bert_datasets``; the tokenizer needs sentinels.
 
@@ -86,7 +86,7 @@ def build_t5_datasets(
     """
     ids = word_piece_ids(tokenizer)
     if not len(ids.sentinels):
-        raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")
+        raise UserError("T5 marks removed spans with extra ids: give --vocab-extra-ids 100")
     _check_length(encoder_seq_length, T5_SPECIAL_TOKENS, "--encoder-seq-length")
     if decoder_seq_length < _MIN_DECODER:
         raise UserError(f"--decoder-seq-length {decoder_seq_length} must be at least {_MIN_DECODER}")
@@ -102,7 +102,7 @@ def build_t5_datasets(
 def _check_length(length: int, special: int, flag: str) -> None:
     if length < special + _MIN_TARGET:
         raise UserError(
-            f"{flag} {length} leaves no room for text beside {special} special tokens: give at least "
+            f"{flag} {length} leaves no room for text besides {special} special tokens: give at least "
             f"{special + _MIN_TARGET}"
         )
 
@@ -129,10 +129,10 @@ def _make_part(
     documents = SentenceDocuments(indexed.lengths, starts_d, name)
 
     def epoch_samples() -> int:
-        return int(documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int)) // cut.most_tokens
+        return int(documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int)) // cut.max_tokens
 
     def dataset(num_samples: int | None, part_seed: int) -> MaskedDataset:
-        check_split(documents, cut.most_tokens)
+        check_split(documents, cut.max_tokens)
         order: SentenceOrder
         if data.sample_order == "megatron":
             # The other orders already repeat a single epoch.
@@ -147,7 +147,7 @@ def _make_part(
         else:
             order = LazySentences(documents, cut, part_seed, num_samples)
         if not order.epoch_samples:
-            raise no_samples(documents, cut)
+            raise no_samples_error(documents, cut)
         return make(indexed, order)
 
     is_empty = len(starts_d) < 2 or bool(starts_d[0] == starts_d[-1])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
-from megatron.config.memory import in_words, memory_of_this_machine
+from megatron.config.memory import format_bytes, memory_of_this_machine
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -28,7 +28,7 @@ _SCAN_BYTES = 64 << 20
 def cached_arrays(
     cache_path: str | Path | None, kind: str, identity: dict[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Loads the arrays of ``build()`` from the cache, or builds and stores them.
+    """Load the arrays of ``build()`` from the cache, or build and store them.
 
     Args:
         cache_path: cache folder; None builds without a cache.
@@ -54,14 +54,14 @@ def cached_arrays(
     for name, array in arrays.items():
         write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(np.save, arr=array, allow_pickle=False))
         array_entries[name] = [array.dtype.str, list(array.shape), _checksum(array)]
-    # The manifest is written last, so that it only exists beside complete arrays.
+    # The manifest is written last, so that it exists only with complete arrays.
     content = json.dumps({"identity": identity, "arrays": array_entries}, indent=1).encode()
     write_cached(manifest, lambda stream: stream.write(content))
     return arrays
 
 
-def check_room(nbytes: int, name: str, samples: int) -> None:
-    """Checks that the index arrays of a sample order fit into memory, by a lower bound on their size.
+def check_memory(nbytes: int, name: str, samples: int) -> None:
+    """Check that the index arrays of a sample order fit into memory, by a lower bound on their size.
 
     Raises:
         UserError: when they do not fit; the message states their size.
@@ -70,12 +70,12 @@ def check_room(nbytes: int, name: str, samples: int) -> None:
     if nbytes > total_memory:
         raise UserError(
             f"{name}: --sample-order megatron holds the order of all {samples:_} samples in memory, at least "
-            f"{in_words(nbytes)} of the {in_words(total_memory)} there are; use --sample-order lazy, or a shorter run"
+            f"{format_bytes(nbytes)} of {format_bytes(total_memory)}; use --sample-order lazy, or a shorter run"
         )
 
 
 def make_cache(folder: Path) -> None:
-    """Creates the cache folder and checks that it is writable.
+    """Create the cache folder and check that it is writable.
 
     Raises:
         UserError: when the folder cannot be created or written.
@@ -83,12 +83,12 @@ def make_cache(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _write_error(folder, error) from error
     check_writable(folder / "files", _FLAG)
 
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a cache file atomically.
+    """Write a cache file atomically.
 
     Raises:
         UserError: when the file cannot be written, such as on a full disk.
@@ -97,10 +97,10 @@ def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with atomic_write(path) as stream:
             write(stream)
     except OSError as error:
-        raise _unwritable(path.parent, error) from error
+        raise _write_error(path.parent, error) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> UserError:
+def _write_error(folder: Path, error: OSError) -> UserError:
     reason = error.strerror or str(error)
     return UserError(f"{_FLAG} {folder}: cannot be written ({reason}); make room, name another folder, or leave it out")
 
@@ -115,7 +115,7 @@ def _checksum(array: NDArray[Any]) -> int:
 
 
 def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
-    """Loads the arrays of a manifest; None if any file is missing or fails its checksum."""
+    """Load the arrays of a manifest; None if any file is missing or fails its checksum."""
     try:
         if not _is_file(manifest):
             return None

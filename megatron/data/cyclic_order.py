@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from megatron.data.gpt_index import SampleOrder, Span
-from megatron.data.permute import Permutation, mix
+from megatron.data.permute import Permutation, check_index, mix
 from megatron.data.sentence_order import SentenceOrder, Sentences
 
 Epoch = TypeVar("Epoch", bound=Sized)
 
-_PASS = 4
+_STREAM = 4
 """Stream id that separates these shuffles from others with the same seed."""
 
 
@@ -43,10 +43,8 @@ class _Passes(Generic[Epoch]):
         Raises:
             IndexError: when the index is outside the order.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        number, offset = divmod(index, self.epoch_samples)
-        return Permutation(self.epoch_samples, mix(self._seed, number, _PASS))(offset)
+        number, offset = divmod(check_index(index, len(self)), self.epoch_samples)
+        return Permutation(self.epoch_samples, mix(self._seed, number, _STREAM))(offset)
 
 
 class CyclicOrder(_Passes[SampleOrder]):
@@ -70,9 +68,7 @@ class CyclicSentences(_Passes[SentenceOrder]):
         Raises:
             IndexError: when the index is outside the order.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return index
+        return check_index(index, len(self))
 
     def sentences(self, sample_id: int) -> Sentences:
         return self._epoch.sentences(self._epoch.sample_id(self._sample_index(sample_id)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.data.gpt_index import Documents, LazyOrder, Span
-from megatron.data.permute import Permutation, mix
+from megatron.data.permute import Permutation, check_index, mix
 
 _MAX_LANES = 64
 _MIN_ROWS = 16
@@ -49,7 +49,7 @@ class FixedOrder:
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
         self._epoch = LazyOrder(documents, seq_length, seed, None)
-        self._lanes = Lanes(max(len(self._epoch), 0), seed)
+        self._lanes = Lanes(len(self._epoch), seed)
         self.lanes, self.epoch_samples = self._lanes.lanes, self._lanes.epoch_samples
         self._num_samples = self.epoch_samples if num_samples is None else num_samples
 
@@ -57,9 +57,7 @@ class FixedOrder:
         return self._num_samples if self.epoch_samples else 0
 
     def sample_id(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._lanes.sample(index)
+        return self._lanes.sample(check_index(index, len(self)))
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         return self._epoch.spans(sample_id)

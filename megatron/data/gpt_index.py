@@ -1,8 +1,8 @@
 """Sample orders of GPT datasets: map a draw to the tokens of its sample.
 
-Both orders treat the documents of a split as an infinite token stream: each epoch contains every document once, in
-shuffled order. Sample k covers the seq_length + 1 tokens from position k * seq_length of that stream, so neighboring
-samples share a token. Samples are drawn in shuffled order; k, the index before that shuffle, is the ``sample_id``.
+Both orders join the documents of all epochs, in shuffled order, into a token stream. Sample k covers the
+seq_length + 1 tokens from position k * seq_length of that stream, so neighboring samples share a token. Samples are
+drawn in shuffled order; k, the index before that shuffle, is the ``sample_id``.
 
 ``MegatronOrder`` builds the index arrays of megatron-core: identical sample by sample, and equally large.
 ``LazyOrder`` computes each sample on demand, so its startup time does not depend on the number of samples.
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
-from megatron.data.cache import Arrays, cached_arrays, check_room
-from megatron.data.permute import Permutation, mix
+from megatron.data.cache import Arrays, cached_arrays, check_memory
+from megatron.data.permute import Permutation, check_index, mix
 
 # Approximate number of cached document-order entries, over all epochs.
 _DOCUMENTS_KEPT = 1 << 22
@@ -111,9 +111,7 @@ class LazyOrder:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
-        epoch = (index + 1) * self._seq_length // self._epoch_tokens
+        epoch = (check_index(index, self._num_samples) + 1) * self._seq_length // self._epoch_tokens
         start = self._epoch_start(epoch)
         with self._lock:
             shuffle = self._shuffles.get(epoch)
@@ -214,9 +212,7 @@ class MegatronOrder:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return int(self.shuffle_index[index])
+        return int(self.shuffle_index[check_index(index, len(self))])
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         entry, offset = (int(value) for value in self.sample_index[sample_id])
@@ -231,7 +227,7 @@ class MegatronOrder:
 
 
 def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> Arrays:
-    """Builds Megatron's index arrays.
+    """Build Megatron's index arrays.
 
     Returns:
         document_index: int32 [epochs * documents], sequence indices in the file.
@@ -248,7 +244,7 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
         if num_samples - earlier_samples < int(0.80 * ((epoch_tokens - 1) // seq_length)):
             shuffle_split = earlier_samples
     count = len(documents.lengths)
-    check_room(12 * epochs * count + 24 * total, documents.name, total)
+    check_memory(12 * epochs * count + 24 * total, documents.name, total)
     random = np.random.RandomState(seed)
     document_index = np.tile(np.arange(documents.first, documents.first + count, dtype=np.int32), epochs)
     split = (epochs - 1) * count if shuffle_split != total else epochs * count
@@ -270,9 +266,9 @@ def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_l
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
     sample_index = np.zeros((total + 1, 2), dtype=dtype)
     positions = np.arange(1, total + 1, dtype=np.int64) * seq_length
-    places = np.searchsorted(ends, positions, side="right")
-    sample_index[1:, 0] = places
+    entries = np.searchsorted(ends, positions, side="right")
+    sample_index[1:, 0] = entries
     # The position of an entry's first token is the sum of all earlier lengths.
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[places]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[entries]
     sample_index[1:, 1] = positions - starts
     return sample_index

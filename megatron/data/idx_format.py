@@ -81,7 +81,7 @@ def byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]
 
 
 def encode_mmap_index(lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Encodes an mmap index in chunks of bytes."""
+    """Encode an mmap index in chunks of bytes."""
     yield _MMAP_HEADER.pack(MMAP_MAGIC, VERSION, CODES[dtype], len(lengths), len(doc_idx))
     yield lengths.astype("<i4").tobytes()
     yield byte_offsets(lengths, dtype.itemsize).tobytes()
@@ -91,7 +91,7 @@ def encode_mmap_index(lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dt
 def encode_legacy_index(
     lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]
 ) -> Iterator[bytes]:
-    """Encodes a lazy/cached index in chunks of bytes."""
+    """Encode a lazy/cached index in chunks of bytes."""
     count = len(lengths)
     yield _LEGACY_HEADER.pack(LEGACY_MAGIC, VERSION, CODES[dtype], dtype.itemsize, count, count, len(doc_idx))
     yield np.arange(count + 1, dtype="<i8").tobytes()
@@ -122,18 +122,18 @@ def read_index(path: Path) -> IndexTable:
     if head.startswith(LEGACY_MAGIC):
         return _read_legacy(path, raw, head)
     if len(head) < len(MMAP_MAGIC) and (MMAP_MAGIC.startswith(head) or LEGACY_MAGIC.startswith(head)):
-        raise damaged(path, f"is truncated: {size} bytes do not hold a header")
-    raise damaged(path, "does not start with the magic bytes of an index (MMIDIDX or TNTIDX)")
+        raise damage_error(path, f"is truncated: {size} bytes do not hold a header")
+    raise damage_error(path, "does not start with the magic bytes of an index (MMIDIDX or TNTIDX)")
 
 
-def damaged(path: Path, problem: str) -> UserError:
+def damage_error(path: Path, problem: str) -> UserError:
     """Error for a damaged file."""
     return UserError(f"{path}: {problem}. Restore the file or write it again with tools/preprocess_data.py")
 
 
 def _read_mmap(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
     if len(head) < _MMAP_HEADER.size:
-        raise damaged(path, f"is truncated: {len(raw)} bytes do not hold a header")
+        raise damage_error(path, f"is truncated: {len(raw)} bytes do not hold a header")
     _, version, code, count, documents = _MMAP_HEADER.unpack_from(head)
     dtype = _check_version_and_dtype(path, version, code)
     _check_size(path, len(raw), _MMAP_HEADER.size + 12 * count + 8 * documents, count, documents)
@@ -146,11 +146,13 @@ def _read_mmap(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
     for first in range(0, count, _CHECK_ROWS):
         block = lengths[first : first + _CHECK_ROWS].astype(np.int64)
         if int(block.min()) < 0:
-            raise damaged(path, f"has a negative length at sequence {first + int(np.argmax(block < 0))}")
+            raise damage_error(path, f"has a negative length at sequence {first + int(np.argmax(block < 0))}")
         ends = np.cumsum(block * dtype.itemsize) + expected
-        wrong = np.flatnonzero(offsets[first : first + _CHECK_ROWS] != ends - block * dtype.itemsize)
-        if len(wrong):
-            raise damaged(path, f"has an offset at sequence {first + int(wrong[0])} that its lengths do not add up to")
+        mismatches = np.flatnonzero(offsets[first : first + _CHECK_ROWS] != ends - block * dtype.itemsize)
+        if len(mismatches):
+            raise damage_error(
+                path, f"has an offset at sequence {first + int(mismatches[0])} that does not match its lengths"
+            )
         expected = int(ends[-1])
     _check_documents(path, doc_idx, count)
     return IndexTable(False, dtype, lengths, offsets, doc_idx)
@@ -158,25 +160,27 @@ def _read_mmap(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
 
 def _read_legacy(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
     if len(head) < _LEGACY_HEADER.size:
-        raise damaged(path, f"is truncated: {len(raw)} bytes do not hold a header")
+        raise damage_error(path, f"is truncated: {len(raw)} bytes do not hold a header")
     _, version, code, element_size, count, sizes_count, documents = _LEGACY_HEADER.unpack_from(head)
     dtype = _check_version_and_dtype(path, version, code)
     if element_size != dtype.itemsize:
-        raise damaged(path, f"says {element_size} bytes for a {dtype.name}, which has {dtype.itemsize}")
+        raise damage_error(path, f"has {element_size} bytes per {dtype.name} instead of {dtype.itemsize}")
     expected = _LEGACY_HEADER.size + 8 * (2 * (count + 1) + sizes_count + documents)
     _check_size(path, len(raw), expected, count, documents)
     if sizes_count != count:
-        raise damaged(path, f"holds {sizes_count} sizes for {count} items, so it is no file of 1-D token sequences")
+        raise damage_error(
+            path, f"holds {sizes_count} sizes for {count} items, so it is not a file of 1-D token sequences"
+        )
     table = raw[_LEGACY_HEADER.size :].view("<i8")
     dim_offsets, data_offsets = table[: count + 1], table[count + 1 : 2 * count + 2]
     sizes = table[2 * count + 2 : 3 * count + 2]
     if not np.array_equal(dim_offsets, np.arange(count + 1)):
-        raise damaged(path, "holds items that are not 1-D token sequences")
+        raise damage_error(path, "holds items that are not 1-D token sequences")
     if count and (int(sizes.min()) < 0 or int(sizes.max()) > np.iinfo(np.int32).max):
-        raise damaged(path, "holds a sequence length outside 0..2^31-1")
+        raise damage_error(path, "holds a sequence length outside 0..2^31-1")
     lengths = sizes.astype("<i4")
     if int(data_offsets[0]) != 0 or not np.array_equal(np.diff(data_offsets), sizes):
-        raise damaged(path, "has offsets that are not the running sum of its lengths")
+        raise damage_error(path, "has offsets that are not the running sum of its lengths")
     doc_idx = table[3 * count + 2 :]
     _check_documents(path, doc_idx, count)
     return IndexTable(True, dtype, lengths, byte_offsets(lengths, dtype.itemsize), doc_idx)
@@ -184,15 +188,15 @@ def _read_legacy(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
 
 def _check_version_and_dtype(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != VERSION:
-        raise damaged(path, f"has format version {version}; this reader knows version {VERSION}")
+        raise damage_error(path, f"has format version {version}; this reader supports version {VERSION}")
     if code not in DTYPES:
-        raise damaged(path, f"has the unknown dtype code {code} (known: 1 to 8)")
+        raise damage_error(path, f"has the unknown dtype code {code} (known: 1 to 8)")
     return DTYPES[code]
 
 
 def _check_size(path: Path, actual: int, expected: int, count: int, documents: int) -> None:
     if actual != expected:
-        raise damaged(
+        raise damage_error(
             path,
             f"is {'truncated' if actual < expected else 'too long'}: {actual} bytes, but its header "
             f"({count} sequences, {documents} document entries) needs {expected}",
@@ -201,8 +205,8 @@ def _check_size(path: Path, actual: int, expected: int, count: int, documents: i
 
 def _check_documents(path: Path, doc_idx: NDArray[np.int64], count: int) -> None:
     if len(doc_idx) == 0 or int(doc_idx[0]) != 0 or int(doc_idx[-1]) != count:
-        raise damaged(path, f"has document starts that do not run from 0 to its {count} sequences")
+        raise damage_error(path, f"has document starts that do not run from 0 to its {count} sequences")
     for start in range(0, len(doc_idx), _CHECK_ROWS):
         block = doc_idx[start : start + _CHECK_ROWS + 1]
         if bool(np.any(block[1:] < block[:-1])):
-            raise damaged(path, "has document starts that fall")
+            raise damage_error(path, "has document starts that decrease")

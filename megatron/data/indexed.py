@@ -27,14 +27,11 @@ from megatron.data.idx_format import (
     DTYPES,
     IMPLEMENTATIONS,
     IndexTable,
-    best_dtype,
-    damaged,
+    damage_error,
     encode_legacy_index,
     encode_mmap_index,
     read_index,
 )
-
-__all__ = ["IndexedDataset", "IndexedWriter", "best_dtype", "dataset_files"]
 
 _SCAN_BYTES = 64 << 20
 
@@ -110,7 +107,7 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Reads ``length`` tokens of sequence ``index``, starting at token ``offset`` (to its end when None).
+        """Read ``length`` tokens of sequence ``index``, starting at token ``offset`` (to its end when None).
 
         Raises:
             IndexError: when the position is outside the dataset or the sequence.
@@ -124,7 +121,7 @@ class IndexedDataset:
             raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {available} in {self.bin_path}")
         return self._read(int(self.table.offsets[index]) + offset * self.dtype.itemsize, length)
 
-    def run(self, begin: int, end: int) -> NDArray[Any]:
+    def read_range(self, begin: int, end: int) -> NDArray[Any]:
         """Concatenated tokens of the sequences [begin, end).
 
         Raises:
@@ -138,7 +135,7 @@ class IndexedDataset:
         return self._read(int(self.table.offsets[begin]), length)
 
     def _read(self, start: int, length: int) -> NDArray[Any]:
-        """Reads ``length`` tokens starting at byte ``start``."""
+        """Read ``length`` tokens starting at byte ``start``."""
         if self._tokens is not None:
             first = start // self.dtype.itemsize
             return self._tokens[first : first + length]
@@ -146,11 +143,11 @@ class IndexedDataset:
             raise ValueError(f"{self.bin_path} is closed")
         data = os.pread(self._file, length * self.dtype.itemsize, start)
         if len(data) != length * self.dtype.itemsize:
-            raise damaged(self.bin_path, "became shorter while it was being read")
+            raise damage_error(self.bin_path, "became shorter while it was being read")
         return np.frombuffer(data, dtype=self.dtype)
 
     def close(self) -> None:
-        """Closes the file; later reads raise an error."""
+        """Close the file; later reads raise an error."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -161,7 +158,7 @@ class IndexedDataset:
             self.close()
 
     def check_token_range(self, vocab_size: int, cache_path: str | Path | None = None) -> None:
-        """Checks that all token ids are in [0, vocab_size).
+        """Check that all token ids are in [0, vocab_size).
 
         Reads the whole ``.bin`` once. With a ``cache_path``, a successful check is cached under the file's path, size
         and modification time and the vocabulary size, and later calls return immediately.
@@ -188,8 +185,8 @@ class IndexedDataset:
             make_cache(stamp.parent)
         self._scan_tokens(vocab_size)
         if stamp is not None:
-            verdict = json.dumps({"file": os.fspath(self.bin_path), "below": vocab_size}).encode()
-            write_cached(stamp, lambda stream: stream.write(verdict))
+            record = json.dumps({"file": os.fspath(self.bin_path), "below": vocab_size}).encode()
+            write_cached(stamp, lambda stream: stream.write(record))
 
     def _scan_tokens(self, vocab_size: int) -> None:
         step = _SCAN_BYTES // self.dtype.itemsize
@@ -213,7 +210,7 @@ def _check_bin(bin_path: Path, idx_path: Path, table: IndexTable) -> None:
         raise UserError(f"{bin_path}: the tokens of {idx_path.name} are missing. Copy the .bin beside it") from None
     expected = 0 if len(table.lengths) == 0 else int(table.offsets[-1]) + int(table.lengths[-1]) * table.dtype.itemsize
     if size != expected:
-        raise damaged(
+        raise damage_error(
             bin_path,
             f"is {'truncated' if size < expected else 'too long'}: {size} bytes, but {idx_path.name} "
             f"counts {expected // table.dtype.itemsize} tokens of {table.dtype.name}, {expected} bytes",
@@ -273,13 +270,13 @@ class IndexedWriter:
 
     @classmethod
     def like(cls, table: IndexTable, prefix: str | Path) -> IndexedWriter:
-        """Opens a writer with the format and dtype of an index, including the dtype of a legacy index."""
+        """Open a writer with the format and dtype of an index, including the dtype of a legacy index."""
         writer = cls(prefix, dtype=table.dtype, impl="lazy" if table.legacy else "mmap")
         writer.dtype = table.dtype
         return writer
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike) -> None:
-        """Appends documents.
+        """Append documents.
 
         Args:
             tokens: [T] concatenated token ids of all documents.
@@ -296,7 +293,7 @@ class IndexedWriter:
             low, high = int(tokens_t.min()), int(tokens_t.max())
             if low < limits.min or high > limits.max:
                 raise UserError(
-                    f"{self.bin_path}: token id {low if low < limits.min else high} is no {self.dtype.name}"
+                    f"{self.bin_path}: token id {low if low < limits.min else high} does not fit {self.dtype.name}"
                 )
             tokens_t = tokens_t.astype(self.dtype)
         if tokens_t.size:
@@ -307,13 +304,13 @@ class IndexedWriter:
         self.num_documents += counts_d.size
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Appends a document: a single sequence unless ``lengths`` splits it, or no sequence if it has no tokens."""
+        """Append a document: a single sequence unless ``lengths`` splits it, or no sequence if it has no tokens."""
         size = np.asarray(tokens).size
         sequence_lengths = ([size] if size else []) if lengths is None else list(lengths)
         self.add_documents(tokens, sequence_lengths, [len(sequence_lengths)])
 
     def merge(self, prefix: str | Path) -> None:
-        """Appends all documents of a finished pair of the same dtype."""
+        """Append all documents of a finished pair of the same dtype."""
         bin_path, idx_path = dataset_files(prefix)
         table = read_index(idx_path)
         _check_bin(bin_path, idx_path, table)
@@ -327,7 +324,7 @@ class IndexedWriter:
         self.num_documents += len(table.doc_idx) - 1
 
     def finalize(self) -> None:
-        """Syncs both files and moves them to their final names: first the ``.bin``, then the ``.idx``."""
+        """Sync both files and move them to their final names: first the ``.bin``, then the ``.idx``."""
         lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text")
@@ -340,13 +337,13 @@ class IndexedWriter:
         os.replace(self._partial, self.bin_path)
         fsync_directory(self.bin_path.parent)
         with atomic_write(self.idx_path) as index:
-            for piece in encode(lengths.astype(np.int32), np.concatenate(self._doc_idx), self.dtype):
-                index.write(piece)
+            for chunk in encode(lengths.astype(np.int32), np.concatenate(self._doc_idx), self.dtype):
+                index.write(chunk)
         stream.close()
         self._stream = None
 
     def abort(self) -> None:
-        """Removes the temporary files."""
+        """Remove the temporary files."""
         if self._stream is not None:
             self._partial.unlink(missing_ok=True)
             self._stream.close()

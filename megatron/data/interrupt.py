@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
-    """Turns termination signals into KeyboardInterrupt, so that temporary files are removed.
+def interrupt_on_signals(*, even_ignored: bool = False) -> Iterator[None]:
+    """Turn termination signals into KeyboardInterrupt, so that temporary files are removed.
 
     Args:
         even_ignored: also handle signals that the shell ignores (nohup; Ctrl-C in a background job).
@@ -29,12 +29,12 @@ def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
     handled_signals = (
         SIGNALS if even_ignored else [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     )
-    with _handled(stop, handled_signals):
+    with _set_handlers(stop, handled_signals):
         yield
 
 
 def run_command(body: Callable[[], object], name: str = "", stopped: str = "nothing was written") -> int:
-    """Runs a command and returns its exit status; prints a single line if it fails or is interrupted.
+    """Run a command and return its exit status; print a single line if it fails or is interrupted.
 
     Args:
         body: the command.
@@ -43,7 +43,7 @@ def run_command(body: Callable[[], object], name: str = "", stopped: str = "noth
     """
     prefix = f"{name}: " if name else ""
     try:
-        with stopped_in_order():
+        with interrupt_on_signals():
             body()
     except UserError as error:
         sys.stderr.write(f"{prefix}error: {error}\n")
@@ -58,26 +58,26 @@ def run_command(body: Callable[[], object], name: str = "", stopped: str = "noth
     return 0
 
 
-def undisturbed() -> AbstractContextManager[None]:
-    """Ignores termination signals."""
-    return _handled(signal.SIG_IGN, SIGNALS)
+def ignore_signals() -> AbstractContextManager[None]:
+    """Ignore termination signals."""
+    return _set_handlers(signal.SIG_IGN, SIGNALS)
 
 
 @contextmanager
-def delayed() -> Iterator[None]:
-    """Delays termination signals to the end of the context: an exception could leave a library's lock acquired."""
-    arrived = list[int]()
+def delay_signals() -> Iterator[None]:
+    """Delay termination signals to the end of the context: an exception could leave a library's lock acquired."""
+    received = list[int]()
     try:
-        with _handled(lambda number, _: arrived.append(number), SIGNALS):
+        with _set_handlers(lambda number, _: received.append(number), SIGNALS):
             yield
     finally:
-        for number in arrived:
+        for number in received:
             signal.raise_signal(number)
 
 
 @contextmanager
-def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
-    """Sets signal handlers; does nothing outside the main thread, where Python does not allow it."""
+def _set_handlers(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
+    """Set signal handlers; do nothing outside the main thread, where Python does not allow it."""
     old_handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():

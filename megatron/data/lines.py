@@ -13,22 +13,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.base.atomic import beside, check_writable, fsync_directory, holding, remove_leftovers
+from megatron.base.atomic import check_writable, fsync_directory, hold_lock, remove_leftovers, temporary_path
 from megatron.base.errors import UserError
 
-_LONGEST_WINDOW = 1 << 31
+_MAX_WINDOW = 1 << 31
 """Maximum window size of zstd files; large dumps exceed the library's default limit."""
 
-MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """UTF-8 byte order mark, which some programs write at the start of a file; JSON does not allow it."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors raised when a missing or damaged file is read."""
 
-_OTHER_PACKERS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
+_UNSUPPORTED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
 
 
-class _Zstd(io.RawIOBase):
+class _ZstdReader(io.RawIOBase):
     """Reader of zstd files with any number of frames that detects truncation (zstandard's reader does not)."""
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class _Zstd(io.RawIOBase):
                     raise EOFError("it ends within a frame")
                 return 0
             if self._frame is None or self._frame.eof:
-                self._frame = self._library.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
+                self._frame = self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
             try:
                 self._ready = memoryview(self._frame.decompress(packed))
             except self._library.ZstdError as error:
@@ -70,30 +70,30 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": lambda path: io.BufferedReader(_Zstd(path), 1 << 20),
+    ".zst": lambda path: io.BufferedReader(_ZstdReader(path), 1 << 20),
 }
 
 
-def is_packed(path: str | Path) -> bool:
+def is_compressed(path: str | Path) -> bool:
     """Whether a file is compressed, by its name."""
     return Path(path).suffix in _OPENERS
 
 
-def opened(path: str | Path) -> BinaryIO:
-    """Opens a file for reading, decompressed according to its suffix.
+def open_decompressed(path: str | Path) -> BinaryIO:
+    """Open a file for reading, decompressed according to its suffix.
 
     Raises:
         OSError, EOFError, zlib.error, lzma.LZMAError: here or during reads.
         ModuleNotFoundError: when the decompression library is missing.
     """
     path = Path(path)
-    stream: BinaryIO = _OPENERS[path.suffix](path) if is_packed(path) else path.open("rb")
+    stream: BinaryIO = _OPENERS[path.suffix](path) if is_compressed(path) else path.open("rb")
     return stream
 
 
-def _check_ending(path: Path) -> None:
-    if path.suffix in _OTHER_PACKERS:
-        raise UserError(f"{path}: is packed in a way that is not known here; name a .gz or .zst file, or a plain one")
+def _check_suffix(path: Path) -> None:
+    if path.suffix in _UNSUPPORTED_SUFFIXES:
+        raise UserError(f"{path}: its compression is not supported; name a .gz or .zst file, or an uncompressed one")
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
@@ -103,11 +103,11 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         UserError: when the file cannot be read, or is damaged.
     """
     path = Path(path)
-    _check_ending(path)
+    _check_suffix(path)
     try:
-        with opened(path) as stream:
+        with open_decompressed(path) as stream:
             for number, line in enumerate(stream, 1):
-                stripped = line.removeprefix(MARK).strip() if number == 1 else line.strip()
+                stripped = line.removeprefix(BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
                 if stripped:
                     yield number, stripped
     except READ_ERRORS as error:
@@ -125,13 +125,13 @@ def lines(path: str | Path) -> Iterator[bytes]:
 
 
 def check_output(path: str | Path) -> Path:
-    """Checks that an output file can be written; returns its path with links resolved.
+    """Check that an output file can be written; return its path with links resolved.
 
     Raises:
         UserError: when it cannot be written.
     """
     output_path = check_writable(path)
-    _check_ending(output_path)
+    _check_suffix(output_path)
     return output_path
 
 
@@ -145,7 +145,7 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
     output_path = check_output(path)
     try:
         remove_leftovers(output_path, "partial", Path.unlink)
-        partial = beside(output_path, "partial")
+        partial = temporary_path(output_path, "partial")
         raw = partial.open("xb")
     except FileExistsError as error:
         raise UserError(
@@ -155,7 +155,7 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
         raise UserError(f"{path}: {error.strerror or error}") from error
     packed: Any = raw
     try:
-        with holding(partial, where_there_are_locks=True):
+        with hold_lock(partial, if_supported=True):
             if output_path.suffix == ".gz":
                 packed = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
             elif output_path.suffix == ".zst":

@@ -88,7 +88,7 @@ class MicroBatches(Iterator[Batch]):
             raise
 
     def close(self) -> None:
-        """Stops the threads and ends the iteration. May be called more than once."""
+        """Stop the threads and end the iteration. May be called more than once."""
         self._closed = True
         for future in self._pending:
             future.cancel()
@@ -134,7 +134,7 @@ def build_loader(
     island: int = 0,
     islands: int = 1,
 ) -> MicroBatches:
-    """Builds the loader of data-parallel rank ``dp_rank``, starting at draw ``consumed_samples``.
+    """Build the loader of data-parallel rank ``dp_rank``, starting at draw ``consumed_samples``.
 
     The loader takes the draws of the dataset in order, and stops when fewer than a micro-batch per rank remain.
 

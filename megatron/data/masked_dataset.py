@@ -54,16 +54,16 @@ class MaskedDataset(RowIndexing, ABC):
         """See ``SampleSource``."""
 
 
-def take(rows_bt: NDArray[np.int64], begin: int, length: int) -> torch.Tensor:
-    """Copies columns [begin, begin + length) of a batch of rows into a tensor."""
+def copy_columns(rows_bt: NDArray[np.int64], begin: int, length: int) -> torch.Tensor:
+    """Copy columns [begin, begin + length) of a batch of rows into a tensor."""
     return torch.from_numpy(np.ascontiguousarray(rows_bt[:, begin : begin + length]))
 
 
-def padding(lengths_b: NDArray[np.int64], length: int) -> torch.Tensor:
+def padding_segments(lengths_b: NDArray[np.int64], length: int) -> torch.Tensor:
     """Segment ids int32 [b, length]: 0 for text, 1 for the padding after it."""
     return torch.from_numpy((np.arange(length) >= lengths_b[:, None]).astype(np.int32))
 
 
-def places(batch: int, length: int) -> torch.Tensor:
+def position_ids(batch: int, length: int) -> torch.Tensor:
     """Position ids int64 [batch, length]."""
     return torch.arange(length).repeat(batch, 1)

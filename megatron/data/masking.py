@@ -43,23 +43,24 @@ class WordMasker:
     Args:
         masking: masking parameters.
         continues_v: bool, for every token id: whether it continues a word (##...).
-        never: ids that are never masked, such as [CLS] and [SEP].
+        never_masked: ids that are never masked, such as [CLS] and [SEP].
     """
 
-    def __init__(self, masking: WordMasking, continues_v: NDArray[np.bool_], never: tuple[int, ...]) -> None:
+    def __init__(self, masking: WordMasking, continues_v: NDArray[np.bool_], never_masked: tuple[int, ...]) -> None:
         self._masking = masking
         self._continues_v = continues_v
-        self._never = never
+        self._never_masked = never_masked
         shares = 1.0 / np.arange(1, masking.longest_ngram + 1)
+        # Normalized twice, which reproduces the rounding of megatron-core.
         shares = shares / shares.sum(keepdims=True)
         shares = shares / shares.sum(keepdims=True)
         cumulative_shares = shares.cumsum()
-        self._running: list[float] = (cumulative_shares / cumulative_shares[-1]).tolist()
+        self._cumulative_shares: list[float] = (cumulative_shares / cumulative_shares[-1]).tolist()
 
     def ngrams(
         self, tokens_t: NDArray[np.int64], target: int, random: np.random.RandomState
     ) -> Iterator[NDArray[np.int64]]:
-        """Draws non-overlapping n-grams, in random order, until the masking fraction is reached.
+        """Draw non-overlapping n-grams, in random order, until the masking fraction is reached.
 
         Args:
             tokens_t: the text, special tokens included.
@@ -69,7 +70,7 @@ class WordMasker:
         Yields:
             Token positions of an n-gram, ascending.
         """
-        positions = np.flatnonzero(~np.isin(tokens_t, self._never))
+        positions = np.flatnonzero(~np.isin(tokens_t, self._never_masked))
         # A piece of a truncated word belongs to the preceding word, as in megatron-core.
         begins = ~self._continues_v[tokens_t[positions]]
         begins[:1] = True
@@ -88,7 +89,7 @@ class WordMasker:
             if self._masking.geometric:
                 size = min(int(random.geometric(_GEOMETRIC_P)), self._masking.longest_ngram)
             else:
-                size = bisect_right(self._running, random.random_sample()) + 1
+                size = bisect_right(self._cumulative_shares, random.random_sample()) + 1
             # Shorten the n-gram if it would exceed the token budget.
             while size and count + bounds[min(word + size, words)] - low > token_budget:
                 size -= 1

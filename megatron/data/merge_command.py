@@ -1,4 +1,4 @@
-"""The command line that joins indexed data sets into one."""
+"""Command line that joins indexed data sets."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron.data.interrupt import run_command
 from megatron.data.preprocess.command import PreprocessParser, hyphenate_flags
 
 _ABOUT = """\
-Join .bin/.idx files into one pair, documents and all, in the order of their names or of --prefixes.
+Join .bin/.idx pairs into one, in the order of their names or of --prefixes.
 
   python tools/merge_datasets.py --input parts --output-prefix data/all
   python tools/merge_datasets.py --prefixes a_text_document b_text_document --output-prefix data/all
 
-All must hold tokens of one type in one format, which the result has, too. It appears under its name when it is
-complete; tokens are copied file by file, so they need no memory.
+All pairs must have the same token type and format, which the result keeps. The result appears under its name only
+when it is complete. Tokens are copied file by file, so memory does not limit the size.
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the parser of the command line."""
     parser = PreprocessParser(
         prog="merge_datasets.py",
         description=_ABOUT,
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_prefixes(folder: str, output_prefix: str) -> list[str]:
-    """Finds the pairs of a folder, sorted by name, without the output of an earlier run.
+    """Find the pairs of a folder, sorted by name, without the output of an earlier run.
 
     Raises:
         UserError: when there is no pair, a file of a pair is missing, or the output would replace an input.
@@ -73,14 +73,14 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
         lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, output_prefix)]
         if not np.array_equal(np.concatenate(lengths[:-1]), lengths[-1]):
             raise UserError(
-                f"--output-prefix {output_prefix}: is a data set in --input {folder} and not the others joined; name "
+                f"--output-prefix {output_prefix}: is a data set in --input {folder}, but not the others joined; name "
                 "another, or remove it"
             )
     return prefixes
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
-    """Merges data sets; returns the finished writer.
+    """Merge data sets; return the finished writer.
 
     Raises:
         UserError: when they cannot be merged, or the result would overwrite an input.
@@ -113,14 +113,14 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
+    """Run the command; return 0 on success, or print a single-line error and return 2."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(build_parser().parse_args(hyphenate_flags(words))))
 
 
 def _run(args: argparse.Namespace) -> None:
     if args.multimodal:
-        raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
+        raise UserError("--multimodal: data sets with sequence modes are not supported; leave the flag out")
     missing_flags = [] if args.input or args.prefixes else ["--input or --prefixes"]
     missing_flags += [] if args.output_prefix is not None else ["--output-prefix"]
     if missing_flags:

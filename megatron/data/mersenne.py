@@ -1,7 +1,7 @@
 """The Mersenne Twister generators of the C++ standard library, and a shuffle, as NumPy arrays.
 
-megatron-core cuts sentences into samples in C++, with std::mt19937 and std::mt19937_64. Reproducing its samples takes
-the same random numbers.
+megatron-core cuts sentences into samples in C++, with std::mt19937 and std::mt19937_64; the same samples need the
+same random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS, _MIDDLE = 312, 156
 _UPPER, _LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 _MATRIX = np.uint64(0xB5026F5AA96619E9)
 # Below this many elements, swaps run sequentially.
-_FEW = 4096
+_SEQUENTIAL_SWAPS = 4096
 
 
 def mersenne_32(seed: int) -> Iterator[NDArray[np.uint32]]:
@@ -40,9 +40,9 @@ def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
         block = np.empty((_BLOCK // _WORDS, _WORDS), dtype=np.uint64)
         for row in block:
             # Each half of the state advances from the other half.
-            state[:_MIDDLE] = _mixed(state[:_MIDDLE], state[1 : _MIDDLE + 1]) ^ state[_MIDDLE:]
+            state[:_MIDDLE] = _twist(state[:_MIDDLE], state[1 : _MIDDLE + 1]) ^ state[_MIDDLE:]
             next_words = np.append(state[_MIDDLE + 1 :], state[0])
-            state[_MIDDLE:] = _mixed(state[_MIDDLE:], next_words) ^ state[:_MIDDLE]
+            state[_MIDDLE:] = _twist(state[_MIDDLE:], next_words) ^ state[:_MIDDLE]
             row[:] = state
         numbers = block.reshape(-1)
         numbers ^= (numbers >> np.uint64(29)) & np.uint64(0x5555555555555555)
@@ -52,12 +52,12 @@ def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
         yield numbers
 
 
-def _mixed(words: NDArray[np.uint64], next_words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _twist(words: NDArray[np.uint64], next_words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     joined_words = (words & _UPPER) | (next_words & _LOWER)
     return (joined_words >> np.uint64(1)) ^ ((joined_words & np.uint64(1)) * _MATRIX)
 
 
-def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
+def shuffle_range(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
     """Fisher-Yates shuffle of [0, count): swaps i with a random number modulo (i + 1), from count - 1 down to 1.
 
     Swaps without common elements run as a batch.
@@ -66,30 +66,30 @@ def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
     top = count - 1
     while top > 0:
         numbers = next(random)[:top]
-        places = np.arange(top, top - len(numbers), -1, dtype=np.int64)
-        partners = (numbers % (places + 1).astype(np.uint64)).astype(np.int64)
-        _swap(order, places, partners)
+        positions = np.arange(top, top - len(numbers), -1, dtype=np.int64)
+        partners = (numbers % (positions + 1).astype(np.uint64)).astype(np.int64)
+        _swap(order, positions, partners)
         top -= len(numbers)
     return order
 
 
-def _swap(order: NDArray[Any], places: NDArray[np.int64], partners: NDArray[np.int64]) -> None:
+def _swap(order: NDArray[Any], positions: NDArray[np.int64], partners: NDArray[np.int64]) -> None:
     start = 0
-    while start < len(places):
-        top = int(places[start])
-        if top < _FEW:
+    while start < len(positions):
+        top = int(positions[start])
+        if top < _SEQUENTIAL_SWAPS:
             head = order[: top + 1].tolist()
-            for place, partner in zip(places[start:].tolist(), partners[start:].tolist(), strict=True):
-                head[place], head[partner] = head[partner], head[place]
+            for position, partner in zip(positions[start:].tolist(), partners[start:].tolist(), strict=True):
+                head[position], head[partner] = head[partner], head[position]
             order[: top + 1] = head
             return
-        size = _independent(partners[start : start + isqrt(top)], top)
-        swap_places, swap_partners = places[start : start + size], partners[start : start + size]
-        order[swap_places], order[swap_partners] = order[swap_partners], order[swap_places]
+        size = _count_independent(partners[start : start + isqrt(top)], top)
+        swap_positions, swap_partners = positions[start : start + size], partners[start : start + size]
+        order[swap_positions], order[swap_partners] = order[swap_partners], order[swap_positions]
         start += size
 
 
-def _independent(partners: NDArray[np.int64], top: int) -> int:
+def _count_independent(partners: NDArray[np.int64], top: int) -> int:
     """Number of leading swaps, from ``top`` downwards with these partners, without common elements."""
     size = len(partners)
     # Partners that are themselves swapped later in this batch.

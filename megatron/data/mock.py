@@ -43,7 +43,7 @@ class MockDataset(IndexedDataset):
         self._tokens = None
 
     def check_token_range(self, vocab_size: int, cache_path: str | Path | None = None) -> None:
-        """Does nothing: tokens are drawn from the vocabulary."""
+        """Do nothing: tokens are drawn from the vocabulary."""
 
     def _read(self, start: int, length: int) -> NDArray[Any]:
         first = start // self.dtype.itemsize

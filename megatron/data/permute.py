@@ -1,4 +1,4 @@
-"""Seeded permutations of [0, n) in constant memory."""
+"""Seeded permutations of [0, n) in constant memory, and checks of indices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
         state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15
     return state & _MASK64
+
+
+def check_index(index: int, count: int) -> int:
+    """Check and return the index of a sample.
+
+    Raises:
+        IndexError: when it is outside [0, count).
+    """
+    if not 0 <= index < count:
+        raise IndexError(f"sample {index} of {count}")
+    return index
 
 
 class Permutation:

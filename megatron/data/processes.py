@@ -14,13 +14,13 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
-from megatron.data.interrupt import delayed
+from megatron.data.interrupt import delay_signals
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_POLL = 0.1
-"""Seconds between two looks at the processes while waiting for a result."""
+_POLL_SECONDS = 0.1
+"""Time between checks of the processes while waiting for a result."""
 
 
 class ProcessKilled(UserError):
@@ -34,7 +34,7 @@ _worker: dict[str, Any] = {}
 def _start_worker(
     function: Callable[[Any], Any], prepare: Callable[..., None] | None, arguments: Sequence[Any]
 ) -> None:
-    """Initializes a worker process; the parent handles the signals of the terminal, and ends the worker."""
+    """Initialize a worker process; the parent handles the signals of the terminal, and end the worker."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Thread(target=_exit_with_parent, daemon=True).start()  # the executor's workers would outlive a killed parent
@@ -54,7 +54,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def in_processes(
+def map_in_processes(
     function: Callable[[T], R],
     items: Iterable[T],
     workers: int,
@@ -62,7 +62,7 @@ def in_processes(
     arguments: Sequence[Any] = (),
     idle: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
-    """Maps a function over items in parallel; yields results in order, with a bounded number of items in flight.
+    """Map a function over items in parallel; yield results in order, with a bounded number of items in flight.
 
     Args:
         function: picklable function of a module.
@@ -87,11 +87,11 @@ def in_processes(
     processes: set[BaseProcess] = set()
     pending: deque[Future[R]] = deque()
 
-    def finished(max_pending: int) -> Iterator[R]:
+    def pop_results(max_pending: int) -> Iterator[R]:
         while pending:
             is_overfull = len(pending) > max_pending
-            with delayed():
-                done, _ = wait([pending[0]], _POLL if is_overfull else 0)
+            with delay_signals():
+                done, _ = wait([pending[0]], _POLL_SECONDS if is_overfull else 0)
                 results = [pending.popleft().result() for _ in done]
             yield from results
             if results:
@@ -105,12 +105,12 @@ def in_processes(
 
     try:
         for item in items:
-            with delayed():
+            with delay_signals():
                 pending.append(executor.submit(_call, item))
                 if len(processes) < workers:  # the executor starts them one by one
                     processes.update(set(active_children()) - other_children)
-            yield from finished(4 * workers)
-        yield from finished(0)
+            yield from pop_results(4 * workers)
+        yield from pop_results(0)
     except BaseException as error:
         for process in processes:  # items in progress may take minutes
             process.kill()
@@ -120,5 +120,5 @@ def in_processes(
             raise ProcessKilled("a process was killed (out of memory?); give fewer --workers") from error
         raise
     finally:
-        with delayed():
+        with delay_signals():
             executor.shutdown(cancel_futures=True)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from megatron.data.cache import cached_arrays
 from megatron.data.fixed_order import Lanes
-from megatron.data.mersenne import mersenne_64, shuffled
-from megatron.data.permute import Permutation, mix
-from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order, no_samples
+from megatron.data.mersenne import mersenne_64, shuffle_range
+from megatron.data.permute import Permutation, check_index, mix
+from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order, no_samples_error
 
 
 class Sentences(NamedTuple):
@@ -47,17 +47,6 @@ class SentenceOrder(Protocol):
         """Random generator of a sample."""
 
 
-def _checked(index: int, count: int) -> int:
-    if not 0 <= index < count:
-        raise IndexError(f"sample {index} of {count}")
-    return index
-
-
-def _sentences(row: NDArray[Any]) -> Sentences:
-    begin, end, target = row.tolist()
-    return Sentences(begin, end, target)
-
-
 class LazySentences:
     """The default order: documents are cut once; every epoch reshuffles the samples and draws new random numbers.
 
@@ -86,11 +75,12 @@ class LazySentences:
         Raises:
             IndexError: when the index is outside the order.
         """
-        return _checked(index, self._num_samples)
+        return check_index(index, self._num_samples)
 
     def sentences(self, sample_id: int) -> Sentences:
         epoch, position = divmod(sample_id, len(self._rows))
-        return _sentences(self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(position)])
+        row = self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(position)]
+        return Sentences(*row.tolist())
 
     def random(self, sample_id: int) -> np.random.RandomState:
         key = mix(self._seed, sample_id, 2)
@@ -110,10 +100,10 @@ class FixedSentences(LazySentences):
             self._num_samples = self.epoch_samples
 
     def sample_id(self, index: int) -> int:
-        return self._lanes.sample(_checked(index, self._num_samples))
+        return self._lanes.sample(check_index(index, self._num_samples))
 
     def sentences(self, sample_id: int) -> Sentences:
-        return _sentences(self._rows[sample_id])
+        return Sentences(*self._rows[sample_id].tolist())
 
 
 class MegatronSentences:
@@ -162,10 +152,10 @@ class MegatronSentences:
         Raises:
             IndexError: when the index is outside the order.
         """
-        return _checked(index, len(self))
+        return check_index(index, len(self))
 
     def sentences(self, sample_id: int) -> Sentences:
-        return _sentences(self.rows[self.shuffle_index[sample_id]])
+        return Sentences(*self.rows[self.shuffle_index[sample_id]].tolist())
 
     def random(self, sample_id: int) -> np.random.RandomState:
         return np.random.RandomState((self._seed + sample_id) % (1 << 32))
@@ -174,7 +164,7 @@ class MegatronSentences:
 def build_megatron_sentences(
     documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None
 ) -> dict[str, NDArray[Any]]:
-    """Builds the arrays of ``MegatronSentences``.
+    """Build the arrays of ``MegatronSentences``.
 
     Returns:
         rows: uint32 or int64 [samples, 3], as returned by ``cut_in_order``.
@@ -183,9 +173,9 @@ def build_megatron_sentences(
     """
     rows = cut_in_order(documents, cut, seed, num_samples)
     if not len(rows):
-        raise no_samples(documents, cut)
+        raise no_samples_error(documents, cut)
     # A new epoch starts where the sentence index drops.
     epoch_ends = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
     epoch_samples = int(epoch_ends[0]) + 1 if len(epoch_ends) else len(rows)
-    shuffle_index = shuffled(len(rows), mersenne_64(seed + 1))
+    shuffle_index = shuffle_range(len(rows), mersenne_64(seed + 1))
     return {"rows": rows, "shuffle_index": shuffle_index, "epoch_samples": np.array(epoch_samples, dtype=np.int64)}

@@ -2,7 +2,7 @@
 
 A sample takes sentences of a single document until their tokens reach a target length: the maximum that fits, or
 occasionally a shorter target, so that the model also sees short texts. The last sentence of a document joins the
-preceding sample and is a separate sample only if it is the entire document. Documents with too few sentences are
+preceding sample, and is a separate sample only if it is the entire document. Documents with too few sentences are
 skipped, and so are documents of several sentences that contain a very long sentence (text that is not prose).
 
 ``cut_in_order`` draws the targets sequentially, as megatron-core does. ``cut_at_once`` derives each target from the
@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
-from megatron.data.cache import check_room
+from megatron.data.cache import check_memory
 from megatron.data.mersenne import mersenne_32
 
 # Maximum length of a sentence in tokens, as in megatron-core.
-_LONGEST_SENTENCE = 512
+_MAX_SENTENCE = 512
 _CHUNK_SENTENCES = 1 << 20
-_BYTES_OF_SAMPLE = 12
+_SAMPLE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Cut:
     """Parameters of the cut of documents into samples.
 
     Args:
-        most_tokens: maximum tokens per sample.
-        least_sentences: minimum sentences per document and per sample: 2 for sentence pairs.
-        short_probability: fraction of samples with a target below ``most_tokens``.
+        max_tokens: maximum tokens per sample.
+        min_sentences: minimum sentences per document and per sample: 2 for sentence pairs.
+        short_probability: fraction of samples with a target below ``max_tokens``.
     """
 
-    most_tokens: int
-    least_sentences: int
+    max_tokens: int
+    min_sentences: int
     short_probability: float
 
 
@@ -79,9 +79,9 @@ class _Chunk:
 def _chunks(documents: SentenceDocuments, cut: Cut) -> list[_Chunk]:
     starts_d = documents.starts_d
     counts_d = np.diff(starts_d)
-    usable_d = counts_d >= cut.least_sentences
+    usable_d = counts_d >= cut.min_sentences
     low, high = int(starts_d[0]), int(starts_d[-1])
-    long_s = np.flatnonzero(documents.lengths_s[low:high] > _LONGEST_SENTENCE) + low
+    long_s = np.flatnonzero(documents.lengths_s[low:high] > _MAX_SENTENCE) + low
     with_long_d = np.searchsorted(starts_d, long_s, side="right") - 1
     usable_d[with_long_d[counts_d[with_long_d] > 1]] = False
     chunks = []
@@ -102,21 +102,21 @@ def _as_rows(columns: list[NDArray[np.int64]], documents: SentenceDocuments) -> 
     return np.stack(columns, axis=1).astype(dtype)
 
 
-def no_samples(documents: SentenceDocuments, cut: Cut) -> UserError:
+def no_samples_error(documents: SentenceDocuments, cut: Cut) -> UserError:
     """Error for documents that yield no samples."""
-    if cut.least_sentences > 1 and (not len(documents.starts_d) or int(np.diff(documents.starts_d).max(initial=0)) < 2):
+    if cut.min_sentences > 1 and (not len(documents.starts_d) or int(np.diff(documents.starts_d).max(initial=0)) < 2):
         return UserError(
             f"{documents.name}: every document is one sentence, but sentence order needs two. Write it with "
             f"tools/preprocess_data.py --split-sentences, or give --bert-no-binary-head"
         )
     return UserError(
-        f"{documents.name}: no document has {cut.least_sentences} or more sentences, none of them above "
-        f"{_LONGEST_SENTENCE} tokens. Write it with tools/preprocess_data.py --split-sentences"
+        f"{documents.name}: no document has {cut.min_sentences} or more sentences, none of them above "
+        f"{_MAX_SENTENCE} tokens. Write it with tools/preprocess_data.py --split-sentences"
     )
 
 
-def check_split(documents: SentenceDocuments, most_tokens: int) -> None:
-    """Checks that the documents are split into sentences.
+def check_split(documents: SentenceDocuments, max_tokens: int) -> None:
+    """Check that the documents are split into sentences.
 
     Raises:
         UserError: when each is a single sequence and some do not fit into a sample: the excess would never be read.
@@ -124,7 +124,7 @@ def check_split(documents: SentenceDocuments, most_tokens: int) -> None:
     starts_d = documents.starts_d
     lengths_s = documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])]
     longest = int(lengths_s.max(initial=0))
-    if longest > most_tokens and int(np.diff(starts_d).max(initial=0)) < 2:
+    if longest > max_tokens and int(np.diff(starts_d).max(initial=0)) < 2:
         raise UserError(
             f"{documents.name}: every document is one sequence, of up to {longest} tokens, so its text was not split "
             f"into sentences. Write it with tools/preprocess_data.py --split-sentences"
@@ -146,15 +146,15 @@ def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples:
     Raises:
         UserError: when the documents yield no samples, or the samples do not fit into memory.
     """
-    check_room(_BYTES_OF_SAMPLE * (num_samples or 0), documents.name, num_samples or 0)
+    check_memory(_SAMPLE_BYTES * (num_samples or 0), documents.name, num_samples or 0)
     chunks = _chunks(documents, cut)
     draw = chain.from_iterable(_targets_in_order(cut, seed)).__next__
     row_blocks: list[NDArray[Any]] = []
     count = 0
     while not row_blocks or (num_samples is not None and count < num_samples):
-        epoch = [_as_rows(_cut_chunk(chunk, cut.least_sentences, draw), documents) for chunk in chunks]
+        epoch = [_as_rows(_cut_chunk_in_order(chunk, cut.min_sentences, draw), documents) for chunk in chunks]
         if not epoch:
-            raise no_samples(documents, cut)
+            raise no_samples_error(documents, cut)
         row_blocks += epoch
         count += sum(map(len, epoch))
     return np.concatenate(row_blocks)
@@ -165,14 +165,14 @@ def _targets_in_order(cut: Cut, seed: int) -> Iterator[list[int]]:
     ratio = int(np.floor(1.0 / cut.short_probability + 0.5)) if cut.short_probability > 0 else 0
     if not ratio:
         while True:
-            yield [cut.most_tokens] * 1024
+            yield [cut.max_tokens] * 1024
     for block in mersenne_32(seed):
         numbers = block.astype(np.int64)
-        yield np.where(numbers % ratio == 0, 2 + numbers % (cut.most_tokens - 1), cut.most_tokens).tolist()
+        yield np.where(numbers % ratio == 0, 2 + numbers % (cut.max_tokens - 1), cut.max_tokens).tolist()
 
 
-def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArray[np.int64]]:
-    """Cuts a chunk sequentially; each document draws an extra target after its last sample."""
+def _cut_chunk_in_order(chunk: _Chunk, min_sentences: int, draw: Callable[[], int]) -> list[NDArray[np.int64]]:
+    """Cut a chunk sequentially; each document draws an extra target after its last sample."""
     ends = chunk.ends_s.tolist()
     begins: list[int] = []
     finishes: list[int] = []
@@ -180,7 +180,7 @@ def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArr
     for first, last in zip(chunk.firsts_d.tolist(), chunk.lasts_d.tolist(), strict=True):
         begin, target = first, draw()
         while begin < last:
-            end, low, high = last, begin + least, last - 1
+            end, low, high = last, begin + min_sentences, last - 1
             if low < high:
                 boundary = bisect_left(ends, ends[begin] + target, low, high)
                 end = boundary if boundary < high else last
@@ -200,28 +200,28 @@ def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[An
     Raises:
         UserError: when the documents yield no samples.
     """
-    row_blocks = [_as_rows(_cut_lanes(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
+    row_blocks = [_as_rows(_cut_chunk_in_parallel(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
     if not row_blocks:
-        raise no_samples(documents, cut)
+        raise no_samples_error(documents, cut)
     return np.concatenate(row_blocks)
 
 
-def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
-    """Cuts the documents of a chunk in parallel, a sample of each document per step."""
+def _cut_chunk_in_parallel(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
+    """Cut the documents of a chunk in parallel, a sample of each document per step."""
     begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
     columns: list[list[NDArray[np.int64]]] = [[], [], []]
     while len(begin_d):
-        places = begin_d + chunk.offset
-        numbers = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+        positions = begin_d + chunk.offset
+        numbers = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
         numbers ^= numbers >> np.uint64(31)
         # The upper bits decide whether a target is short, the lower bits set its length.
         short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
-        lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.most_tokens - 1)
-        target_d = np.where(short, lengths, np.uint64(cut.most_tokens)).astype(np.int64)
+        lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.max_tokens - 1)
+        target_d = np.where(short, lengths, np.uint64(cut.max_tokens)).astype(np.int64)
         end_d = np.searchsorted(ends_s, ends_s[begin_d] + target_d, side="left")
-        end_d = np.maximum(end_d, begin_d + cut.least_sentences)
+        end_d = np.maximum(end_d, begin_d + cut.min_sentences)
         end_d = np.where(end_d < last_d - 1, end_d, last_d)
         for column, values in zip(columns, (begin_d + chunk.offset, end_d + chunk.offset, target_d), strict=True):
             column.append(values)

@@ -42,12 +42,12 @@ class SampleSource(Protocol):
         """Row of draw ``index``."""
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """Writes the row of draw ``index`` into ``out_t``."""
+        """Write the row of draw ``index`` into ``out_t``."""
 
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """Collates rows into a batch."""
+        """Collate rows into a batch."""
 
 
 class RowIndexing:

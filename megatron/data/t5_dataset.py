@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.masked_dataset import MaskedDataset, padding, places, take
+from megatron.data.masked_dataset import MaskedDataset, copy_columns, padding_segments, position_ids
 from megatron.data.masking import WordMasker
 from megatron.data.sentence_order import SentenceOrder
 from megatron.tokenizer.wordpiece import WordPieceIds
@@ -48,7 +48,7 @@ class T5Dataset(MaskedDataset):
         """See ``SampleSource``: encoder tokens, decoder tokens, labels, and the encoder and decoder lengths."""
         sample_id = self.order.sample_id(index)
         begin, end, target = self.order.sentences(sample_id)
-        text_t = self.indexed.run(begin, end)[:target].astype(np.int64)
+        text_t = self.indexed.read_range(begin, end)[:target].astype(np.int64)
         spans: list[NDArray[np.int64]] = []
         room = self.decoder_length - 1
         for span in self.masker.ngrams(text_t, target, self.order.random(sample_id)):
@@ -76,15 +76,15 @@ class T5Dataset(MaskedDataset):
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
         length, decoder_length = self.encoder_length, self.decoder_length
-        decoder_segments_bs = padding(rows_bt[:, -1], decoder_length)
+        decoder_segments_bs = padding_segments(rows_bt[:, -1], decoder_length)
         return Batch(
             sample_ids_b=torch.from_numpy(sample_ids_b),
             draw_ids_b=torch.from_numpy(draw_ids_b),
-            tokens_bs=take(rows_bt, 0, length),
-            labels_bs=take(rows_bt, length + decoder_length, decoder_length),
+            tokens_bs=copy_columns(rows_bt, 0, length),
+            labels_bs=copy_columns(rows_bt, length + decoder_length, decoder_length),
             loss_mask_bs=(decoder_segments_bs == 0).float(),
-            position_ids_bs=places(len(rows_bt), length),
-            segment_ids_bs=padding(rows_bt[:, -2], length),
-            decoder_tokens_bs=take(rows_bt, length, decoder_length),
+            position_ids_bs=position_ids(len(rows_bt), length),
+            segment_ids_bs=padding_segments(rows_bt[:, -2], length),
+            decoder_tokens_bs=copy_columns(rows_bt, length, decoder_length),
             decoder_segment_ids_bs=decoder_segments_bs,
         )

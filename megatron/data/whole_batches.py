@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
+from megatron.data.permute import check_index
 from megatron.data.source import RowIndexing, SampleSource
 
 NO_ORDER = -100
@@ -17,7 +18,7 @@ NO_ORDER = -100
 
 
 @runtime_checkable
-class FilledSource(Protocol):
+class PaddedSource(Protocol):
     """A source with padding draws in its last batch, which do not count."""
 
     @property
@@ -55,14 +56,12 @@ class WholeBatches(RowIndexing):
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
         batch = self._dataset.collate(rows_bt, sample_ids_b, draw_ids_b)
-        fills_b = torch.from_numpy(draw_ids_b >= self.real_samples)
-        if batch.loss_mask_bs is None or not bool(fills_b.any()):
+        is_padding_b = torch.from_numpy(draw_ids_b >= self.real_samples)
+        if batch.loss_mask_bs is None or not bool(is_padding_b.any()):
             return batch
-        mask_bs = batch.loss_mask_bs.masked_fill(fills_b[:, None], 0.0)
-        order_b = None if batch.order_b is None else batch.order_b.masked_fill(fills_b, NO_ORDER)
+        mask_bs = batch.loss_mask_bs.masked_fill(is_padding_b[:, None], 0.0)
+        order_b = None if batch.order_b is None else batch.order_b.masked_fill(is_padding_b, NO_ORDER)
         return replace(batch, loss_mask_bs=mask_bs, order_b=order_b)
 
     def _sample_index(self, index: int) -> int:
-        if not 0 <= index < self._length:
-            raise IndexError(f"sample {index} of {self._length}")
-        return index % self.real_samples
+        return check_index(index, self._length) % self.real_samples

@@ -21,7 +21,7 @@ from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelConfig
 from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
-from megatron.config.tasks import Task, TaskConfig, parse_task, sized
+from megatron.config.tasks import Task, TaskConfig, build_task_run, parse_task
 from megatron.convert.hugging_face import is_hf
 from megatron.data.build import Datasets
 from megatron.data.tasks.dataset import TaskDataset
@@ -74,8 +74,8 @@ class TaskData:
 
         def build(files: Sequence[ExampleFile], order: Epochs, epochs: int) -> TaskDataset:
             examples = [example for file in files for example in file.examples]
-            most = self.task.most_first
-            return TaskDataset(examples, order, epochs, tokenizer, model, most_first=most)
+            most = self.task.max_first_tokens
+            return TaskDataset(examples, order, epochs, tokenizer, model, max_first_tokens=most)
 
         training = build(self.training, orders[0], self.task_config.epochs) if self.task_config.epochs else None
         return training, build(self.validation, orders[1], 1), None
@@ -166,7 +166,7 @@ def check_batches(config: RunConfig, task_config: TaskConfig) -> None:
     """Check that a resumed run has the same batches and epochs as before, in which its position is counted.
 
     Args:
-        config: configuration returned by ``sized``.
+        config: configuration returned by ``build_task_run``.
         task_config: flags of the task.
 
     Raises:
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         pretrained = adopt_initial_checkpoint(parsed, task)
         data = read_data(task_flags, task)
-        parsed.config = sized(parsed, task_flags, env.world_size, data.sizes(parsed.config))
+        parsed.config = build_task_run(parsed, task_flags, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
         job = Job(data.datasets, pretrained, data.judge, {"task": task_flags})

@@ -16,7 +16,7 @@ from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError, first_line
 from megatron.base.option import derived, option, required
 from megatron.convert.command import convert, parse
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import interrupt_on_signals
 from megatron.distributed.agreement import run_together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
@@ -141,7 +141,7 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
     """
     with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
         step = ["--iteration", str(iteration)] if iteration is not None else []
-        with stopped_in_order():
+        with interrupt_on_signals():
             convert(parse(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]))
         from megatron.evaluation.lm_eval_rules import ExportedLM
 

@@ -67,7 +67,7 @@ class SweepFlags:
 
 
 OLD_NAMES = tuple(
-    old_name(name, path, whose="Optimus-CC")
+    old_name(name, path, system="Optimus-CC")
     for name, path in (
         ("src-ckpt-path", "model.load"),
         ("val-start-iteration", "sweep.first"),

@@ -156,7 +156,7 @@ def check_generates(config: RunConfig, root: str | Path) -> None:
     """Check that a saved model can generate text (else UserError)."""
     if config.model.type_and_task != "gpt":
         raise UserError(
-            f"--load {root} holds a model of kind {config.model.type_and_task}, and only gpt generates text"
+            f"--load {root} holds a model of type {config.model.type_and_task}, and only gpt generates text"
         )
 
 

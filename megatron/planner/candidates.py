@@ -10,7 +10,7 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import named_points, read_specs
-from megatron.config.check_compression import why_no_traffic
+from megatron.config.check_compression import no_traffic_reason
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
@@ -60,7 +60,7 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
     for point in Point:
         if not point.compressible or point is Point.OUTER or point.value in user_points:
             continue
-        if why_no_traffic(config.model, config.parallel, choice.world_size, point):
+        if no_traffic_reason(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
             for candidate in list_candidates(registry, name, point, config.model.hidden_size, length):

@@ -53,7 +53,7 @@ class PieceLookup(Protocol):
 
 
 def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool = False) -> Path:
-    """Checks the path of a flag.
+    """Check the path of a flag.
 
     Raises:
         UserError: when the flag is missing, or the file or folder does not exist.

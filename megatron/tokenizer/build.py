@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from megatron.base.errors import UserError
+from megatron.base.user_text import nearest
 from megatron.config.tokenizer import TOKENIZER_ALIASES, TOKENIZER_TYPES, TokenizerConfig
 from megatron.tokenizer.api import Tokenizer, required_path
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
@@ -15,7 +14,7 @@ from megatron.tokenizer.wordpiece import BertWordPieceTokenizer
 
 
 def build_tokenizer(flags: TokenizerConfig) -> Tokenizer:
-    """Builds the tokenizer of the flags.
+    """Build the tokenizer of the flags.
 
     Raises:
         UserError: when the type is unknown, a flag or file is missing, or a file has another format.
@@ -24,9 +23,8 @@ def build_tokenizer(flags: TokenizerConfig) -> Tokenizer:
         raise UserError(f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_TYPES)}")
     name = TOKENIZER_ALIASES.get(flags.tokenizer_type, flags.tokenizer_type)
     if name not in TOKENIZER_TYPES:
-        close_matches = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *TOKENIZER_ALIASES], n=1)
-        hint = f"did you mean {close_matches[0]}? " if close_matches else ""
-        raise UserError(f"--tokenizer-type {name} is not known: {hint}Choose one of {', '.join(TOKENIZER_TYPES)}")
+        hint = nearest(name, [*TOKENIZER_TYPES, *TOKENIZER_ALIASES])
+        raise UserError(f"--tokenizer-type {name} is not known{hint}; choose one of {', '.join(TOKENIZER_TYPES)}")
     if name == "NullTokenizer":
         if not flags.vocab_size or flags.vocab_size < 1:
             raise UserError(f"--tokenizer-type {name} needs --vocab-size, the number of ids in the text")

@@ -36,7 +36,7 @@ class ChatTemplate:
         self._seconds = seconds
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Renders messages as a prompt.
+        """Render messages as a prompt.
 
         Args:
             messages: messages with role and content.
@@ -64,7 +64,7 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Reads the chat template of a tokenizer folder from chat_template.jinja, or else from tokenizer_config.json.
+    """Read the chat template of a tokenizer folder from chat_template.jinja, or else from tokenizer_config.json.
 
     If tokenizer_config.json has several templates, it returns the template named "default".
     """
@@ -83,7 +83,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def open_chat_template(flags: TokenizerConfig) -> ChatTemplate | None:
-    """Reads the chat template of a tokenizer; None if it has no template.
+    """Read the chat template of a tokenizer; None if it has no template.
 
     Only Hugging Face folders are supported: templates write special tokens as text, and other tokenizers do not parse
     special tokens in a text.

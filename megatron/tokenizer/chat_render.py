@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 29
 CPU_SECONDS = 5
-LONGEST_TEXT = 1 << 22
+MAX_CHARACTERS = 1 << 22
 
 
 class GenerationBlocks(Extension):
@@ -48,7 +48,7 @@ def _to_json(
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Renders a template, with the helper functions that ``transformers`` provides."""
+    """Render a template, with the helper functions that ``transformers`` provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, LoopControlExtension]
     )
@@ -59,7 +59,7 @@ def render(source: str, variables: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Reads ``source`` and ``variables``; writes ``text``, or ``error``."""
+    """Read ``source`` and ``variables``; write ``text``, or ``error``."""
     request = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -67,7 +67,7 @@ def main() -> None:
     try:
         text = render(request["source"], request["variables"])
         text.encode()
-        answer = {"text": text} if len(text) <= LONGEST_TEXT else {"error": "its text is too long"}
+        answer = {"text": text} if len(text) <= MAX_CHARACTERS else {"error": "its output is too long"}
     except MemoryError:
         answer = {"error": "it needs too much memory"}
     except Exception as error:  # a template may raise anything

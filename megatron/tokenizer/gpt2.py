@@ -27,7 +27,7 @@ _SPACES = frozenset(" \t\n\r\x0b\x0c")
 # GPT-2 vocabulary characters of the non-printable ASCII bytes, space included; other ASCII bytes are unchanged.
 _BYTE_SIGNS = {**{byte: chr(256 + byte) for byte in range(33)}, 127: chr(256 + 33)}
 # Above this ratio of non-ASCII runs to characters, the library alone is faster.
-_MANY_STRETCHES = 0.02
+_MAX_RUN_RATIO = 0.02
 # Maximum number of cached words; English text has about 10^5 recurring words.
 _CACHE_WORDS = 1 << 20
 
@@ -85,7 +85,7 @@ class GPT2BPETokenizer:
         self._encoder.decoder = decoders.ByteLevel()
         eod = self._encoder.token_to_id(END_OF_TEXT)
         if eod is None:
-            raise UserError(f"--vocab-file {vocab_file}: has no {END_OF_TEXT} entry, the end of a document. Add it")
+            raise UserError(f"--vocab-file {vocab_file}: has no {END_OF_TEXT} entry to end documents; add it")
         self.eod: int = eod
         self.vocab_size: int = max(self._encoder.get_vocab().values()) + 1
         self._word_ids = _WordIds(self._encoder)
@@ -96,31 +96,31 @@ class GPT2BPETokenizer:
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts."""
-        return [self._ascii(text) if text.isascii() else self._mixed(text) for text in texts]
+        return [self._tokenize_ascii(text) if text.isascii() else self._tokenize_mixed(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids; invalid UTF-8 becomes replacement characters."""
         return str(self._encoder.decode(list(ids), skip_special_tokens=False))
 
-    def _ascii(self, text: str) -> list[int]:
+    def _tokenize_ascii(self, text: str) -> list[int]:
         return list(chain.from_iterable(map(self._word_ids.__getitem__, _WORD.findall(text))))
 
-    def _mixed(self, text: str) -> list[int]:
+    def _tokenize_mixed(self, text: str) -> list[int]:
         runs = _NON_ASCII.findall(text)
-        if len(runs) > _MANY_STRETCHES * len(text):
+        if len(runs) > _MAX_RUN_RATIO * len(text):
             return list(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         ids: list[int] = []
         position = 0
         for match in _NON_ASCII.finditer(text):
             if match.start() < position:
                 continue
-            # A stretch beyond ASCII, from the last place before it where the text may be split to the first after it.
+            # The section around a non-ASCII run, from the last possible split before it to the first after it.
             start = match.start()
             while start > position and not (text[start] in _SPACES and "!" <= text[start - 1] <= "~"):
                 start -= 1
             cut = _CUT.search(text, match.end())
             end = len(text) if cut is None else cut.start()
-            ids += self._ascii(text[position:start])
+            ids += self._tokenize_ascii(text[position:start])
             ids += self._word_ids[text[start:end]]
             position = end
-        return ids + self._ascii(text[position:])
+        return ids + self._tokenize_ascii(text[position:])

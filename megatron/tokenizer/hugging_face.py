@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -48,7 +48,9 @@ class HFTokenizer:
         self.vocab_size: int = max(self._ids.values(), default=-1) + 1
         end = by_kind.get("eos_token") or next((name for name in _END_NAMES if name in self._ids), None)
         if end is None or end not in self._ids:
-            raise UserError(f"--tokenizer-model {folder}: no end of document. Set eos_token in tokenizer_config.json")
+            raise UserError(
+                f"--tokenizer-model {folder}: no end-of-document token; set eos_token in tokenizer_config.json"
+            )
         self.eod: int = self._ids[end]
         self.bos: int | None = self._ids.get(by_kind.get("bos_token", ""))
 
@@ -74,7 +76,7 @@ class HFTokenizer:
 
 
 def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
-    """Loads tokenizer.json, and adds the tokens of the folder's other files.
+    """Load tokenizer.json, and add the tokens of the folder's other files.
 
     Raises:
         UserError: when tokenizer.json cannot be read, or assigns other ids than the other files.
@@ -96,8 +98,8 @@ def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
     for number, token in sorted(special.added.items()):
         if encoder.token_to_id(token["content"]) != number:
             raise UserError(
-                f"--tokenizer-model {folder}: gives {token['content']} the id {number}, after its tokenizer.json it is "
-                f"{encoder.token_to_id(token['content'])}; put the files right"
+                f"--tokenizer-model {folder}: gives {token['content']} the id {number}, but its tokenizer.json gives "
+                f"it {encoder.token_to_id(token['content'])}; correct the files"
             )
     encoder.encode_special_tokens = special.config.get("split_special_tokens") is True
     prefix = special.config.get("add_prefix_space")
@@ -105,7 +107,7 @@ def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
         if not hasattr(encoder.pre_tokenizer, "add_prefix_space"):
             raise UserError(
                 f"--tokenizer-model {folder}: add_prefix_space is given, but the pre_tokenizer of its tokenizer.json "
-                "is not that of GPT-2; put the files right"
+                "is not that of GPT-2; correct the files"
             )
         encoder.pre_tokenizer.add_prefix_space = prefix
     return encoder
@@ -121,5 +123,4 @@ def _load_slow(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by tokenizer class
-        first_line = str(error).split("\n")[0]
-        raise UserError(f"--tokenizer-model {folder}: holds no tokenizer ({first_line})") from None
+        raise UserError(f"--tokenizer-model {folder}: holds no tokenizer ({first_line(error)})") from None

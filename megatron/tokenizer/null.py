@@ -30,7 +30,7 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise UserError("NullTokenizer: the text must be numbers with spaces between them") from None
+            raise UserError("NullTokenizer: the text must be integers separated by spaces") from None
         for number in ids:
             if not 0 <= number <= self.eod:
                 raise UserError(f"NullTokenizer: the id {number} is outside the vocabulary of {self.vocab_size}")

@@ -34,7 +34,7 @@ class SentencePieceTokenizer:
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         except (OSError, RuntimeError, ValueError, TypeError):
-            raise UserError(f"--tokenizer-model {model_file}: is no SentencePiece model") from None
+            raise UserError(f"--tokenizer-model {model_file}: is not a SentencePiece model") from None
         self._pieces: int = self._model.get_piece_size()
         self.bos: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
         end_ids = [self._model.piece_to_id(piece) for piece in _END_NAMES]

@@ -44,7 +44,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
-    """Reads the tokens in a folder's JSON files.
+    """Read the tokens in a folder's JSON files.
 
     If tokenizer_config.json lists added tokens, the two older files are ignored.
 
@@ -73,7 +73,7 @@ def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any
     for number, token in pairs:
         text = _text_of(token)
         if not text or not (isinstance(number, int) or (str(number).isdecimal() and len(number) <= _MAX_DIGITS)):
-            raise UserError(f"{path}: its added token {number!r} needs an id and a text; put it right")
+            raise UserError(f"{path}: its added token {number!r} needs an id and a text; correct the file")
         yield int(number), {"content": text, **{name: bool(token[name]) for name in flags if name in token}}
 
 

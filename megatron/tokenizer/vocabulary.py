@@ -28,6 +28,6 @@ def model_entries(flags: TokenizerConfig, tokenizer: Tokenizer) -> int:
 
 
 def fit_vocab_size(flags: TokenizerConfig, entries: int) -> TokenizerConfig:
-    """Returns the flags with --vocab-size set for a model with ``entries`` vocabulary entries."""
+    """Return the flags with --vocab-size set for a model with ``entries`` vocabulary entries."""
     null = flags.tokenizer_type == "NullTokenizer"
     return dataclasses.replace(flags, vocab_size=entries - 1 if null else entries)

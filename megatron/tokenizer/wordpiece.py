@@ -13,7 +13,7 @@ from megatron.base.errors import UserError
 from megatron.base.text_file import read_lines
 from megatron.tokenizer.api import Tokenizer
 
-_LONGEST_WORD = 200
+_MAX_WORD = 200
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,9 @@ class BertWordPieceTokenizer:
         vocab = {line: number for number, line in enumerate(lines)}
         for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"):
             if token not in vocab:
-                raise UserError(f"--vocab-file {vocab_file}: has no {token}, so it is no BERT vocab.txt")
+                raise UserError(f"--vocab-file {vocab_file}: has no {token}, so it is not a BERT vocab.txt")
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
-        self._encoder = Tokenizer(
-            models.WordPiece(dict(vocab), unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
-        )
+        self._encoder = Tokenizer(models.WordPiece(dict(vocab), unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD))
         self._encoder.normalizer = normalizers.BertNormalizer(
             clean_text=True, handle_chinese_chars=True, strip_accents=lower_case, lowercase=lower_case
         )

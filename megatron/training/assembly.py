@@ -17,7 +17,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState, end_states
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.training import why_not_compiled
+from megatron.config.training import no_compile_reason
 from megatron.diloco.outer_sync import OuterSync
 from megatron.distributed.clock import clock_of
 from megatron.distributed.layout import Layout
@@ -304,7 +304,7 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
         choice == "auto"
         and cuda
         and has_compiler
-        and why_not_compiled(config.training, config.parallel, config.model) is None
+        and no_compile_reason(config.training, config.parallel, config.model) is None
     )
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.base.code_digest import code_digest
-from megatron.base.regular import contents
+from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
 from megatron.compression.api import Codec, CodecTraits, RoundCompressor
 from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
@@ -200,7 +200,9 @@ class RunCertificate:
         self._choice, self._time_check = choice, time_check
         all_sections = {**{name: getattr(engines.config, name) for name in run_sections()}, **sections}
         first = self.topology.rank == 0
-        self._inputs = [InputFile(name, str(path), contents(path)) for name, path in input_files(all_sections) if first]
+        self._inputs = [
+            InputFile(name, str(path), fingerprint(path)) for name, path in input_files(all_sections) if first
+        ]
         self._start = 0
         self._saved: Statements | None = None
         outer = engines.outer

@@ -35,16 +35,16 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
     config_values, lines = config.to_dict(), []
     compared, sections = (*_PATHS, *_ORDER, *_LENGTHS, *_SAME_SAMPLES), run_sections()
     fields = [field for section in SECTIONS for field in field_options(section, sections[section])]
-    for described in (field for field in fields if field.path in compared):
-        section, name = described.path.split(".")
+    for field_option in (field for field in fields if field.path in compared):
+        section, name = field_option.path.split(".")
         if name not in saved.get(section, {}):
             continue
         ours, theirs = (values[section][name] for values in (config_values, saved))
         if name == "dataloader_type":
             ours, theirs = ("single" if value is None else value for value in (ours, theirs))
         if ours != theirs:
-            our_flag, their_flag = flag_as_written(described, ours), flag_as_written(described, theirs)
-            meaning = _explain(described.path, consumed_samples, theirs)
+            our_flag, their_flag = flag_as_written(field_option, ours), flag_as_written(field_option, theirs)
+            meaning = _explain(field_option.path, consumed_samples, theirs)
             lines.append(_line(our_flag, their_flag, meaning))
     cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (config_values, saved))
     if cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {}):

@@ -11,7 +11,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
-from megatron.config.memory import in_words
+from megatron.config.memory import format_bytes
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
 from megatron.distributed.nodes import describe_sums
@@ -108,10 +108,10 @@ def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:
         replicas = engines.topology.layout.dp
         samples = min(spec.remembered_samples, -(-train.epoch_samples // replicas))
         in_memory = min(samples, codec.traits.samples_in_memory or samples)
-        on_disk = f", and {in_words((samples - in_memory) * row)} in a file" if in_memory < samples else ""
+        on_disk = f", and {format_bytes((samples - in_memory) * row)} in a file" if in_memory < samples else ""
         notes.append(
             f"--compress {point.value}={spec.name}: each end of a boundary will remember {samples:,} samples of "
-            f"{in_words(row)}: {in_words(in_memory * row)} of memory{on_disk}"
+            f"{format_bytes(row)}: {format_bytes(in_memory * row)} of memory{on_disk}"
         )
     return notes
 

@@ -15,7 +15,7 @@ from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.data.build import Dataset
 from megatron.data.source import BlendedDataset
-from megatron.data.whole_batches import FilledSource, WholeBatches
+from megatron.data.whole_batches import PaddedSource, WholeBatches
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step, take_batches
 
@@ -40,7 +40,7 @@ class EvaluationSet:
     def samples(self) -> int:
         """Samples of each evaluation, without the padding of its last batch."""
         drawn = self.rounds * self.batch
-        return min(drawn, self.dataset.real_samples) if isinstance(self.dataset, FilledSource) else drawn
+        return min(drawn, self.dataset.real_samples) if isinstance(self.dataset, PaddedSource) else drawn
 
 
 def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:

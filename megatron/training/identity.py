@@ -10,7 +10,7 @@ import torch
 
 from megatron.base.code_digest import code_digest
 from megatron.base.option import FieldOption, field_options
-from megatron.base.regular import contents
+from megatron.base.regular import fingerprint
 from megatron.compression.plugins import installed
 from megatron.config.data import DatasetBlend, parse_blend
 from megatron.data.indexed import dataset_files
@@ -48,7 +48,7 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             weight_text = f"{blend.weights[number]:g}" if blend.weights else "not given"
             yield f"the weight of dataset {number + 1} of --{flag}", weight_text
     for name, path in input_files(sections):
-        yield name, contents(path)
+        yield name, fingerprint(path)
 
 
 def _flags_of_files(sections: Mapping[str, Any]) -> Iterable[tuple[str, list[str], DatasetBlend | None]]:

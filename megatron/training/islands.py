@@ -22,7 +22,13 @@ from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.islands import file_of, folder_of, host_and_port, longest_wait, with_variables
+from megatron.config.islands import (
+    fill_from_environment,
+    island_file,
+    island_folder,
+    max_wait_seconds,
+    parse_address_flag,
+)
 from megatron.config.run import RunConfig, run_sections
 from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
@@ -65,29 +71,29 @@ def adapt_to_island(config: RunConfig) -> RunConfig:
     Raises:
         UserError: when the launcher's variables are not numbers.
     """
-    islands = with_variables(config.islands)
+    islands = fill_from_environment(config.islands)
     number = islands.island
     if not islands.several or number is None:
         return replace(config, islands=islands)
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.save is not None:
-        checkpoint = replace(checkpoint, save=folder_of(checkpoint.save, number))
+        checkpoint = replace(checkpoint, save=island_folder(checkpoint.save, number))
     if checkpoint.load is not None:
         root = Path(checkpoint.load)
-        loaded = folder_of(str(root), number)
+        loaded = island_folder(str(root), number)
         if not _holds_checkpoints(loaded):
             island_count = 0
-            while _holds_checkpoints(folder_of(str(root), island_count)):
+            while _holds_checkpoints(island_folder(str(root), island_count)):
                 island_count += 1
             if island_count:
                 # An island below that count without a checkpoint has lost its steps, and joins the others.
-                saved, _ = saved_config(folder_of(str(root), 0), None)
-                loaded = loaded if number < saved.islands.islands else folder_of(str(root), number % island_count)
+                saved, _ = saved_config(island_folder(str(root), 0), None)
+                loaded = loaded if number < saved.islands.islands else island_folder(str(root), number % island_count)
             else:
                 loaded = str(root) if (root / TRACKER).exists() else loaded
         checkpoint = replace(checkpoint, load=loaded)
     own_paths: dict[str, Any] = {}
-    for names, path_of in ((_FOLDERS, folder_of), (_FILES, file_of)):
+    for names, path_of in ((_FOLDERS, island_folder), (_FILES, island_file)):
         own_paths |= {name: path_of(path, number) for name in names if (path := getattr(logging, name)) is not None}
     return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **own_paths))
 
@@ -124,7 +130,7 @@ def folders_of_others(
     checkpoint_config, _ = run_together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
     saved_count, island_count = checkpoint_config.islands.islands, config.islands.islands
     # A late island may have copied another island's last checkpoint to its own folder.
-    takes_over = number is not None and Path(root).name == Path(folder_of("", number)).name
+    takes_over = number is not None and Path(root).name == Path(island_folder("", number)).name
     if saved_count == island_count and (
         not config.islands.several or checkpoint_config.islands.island == number or takes_over
     ):
@@ -138,7 +144,7 @@ def folders_of_others(
     parent, own_number = str(Path(root).parent), checkpoint_config.islands.island or 0
     # State that is not averaged stays as in the folder that is read last.
     numbers = [*(other for other in range(saved_count) if other != own_number), own_number]
-    return [folder_of(parent, other) for other in numbers] if saved_count > 1 else [root]
+    return [island_folder(parent, other) for other in numbers] if saved_count > 1 else [root]
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ def reach_islands(
     if not section.several or config.validation.skip_train:
         return config, None
     assert section.island is not None
-    seconds = longest_wait(config.parallel)
+    seconds = max_wait_seconds(config.parallel)
     islands = Islands(
         IslandStore(*_address(config), seconds, log),
         section.island,
@@ -296,14 +302,14 @@ def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     in_step = iteration < engines.sync_warmup.steps
     begins = islands.begin_generation(iteration, in_step, identity, fingerprint)
     if islands.starts_synchronously:
-        engines.sync_warmup.group = islands.make_group(range(islands.count), "joint", longest_wait(config.parallel))
+        engines.sync_warmup.group = islands.make_group(range(islands.count), "joint", max_wait_seconds(config.parallel))
     return Membership(islands, begins)
 
 
 def _address(config: RunConfig) -> tuple[str, int]:
     """Return host and port of the store."""
     assert config.islands.islands_address is not None
-    return host_and_port(config.islands.islands_address, "--islands-address")
+    return parse_address_flag(config.islands.islands_address, "--islands-address")
 
 
 @contextmanager

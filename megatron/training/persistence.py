@@ -28,10 +28,10 @@ from megatron.checkpoint.model_state import (
     buffer_tensors,
     delayed_tensors,
     main_tensors,
+    map_to_dense_names,
     model_tensors,
     optimizer_tensors,
     outer_tensors,
-    tensors_of_dense,
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
@@ -245,7 +245,7 @@ class RunCheckpoints:
         tensors = self._weights(saved_main)
         if self.config.moe_use_upcycling:
             check_dense(root, iteration, self.group)
-            tensors = tensors_of_dense(tensors)
+            tensors = map_to_dense_names(tensors)
         if not weights_only:
             optimizer_shards = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in optimizer_shards.items() if not name.startswith(MAIN)}

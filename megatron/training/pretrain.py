@@ -268,7 +268,7 @@ def _count_iterations(config: RunConfig, sizes: StepSizes, position: Progress) -
     if sizes.lengths.grows and training.train_tokens is not None:
         tokens = max(training.train_tokens - position.tokens(config.model.seq_length), 0)
         remaining_iterations = min(
-            remaining_iterations, sizes.within(tokens, position.iteration, position.consumed_samples)[0]
+            remaining_iterations, sizes.steps_within(tokens, position.iteration, position.consumed_samples)[0]
         )
     return position.iteration + remaining_iterations
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.base.stateful import under_todays_names
+from megatron.base.stateful import migrate_saved_values
 from megatron.base.user_text import Note
-from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
+from megatron.checkpoint.files import Iteration, checkpoint_folder, parse_iteration
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, saved_kind, saved_sections, saved_shapes
 from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.islands import IslandsConfig, folder_of
+from megatron.config.islands import IslandsConfig, island_folder
 from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, run_together
@@ -63,7 +63,9 @@ def with_pretrained(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _holds_any(root: str | None, islands: IslandsConfig) -> bool:
-    folders = [] if root is None else [root, *(folder_of(root, n) for n in range(islands.islands) if islands.several)]
+    folders = (
+        [] if root is None else [root, *(island_folder(root, n) for n in range(islands.islands) if islands.several)]
+    )
     return any(read_tracker(folder) is not None for folder in folders)
 
 
@@ -85,13 +87,13 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     if iteration is None:
         # Use rank 0's result, since file systems may show the ranks different things.
         tracker_value = run_together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
-        iteration = iteration_of(gather_texts(group, "" if tracker_value is None else str(tracker_value))[0])
+        iteration = parse_iteration(gather_texts(group, "" if tracker_value is None else str(tracker_value))[0])
     if iteration is None:
         if config.exit_on_missing_checkpoint or config.finetune:
             raise UserError(f"{config.source} holds no checkpoint; name the folder that --save wrote to")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
-    common = run_together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
+    common = run_together(group, lambda: migrate_saved_values(load_common(root, iteration, flag)))
     common_file = checkpoint_folder(Path(root), iteration) / COMMON
     needed_state = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
     counters = run_together(group, lambda: SavedCounters.read(common, common_file, **needed_state))

@@ -102,7 +102,7 @@ def test_output_and_refusals(data: tuple[Path, Path], tmp_path: Path) -> None:
         refused = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, load=saved), *extra_flags])
         assert refused.returncode == 2
         (error,) = refused.stderr.splitlines()[-1:]
-        assert error.endswith(f"--load {saved} holds a model of kind bert, not gpt; go on with it by pretrain_bert.py")
+        assert error.endswith(f"--load {saved} holds a model of type bert, not gpt; continue with pretrain_bert.py")
     headless = run_cli(1, [SCRIPT, *tiny_bert_flags(data, train_iters=1, bert_no_binary_head=True)]).check()
     assert "lm loss: " in headless.stdout
     assert "sop loss" not in headless.stdout

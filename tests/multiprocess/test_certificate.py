@@ -13,7 +13,7 @@ import torch
 
 import megatron.training.certificate as certificate_module
 from benchmarks.lab import command as netlab
-from megatron.base.regular import contents
+from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import CERTIFICATE, Statements, read_certificate
 from megatron.checkpoint.verify_command import BYTES_TOLERANCE, RESIDUAL_TOLERANCE, main
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
@@ -111,7 +111,7 @@ def test_runs_are_certified_and_go_on_as_without(
     assert sum(span.ledger.values()) > 1.5 * sum(half.ledger.values())
     assert "lo" in span.names
     assert [Path(file.path) for file in statements.inputs] == [prefix.with_suffix(end) for end in (".bin", ".idx")]
-    assert [file.contents for file in statements.inputs] == [contents(file.path) for file in statements.inputs]
+    assert [file.contents for file in statements.inputs] == [fingerprint(file.path) for file in statements.inputs]
 
 
 def test_the_same_run_has_the_same_digests_of_samples(prefix: Path, tmp_path: Path) -> None:
@@ -342,5 +342,5 @@ def test_the_command_explains_itself_and_refuses_in_one_line(
         assert f"\n  {check} " in text
     assert main([str(tmp_path / "missing")]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"verify: error: {tmp_path / 'missing'} is no folder; name the one that --save wrote to"
+        f"verify: error: {tmp_path / 'missing'} is not a folder; name the one that --save wrote to"
     ]

@@ -248,7 +248,7 @@ def test_the_command_line_begins_with_a_dense_model(tmp_path: Path, capsys: pyte
     form = {"num_layers": None, "hidden_size": None, "num_attention_heads": None, "use_checkpoint_args": True}
     experts = {"num_experts": 4, "moe_use_upcycling": True, "load": dense}
     done = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **form, **experts, train_iters=2, save=upcycled)]).check()
-    assert "note: --moe-use-upcycling means --finetune: counters, optimizer and schedules start anew" in done.stdout
+    assert "note: --moe-use-upcycling means --finetune: counters, optimizer and schedules start afresh" in done.stdout
     assert "warning" not in done.stdout
     saved = saved_config(upcycled, 2)[0].model
     assert (saved.num_experts, saved.moe_ffn_hidden_size, saved.swiglu) == ([4], 24, True)

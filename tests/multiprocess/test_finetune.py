@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.tasks import TASKS, parse_task, sized
+from megatron.config.tasks import TASKS, build_task_run, parse_task
 from megatron.evaluation.command import main, requested_task
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
@@ -76,10 +76,10 @@ def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"epochs": None}, "not given but required for --task RTE: --epochs"),
         ({"epochs": 0}, "--epochs 0 evaluates a checkpoint: give --load FOLDER"),
         ({"train_iters": 5}, "--train-iters: a task is trained for --epochs over --train-data"),
-        ({"data_path": "x"}, "--data-path: a task reads labelled files"),
+        ({"data_path": "x"}, "--data-path: a task reads labeled files"),
         ({"global_batch_size": 16}, "--train-data holds 8 samples, less than one global batch of 16"),
         ({"model_type": "t5"}, "--model-type t5: tasks/main.py fine-tunes encoders and GPT; give --model-type bert"),
-        ({"task_head": "choice"}, "--task-head: --task says it; leave it out"),
+        ({"task_head": "choice"}, "--task-head: --task determines it; leave it out"),
         ({"pretrained_checkpoint": "/nowhere"}, "--pretrained-checkpoint /nowhere holds no checkpoint"),
         ({"keep_checkpoints": 2}, "--keep-checkpoints needs --save FOLDER"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "vocab_file": None}, "has no [MASK], [CLS] and [SEP]"),
@@ -109,7 +109,7 @@ def test_a_vocabulary_without_separators_is_refused(
     bare = tmp_path / "bare.txt"
     bare.write_text(vocabulary.read_text().replace("[CLS]\n", ""))
     error = _refused(task_flags(bare, "RTE", train, valid), capsys)
-    assert error == f"error: --vocab-file {bare}: has no [CLS], so it is no BERT vocab.txt"
+    assert error == f"error: --vocab-file {bare}: has no [CLS], so it is not a BERT vocab.txt"
 
 
 def test_a_checkpoint_of_another_kind_is_refused_with_its_purpose(
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_kind_is_refused_with_its_purpose(
     for flag, expected in (("pretrained_checkpoint", "bert"), ("load", "bert for classification of 2")):
         changes: dict[str, Any] = {flag: gpt}
         error = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
-        assert f"{gpt} holds a model of kind gpt, not {expected}; give --model-type gpt" in error
+        assert f"{gpt} holds a model of type gpt, not {expected}; give --model-type gpt" in error
     experts, documents = tmp_path / "experts", tmp_path / "texts"
     train(1, tiny_flags(documents, train_iters=1, save=experts, num_experts=2))
     error = _refused(task_flags(vocabulary, "RTE", *files, model_type="gpt", pretrained_checkpoint=experts), capsys)
@@ -130,11 +130,11 @@ def test_a_checkpoint_of_another_kind_is_refused_with_its_purpose(
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0
     capsys.readouterr()
     mnli = _files("MNLI", tmp_path)
-    kind = "holds a model of kind bert for classification of 2, not"
+    kind = "holds a model of type bert for classification of 2, not"
     error = _refused(task_flags(vocabulary, "MNLI", *mnli, load=saved), capsys)
-    assert f"--load {saved} {kind} bert for classification of 3; go on with it by its --task" in error
+    assert f"--load {saved} {kind} bert for classification of 3; continue with its --task" in error
     error = _refused(task_flags(vocabulary, "MNLI", *mnli, pretrained_checkpoint=saved), capsys)
-    assert f"--pretrained-checkpoint {saved} {kind} bert; go on with it by its --task" in error
+    assert f"--pretrained-checkpoint {saved} {kind} bert; continue with its --task" in error
     texts = tmp_path / "lambada.jsonl"
     texts.write_text('{"text": "w1 w2"}\n')
     error = _refused(["--task", "LAMBADA", "--valid-data", str(texts), "--load", str(saved)], capsys)
@@ -191,7 +191,7 @@ def test_flags_of_the_training_run_may_stay_in_an_evaluation(vocabulary: Path, t
 def test_a_bert_without_its_binary_head_has_no_token_types(vocabulary: Path) -> None:
     flags = task_flags(vocabulary, "RTE", [Path("a")], [Path("b")], bert_no_binary_head=True)
     run, flags_of_model, _ = parse_task(flags)
-    run.config = sized(run, flags_of_model, 1, (8, 6))
+    run.config = build_task_run(run, flags_of_model, 1, (8, 6))
     assert run.resolve(1).model.num_tokentypes == 0
     assert not [note for note in run.notes if "binary-head" in note]
 

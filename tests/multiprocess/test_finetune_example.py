@@ -79,7 +79,7 @@ def _refused(folder: Path) -> None:
     (folder / "latin.txt").write_bytes(b"w1 \xff")
     for name, message in (
         ("gone.txt", "No such file"), ("empty.txt", "leaves no text"), ("line.txt", "leaves no text to train on"),
-        ("latin.txt", "is no UTF-8"),
+        ("latin.txt", "is not UTF-8"),
     ):  # fmt: skip
         done = _start(folder, TEXT=name)
         assert done.returncode

@@ -194,7 +194,7 @@ def test_an_earlier_checkpoint_can_be_named(prefix: Path, tmp_path: Path) -> Non
     assert list(_losses(logs["lr"])) == [3, 4, 5, 6]
     missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, **again, ckpt_step=3)])
     assert missing.returncode == 2
-    assert "complete are, newest first: 6, 4, 2; name one of them (--ckpt-step 6)" in missing.stderr
+    assert "complete checkpoints, newest first: 6, 4, 2; name one of them (--ckpt-step 6)" in missing.stderr
 
 
 def test_other_samples_than_the_checkpoints_cause_warnings(prefix: Path, tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ def test_output_and_refusals_by_other_programs(
     folder = str(saved[0])
     (tmp_path / "run.yaml").write_text("model:\n  model_type: t5\n")
     refused = {
-        "go on with it by pretrain_t5.py": lambda: pretrain_bert.main(tiny_bert_flags(data, load=folder)),
-        "which no other format has": lambda: convert.main(["--load", folder, "--save", "x", "--to", "hf"]),
+        "continue with pretrain_t5.py": lambda: pretrain_bert.main(tiny_bert_flags(data, load=folder)),
+        "which no other format supports": lambda: convert.main(["--load", folder, "--save", "x", "--to", "hf"]),
         "only gpt generates text": lambda: generate_command.main(["--load", folder]),
         "model_type t5 is not planned": lambda: plan.main(["--config", str(tmp_path / "run.yaml"), "--cluster", "c"]),
     }

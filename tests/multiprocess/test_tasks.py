@@ -152,7 +152,7 @@ def test_unreadable_input_ends_every_rank_with_one_line(tmp_path: Path) -> None:
         file.write("8\tw1\tw2\tmaybe\n")
     done = run_cli(2, ["tasks/main.py", *task_flags(vocabulary, "RTE", [train], [valid])])
     assert done.returncode == 2
-    message = f"error: --valid-data {valid}, line 10: the label 'maybe' is none of entailment, not_entailment"
+    message = f"error: --valid-data {valid}, line 10: the label 'maybe' is not one of entailment, not_entailment"
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -32,7 +32,7 @@ from megatron.config.flags import parse_args, parse_program
 from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
-from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized
+from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, build_task_run, parse_task
 from megatron.config.translate.known import read_known_flags
 from megatron.evaluation.command import ZeroShotFlags
 from megatron.evaluation.harness_command import EvaluationFlags
@@ -100,7 +100,7 @@ def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TASK_EXAMPLES)
 def test_examples_of_tasks_resolve_for_their_world(name: str, tmp_path: Path) -> None:
     parsed, flags, _ = parse_task(_recorded_arguments(REPO / "examples" / name, tmp_path, "tasks/main.py"))
-    parsed.config = sized(parsed, flags, 8, (10**5, 10**4))
+    parsed.config = build_task_run(parsed, flags, 8, (10**5, 10**4))
     config = parsed.resolve(8, cuda_available=True)
     assert (flags.task, config.training.global_batch_size) == TASK_EXAMPLES[name]
     assert config.precision.bf16

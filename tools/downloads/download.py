@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
     start_program("tools.downloads.download")
 
-from megatron.base.atomic import holding
+from megatron.base.atomic import hold_lock
 from megatron.base.errors import UserError
 from tools.downloads.catalog import DATA, KINDS, REPO, Remote
 from tools.openwebtext.cleaning.command import Report, Tool, check_at_least
@@ -54,7 +54,7 @@ def fetch(remote: Remote, url: str) -> str:
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     try:
-        with holding(part, where_there_are_locks=True):
+        with hold_lock(part, if_supported=True):
             _download(url, part, remote.size)
             try:
                 summary = _verify(remote, part, "it is removed; run the command again to download it again")

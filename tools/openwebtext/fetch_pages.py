@@ -31,12 +31,12 @@ if __name__ == "__main__":
 
     start_program("tools.openwebtext.fetch_pages")
 
-from megatron.base.atomic import holding
+from megatron.base.atomic import hold_lock
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
 from megatron.data.lines import lines, writing
-from megatron.data.processes import in_processes
+from megatron.data.processes import map_in_processes
 from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
 from tools.openwebtext.cleaning.filtering import encode
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> Report:
     next(lines(options.input), None)  # fail before a record with these limits is created
     path = _record_of(Path(options.output))
     try:
-        with path.open("a+b") as stream, holding(path, where_there_are_locks=True):
+        with path.open("a+b") as stream, hold_lock(path, if_supported=True):
             if not path.exists() or not os.path.samestat(path.stat(), os.fstat(stream.fileno())):
                 raise UserError(f"{path}: another run has just ended; try again")
             stream.seek(0)
@@ -177,7 +177,7 @@ def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path
         return bool(reached_urls) and fetch(reached_urls[0]).failed not in UNREACHED
 
     pages = fetch_all(missing, fetch, limits.connections, limits.delay, limits.patience)
-    rows = in_processes(_extract, pages, options.workers, _silence_libraries)
+    rows = map_in_processes(_extract, pages, options.workers, _silence_libraries)
     for row in _check_network(progress(rows, "pages", "page"), is_up):
         record.write(encode(row) + b"\n")
         record.flush()
@@ -256,7 +256,7 @@ def check(options: argparse.Namespace) -> None:
     options.limits = _limits_of(options)
     check_apart([options.input], [options.output, _record_of(Path(options.output)), options.report])
     if Path(options.input).exists() and not Path(options.input).is_file():
-        raise UserError(f"{options.input}: is not a plain file, which is needed because it is read twice")
+        raise UserError(f"{options.input}: is not a regular file, which is needed because it is read twice")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.lines import writing
-from megatron.data.processes import in_processes
+from megatron.data.processes import map_in_processes
 from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_apart, progress
 from tools.openwebtext.cleaning.comparing import Comparison, merge_matches
 from tools.openwebtext.cleaning.filtering import BAD_LINE, FilePart, apply_to_lines, encode, in_chunks, split_file
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> Report:
         parts = (part for path, name in inputs for part in split_file(path, name, options.key))
         fingerprinting = _Fingerprinting(options.num_seeds, options.seed, options.skip_bad_lines)
         with progress((), "fingerprints") as bar:
-            for documents, part_rows, part_sizes, num_bad in in_processes(fingerprinting, parts, options.workers):
+            for documents, part_rows, part_sizes, num_bad in map_in_processes(fingerprinting, parts, options.workers):
                 if num_bad:
                     report[BAD_LINE] += num_bad
                 rows.append(part_rows)
@@ -167,7 +167,7 @@ def _write_duplicates(
     workers = options.workers if options.jaccard_parallel else 1
     report["pairs"] = 0
     with writing(options.output) as write:
-        for first, others in merge_matches(in_processes(compare, in_chunks(buckets, _BUCKETS), workers)).items():
+        for first, others in merge_matches(map_in_processes(compare, in_chunks(buckets, _BUCKETS), workers)).items():
             write(encode({keys[first]: [{keys[other]: round(value, 6)} for other, value in others.items()]}))
             report["pairs"] += len(others)
 

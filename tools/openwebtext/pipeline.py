@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
     start_program("tools.openwebtext.pipeline")
 
-from megatron.base.atomic import holding, remove_leftovers
+from megatron.base.atomic import hold_lock, remove_leftovers
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json
 from megatron.data.lines import lines, writing
@@ -250,7 +250,7 @@ def run(options: argparse.Namespace) -> Report:
     _read_report(folder / REPORT)
     try:
         (folder / STEPS).mkdir(parents=True, exist_ok=True)
-        with holding(folder, where_there_are_locks=True):
+        with hold_lock(folder, if_supported=True):
             return _run_steps(options, steps)
     except BlockingIOError as error:
         raise UserError(f"--output-path {folder}: another cleaning is running there; wait for it") from error

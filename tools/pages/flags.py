@@ -36,8 +36,8 @@ def flags_markdown() -> str:
     table = run_table()
     blocks = [_INTRODUCTION]
     for section, cls in table.sections.items():
-        described = [entry for entry in table.fields.values() if entry.section == section]
-        section_table = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, described))
+        section_fields = [entry for entry in table.fields.values() if entry.section == section]
+        section_table = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, section_fields))
         blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{section_table}")
     shortcuts = [
         (f"`--{shortcut.name}{' VALUE' if shortcut.arity == VALUE else ''}`", shortcut.help) for shortcut in SHORTCUTS
@@ -57,20 +57,20 @@ def flags_markdown() -> str:
     return "\n".join(blocks)
 
 
-def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
-    flag = f"--{described.flag} {metavar_of(described)}".strip()
-    aliases = ", ".join(f"`--{alias}`" for alias in described.option.aliases)
-    default = default_text(described) or "off"
-    meaning = described.option.help
-    details = [described.option.unit, described.value_type.bounds]
-    if described.choices and "|" not in flag:
-        details.append("one of " + ", ".join(described.choices))
-    if described.option.off_switch:
-        details.append(f"in YAML also `{described.name}: false`")
+def _field_row(field_option: FieldOption) -> tuple[str, str, str, str]:
+    flag = f"--{field_option.flag} {metavar_of(field_option)}".strip()
+    aliases = ", ".join(f"`--{alias}`" for alias in field_option.option.aliases)
+    default = default_text(field_option) or "off"
+    meaning = field_option.option.help
+    details = [field_option.option.unit, field_option.value_type.bounds]
+    if field_option.choices and "|" not in flag:
+        details.append("one of " + ", ".join(field_option.choices))
+    if field_option.option.off_switch:
+        details.append(f"in YAML also `{field_option.name}: false`")
     extra = "; ".join(detail for detail in details if detail)
     meaning += f" ({extra})" if extra else ""
-    if described.option.no_effect:
-        meaning += f" No effect here: {described.option.no_effect}."
+    if field_option.option.no_effect:
+        meaning += f" No effect here: {field_option.option.no_effect}."
     return f"`{flag}`", aliases, default, meaning
 
 

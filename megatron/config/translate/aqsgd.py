@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.user_text import Note
-from megatron.config.translate.rules import Dialect, Explicit, Theirs
+from megatron.config.translate.rules import Dialect, ExplicitValues, SectionValues
 
 _TASKS = ("wikitext", "arxiv21")
 
@@ -40,7 +40,7 @@ class AqsgdConfig:
     gradient_accumulate_step: int = option(1, "Only 1 is accepted; more repeated the same batch in AQ-SGD.", minimum=1)
 
 
-def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     """Translate the flags. Raises UserError for unavailable or contradictory settings."""
     if theirs.task_name is not None:
         if theirs.task_name not in _TASKS:
@@ -48,40 +48,40 @@ def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
         note(f"--task-name {theirs.task_name}: no effect, the text is that of --data-path")
     if theirs.gradient_accumulate_step != 1:
         raise UserError("--gradient-accumulate-step repeats the same batch; leave it out and raise --batch-size")
-    _sizes(theirs, explicit, note)
-    _model(theirs, explicit, note)
+    _translate_sizes(theirs, explicit, note)
+    _translate_model(theirs, explicit, note)
     if theirs.do_evaluation is False:
-        theirs.settle("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
+        theirs.set_field("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
 
 
-def _sizes(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate_sizes(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     stages, batch, replicas = theirs.pipeline_group_size, theirs.batch_size, theirs.data_group_size
     if stages is None:
         if replicas is not None:
-            note("--data-group-size: no effect without --pipeline-group-size; replicas are what the processes leave")
+            note("--data-group-size: no effect without --pipeline-group-size; replicas follow from the processes")
         if batch is not None:
-            theirs.settle("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
+            theirs.set_field("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
             note(f"--batch-size is an old name: taken as --micro-batch-size {batch}")
         return
     flag = f"--pipeline-group-size {stages}"
     path = "parallel.pipeline_model_parallel_size"
-    theirs.settle("pipeline_group_size", path, stages, flag)
+    theirs.set_field("pipeline_group_size", path, stages, flag)
     layers = explicit.get("model.num_layers")
     if layers is not None:
         explicit["model.num_layers"] = layers * stages
         note(f"{flag}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
     if batch is not None:
         global_batch = batch * (replicas or 1)
-        theirs.settle("batch_size", "training.global_batch_size", global_batch, f"--batch-size {batch}")
+        theirs.set_field("batch_size", "training.global_batch_size", global_batch, f"--batch-size {batch}")
         note(
             f"{flag}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is "
             f"{global_batch}"
         )
     elif replicas is not None:
-        note("--data-group-size: no effect without --batch-size; replicas are what the processes leave")
+        note("--data-group-size: no effect without --batch-size; replicas follow from the processes")
 
 
-def _model(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate_model(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     name, tokenizer = theirs.model_name, theirs.tokenizer_name
     if name is None:
         if theirs.load_pretrained_model is not None:
@@ -89,7 +89,7 @@ def _model(theirs: Theirs, explicit: Explicit, note: Note) -> None:
     elif theirs.load_pretrained_model is False:
         note("--model-name: no effect with --load-pretrained-model false")
     elif "checkpoint.load" in explicit:
-        note("--model-name: no effect beside --load")
+        note("--model-name: no effect with --load")
     else:
         explicit |= {"checkpoint.load": name, "checkpoint.finetune": True}
         note(
@@ -99,7 +99,7 @@ def _model(theirs: Theirs, explicit: Explicit, note: Note) -> None:
     if tokenizer is None:
         return
     if any(path.startswith("tokenizer.") for path in explicit):
-        note("--tokenizer-name: no effect beside another tokenizer's flags")
+        note("--tokenizer-name: no effect with another tokenizer's flags")
         return
     explicit |= {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": tokenizer}
     note(f"--tokenizer-name {tokenizer} means --tokenizer-type HFTokenizer --tokenizer-model {tokenizer}")

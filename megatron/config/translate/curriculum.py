@@ -26,13 +26,13 @@ _OLD_STEPS = "total_step"
 """Former name of ``total_curriculum_step``."""
 
 
-def read_curriculum(content: dict[str, Any], location: str, idle: Note) -> dict[str, Any] | None:
+def read_curriculum(content: dict[str, Any], location: str, ignored: Note) -> dict[str, Any] | None:
     """Translate the curriculum of a file to values of our dotted fields; None if it is disabled.
 
     Args:
         content: value of ``curriculum_learning``.
         location: its location, for messages.
-        idle: called with each key without effect.
+        ignored: called with each key without effect.
 
     Raises:
         UserError: when a key is missing, unknown or invalid; the message names it.
@@ -53,7 +53,7 @@ def read_curriculum(content: dict[str, Any], location: str, idle: Note) -> dict[
     if kind in ("fixed_linear", "fixed_root"):
         settings["curriculum_seqlen_min"] = least
     elif kind == "custom" or least != settings["curriculum_discrete_seqlens"][0]:
-        idle(f"{_NAME}.min_difficulty")
+        ignored(f"{_NAME}.min_difficulty")
     if kind != "custom":  # a custom function is not in the file
         try:
             lengths_of(CurriculumConfig(**settings), full, lambda name: key_of(name, kind))
@@ -86,7 +86,7 @@ def _schedule(values: Values, kind: str, location: str) -> dict[str, Any]:
 def _check_keys(content: dict[str, Any], keys: tuple[str, ...], location: str) -> None:
     for name in content:
         if name not in keys:
-            raise UserError(f"{location}: {name} is not available; take it out of the file")
+            raise UserError(f"{location}: {name} is not available; remove it from the file")
 
 
 def key_of(name: str, kind: str) -> str:

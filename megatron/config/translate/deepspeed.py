@@ -13,7 +13,7 @@ from megatron.base.option import derived
 from megatron.base.user_text import Note
 from megatron.base.value_type import ValueType
 from megatron.config.translate.curriculum import key_of, read_curriculum
-from megatron.config.translate.rules import Dialect, Explicit, Theirs
+from megatron.config.translate.rules import Dialect, ExplicitValues, SectionValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class DeepSpeedConfig:
     load_tag: str | None = derived("the newest", "Same as --ckpt-step N for the tag global_stepN.", metavar="TAG")
 
 
-def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     """Translate the flags. Raises UserError for unavailable or contradictory settings."""
     if theirs.zero_stage is not None:
         _zero(theirs, "zero_stage", theirs.zero_stage, f"--zero-stage {theirs.zero_stage:g}", note)
@@ -41,38 +41,38 @@ def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
         if number is None:
             raise UserError(f"--load-tag {theirs.load_tag}: expected global_stepN; or use --ckpt-step N")
         step = int(number[1])
-        theirs.settle("load_tag", "checkpoint.ckpt_step", step, f"--load-tag {theirs.load_tag}")
+        theirs.set_field("load_tag", "checkpoint.ckpt_step", step, f"--load-tag {theirs.load_tag}")
         note(f"--load-tag {theirs.load_tag} means --ckpt-step {step}")
     if theirs.deepspeed_config is not None:
-        _File(theirs, explicit, note).take()
+        _DeepSpeedFile(theirs, explicit, note).translate()
 
 
-def _zero(theirs: Theirs, source_name: str, stage: Any, location: str, note: Note) -> None:
+def _zero(theirs: SectionValues, source_name: str, stage: Any, location: str, note: Note) -> None:
     if stage not in (0, 1) or isinstance(stage, bool):
         raise UserError(
             f"{location}: gradients and parameters are not sharded; use stage 1 (--use-distributed-optimizer), or 0"
         )
     if stage == 1:
         note(f"{location} means --use-distributed-optimizer")
-    theirs.settle(source_name, "parallel.use_distributed_optimizer", stage == 1, location)
+    theirs.set_field(source_name, "parallel.use_distributed_optimizer", stage == 1, location)
 
 
-_IDLE = """
+_IGNORED_KEYS = """
     steps_per_print wall_clock_breakdown prescale_gradients dataloader_drop_last dump_state memory_breakdown
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger flops_profiler tensorboard wandb
     csv_monitor activation_checkpointing checkpoint disable_allgather
 """
 """Keys without effect on training and checkpoints."""
 
-_IDLE_ZERO = """
+_IGNORED_ZERO_KEYS = """
     stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
     contiguous_gradients elastic_checkpoint round_robin_gradients ignore_unused_parameters
 """
 
-_INSTEAD = {
-    "optimizer": "give --optimizer, --lr and what else it holds as flags, and take it out of the file",
-    "scheduler": "give --lr-decay-style and what else it holds as flags, and take it out of the file",
-    "data_efficiency": "of these, only sequences that grow are available; switch it off and use curriculum_learning",
+_ALTERNATIVES = {
+    "optimizer": "give --optimizer, --lr and its other values as flags, and remove it from the file",
+    "scheduler": "give --lr-decay-style and its other values as flags, and remove it from the file",
+    "data_efficiency": "of these, only growing sequences are available; switch it off and use curriculum_learning",
 }
 
 _COUNT = ValueType(element=int, minimum=1)
@@ -88,12 +88,12 @@ _VALUES = {
 
 _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
-_BY = "deepspeed_config"
+_SOURCE = "deepspeed_config"
 _AUTO = "auto"
 """Value of keys that defer to the flags."""
 
 
-class _File:
+class _DeepSpeedFile:
     """DeepSpeed configuration file. Flags may repeat its values but not contradict them.
 
     Args:
@@ -102,41 +102,42 @@ class _File:
         note: called with a line on the keys that were used, and a line on keys without effect.
     """
 
-    def __init__(self, flags: Theirs, explicit: Explicit, note: Note) -> None:
+    def __init__(self, flags: SectionValues, explicit: ExplicitValues, note: Note) -> None:
         self.path = f"--deepspeed-config {flags.deepspeed_config}"
         self.content = read_json(flags.deepspeed_config, self.path)
         self.flags = flags
         self.explicit = explicit
         self.note = note
-        self.taken: list[str] = []
-        self.idle: list[str] = []
+        self.used: list[str] = []
+        self.ignored: list[str] = []
 
-    def take(self) -> None:
+    def translate(self) -> None:
         """Translate every key. Raises UserError for the first that is unavailable or contradicts a flag."""
+        handlers: dict[str, Callable[[str, Any], None]] = {
+            "fp16": self._fp16,
+            "bf16": self._bf16,
+            "bfloat16": self._bf16,
+            "zero_optimization": self._zero,
+            "data_types": self._data_types,
+            "curriculum_learning": self._curriculum,
+        }
         for key, value in self.content.items():
             if value == _AUTO or value is None:
                 continue
-            key = str(key)
-            takers: dict[str, Callable[[str, Any], None]] = {
-                "fp16": self._fp16,
-                "bf16": self._bf16,
-                "bfloat16": self._bf16,
-                "zero_optimization": self._zero,
-                "data_types": self._data_types,
-                "curriculum_learning": self._curriculum,
-            }
-            if key in takers:
-                takers[key](key, value)
+            if key in handlers:
+                handlers[key](key, value)
             elif key in _VALUES:
                 path, kind = _VALUES[key]
                 self._set(key, path, self._read(kind, key, value))
             elif key == "gradient_accumulation_steps":
                 self._read(_COUNT, key, value)
-                self.taken.append(key)
-            elif key in _IDLE.split() or (isinstance(value, dict) and value.get("enabled") is False):
-                self.idle.append(key)
+                self.used.append(key)
+            elif key in _IGNORED_KEYS.split() or (isinstance(value, dict) and value.get("enabled") is False):
+                self.ignored.append(key)
             else:
-                raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
+                raise UserError(
+                    f"{self.path}: {key}: {_ALTERNATIVES.get(key, 'is not available; remove it from the file')}"
+                )
         steps = self.content.get("gradient_accumulation_steps")
         if steps not in (None, _AUTO):
             global_batch = self.explicit.get("training.global_batch_size")
@@ -148,14 +149,14 @@ class _File:
                 raise UserError(
                     f"{location} x a micro batch of {micro_batch} does not divide the global batch of {global_batch}"
                 )
-        if self.taken:
-            self.note(f"{self.path}: taken: {', '.join(self.taken)}")
-        if self.idle:
-            self.note(f"{self.path}: no effect: {', '.join(self.idle)}")
+        if self.used:
+            self.note(f"{self.path}: used: {', '.join(self.used)}")
+        if self.ignored:
+            self.note(f"{self.path}: no effect: {', '.join(self.ignored)}")
 
     def _set(self, key: str, path: str, value: Any) -> None:
-        self.flags.settle(_BY, path, value, f"{self.path}: {key} {value}")
-        self.taken.append(key)
+        self.flags.set_field(_SOURCE, path, value, f"{self.path}: {key} {value}")
+        self.used.append(key)
 
     def _read(self, kind: ValueType, key: str, value: Any) -> Any:
         return kind.from_json(value, f"{self.path}: {key}")
@@ -165,7 +166,7 @@ class _File:
             raise UserError(f"{self.path}: {key} must hold names and values, not a {type(value).__name__}")
         for name in value:
             if name not in known_names:
-                raise UserError(f"{self.path}: {key}.{name} is not available; take it out of the file")
+                raise UserError(f"{self.path}: {key}.{name} is not available; remove it from the file")
         return value
 
     def _fp16(self, key: str, value: Any) -> None:
@@ -174,7 +175,7 @@ class _File:
         if not self._format(key, values, "precision.fp16"):
             return
         if values.get("auto_cast", False) is not False:
-            raise UserError(f"{self.path}: {key}.auto_cast is not available; take it out of the file")
+            raise UserError(f"{self.path}: {key}.auto_cast is not available; remove it from the file")
         scale = self._read(_NUMBER, f"{key}.loss_scale", values.get("loss_scale", 0))
         if scale:
             self._set(f"{key}.loss_scale", "precision.loss_scale", scale)
@@ -198,32 +199,32 @@ class _File:
         if on and self.explicit.get(other):
             raise UserError(f"{self.path}: {key} and --{other.partition('.')[2]} exclude each other; keep one format")
         if "enabled" in values:
-            self.flags.settle(_BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
-        (self.taken if on else self.idle).append(key)
+            self.flags.set_field(_SOURCE, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
+        (self.used if on else self.ignored).append(key)
         return on
 
     def _zero(self, key: str, value: Any) -> None:
         values = dict(value) if isinstance(value, dict) else value
         if isinstance(values, dict):
             stage = values.get("stage", 0)
-            _zero(self.flags, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
+            _zero(self.flags, _SOURCE, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
             values = {name: entry for name, entry in values.items() if not name.startswith("stage3_")}
-        self._mapping(key, values, _IDLE_ZERO.split())
-        self.taken.append(f"{key}.stage")
-        self.idle += [f"{key}.{name}" for name in values if name != "stage"]
+        self._mapping(key, values, _IGNORED_ZERO_KEYS.split())
+        self.used.append(f"{key}.stage")
+        self.ignored += [f"{key}.{name}" for name in values if name != "stage"]
 
     def _curriculum(self, key: str, value: Any) -> None:
         location = f"{self.path}: {key}"
         if not isinstance(value, dict):
             raise UserError(f"{location} must hold names and values, not a {type(value).__name__}")
-        settings = read_curriculum(value, location, self.idle.append)
+        settings = read_curriculum(value, location, self.ignored.append)
         if settings is None:
-            self.idle.append(key)
+            self.ignored.append(key)
             return
         for path, setting in settings.items():
             name = key_of(path.partition(".")[2], settings["curriculum.curriculum_type"])
-            self.flags.settle(_BY, path, setting, f"{location}.{name} {setting}")
-        self.taken.append(key)
+            self.flags.set_field(_SOURCE, path, setting, f"{location}.{name} {setting}")
+        self.used.append(key)
 
     def _data_types(self, key: str, value: Any) -> None:
         kind = self._mapping(key, value, ("grad_accum_dtype",)).get("grad_accum_dtype")

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.user_text import Note, flag_of
-from megatron.config.translate.rules import Dialect, Explicit, Theirs
+from megatron.config.translate.rules import Dialect, ExplicitValues, SectionValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class LegacyConfig:
     )
 
 
-_A_TOP_K = "a Top-K --grad-comp-type or --emb-grad-comp-type"
+_TOP_K_TYPES = "a Top-K --grad-comp-type or --emb-grad-comp-type"
 NEEDS = {
     "save_json_path": "--save-json-log",
     "experiment_name": "--save-json-log",
@@ -130,9 +130,9 @@ NEEDS = {
     "grad_comp_warm_up": "--grad-comp of type PowerSGD (Top-K has --stable-topk-threshold)",
     "selective_grad_comp": "--grad-comp",
     "selective_grad_comp_way": "--grad-comp and --selective-grad-comp",
-    "density": _A_TOP_K,
+    "density": _TOP_K_TYPES,
     "stable_topk_interval": "a stable Top-K --grad-comp-type or --emb-grad-comp-type",
-    "stable_topk_threshold": _A_TOP_K,
+    "stable_topk_threshold": _TOP_K_TYPES,
     "stable_topk_warmup_method": "a Top-K compressor and --stable-topk-threshold above 0",
     "stable_topk_range": "a stable Top-K --grad-comp-type that has a range",
     "stable_topk_density_warmup_steps": "the classic Top-K as --grad-comp-type, and a --density above 0",
@@ -168,7 +168,7 @@ NEEDS = {
 """Field -> setting without which it has no effect; all other fields are always translated."""
 
 
-def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(old: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     """Translate the flags.
 
     Raises UserError for a compressor of the old systems that does not exist here.
@@ -184,8 +184,8 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
         if getattr(old, switch):
             specs.append((flag_of(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
             note(
-                f"{flag_of(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no "
-                "state, since recomputation and evaluation run it again"
+                f"{flag_of(switch)}: without the error feedback of Optimus-CC: {point} keeps no "
+                "state, since recomputation and evaluation repeat it"
             )
     specs += [*_fixpoint("pp-forward", "forward", old), *_fixpoint("pp-backward", "backward", old)]
     if old.dp_mode == "sharded_ps_compressed":
@@ -201,26 +201,26 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
         explicit["compression.compress"] = [*user_specs, *(spec for _, spec in specs)]
     if old.forward_compress_method.startswith("delta") and "data.sample_order" not in explicit:
         explicit["data.sample_order"] = "fixed"
-        note("--forward-compress-method delta means --sample-order fixed: what is remembered must come again")
-    path, why = "", ""
+        note("--forward-compress-method delta means --sample-order fixed: remembered samples must recur")
+    path, source_flag = "", ""
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
         path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
-        why = "--log-gradients-output-dir"
+        source_flag = "--log-gradients-output-dir"
     if old.collect_log_path is not None:
-        path, why = str(Path(old.collect_log_path) / "edgc.jsonl"), "--collect-log-path"
+        path, source_flag = str(Path(old.collect_log_path) / "edgc.jsonl"), "--collect-log-path"
     if old.save_json_log:
         path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
-        why = "--save-json-log"
+        source_flag = "--save-json-log"
     if not path:
         return
     ours = explicit.setdefault("logging.log_json_file", path)
     if ours == path:
-        note(f"{why} means --log-json-file {path}")
+        note(f"{source_flag} means --log-json-file {path}")
     else:
-        note(f"{why}: no effect beside --log-json-file {ours}, where all records go")
+        note(f"{source_flag}: no effect with --log-json-file {ours}, where all records go")
 
 
-def _low_rank(old: Theirs, switch: str, feedback: str) -> str:
+def _low_rank(old: SectionValues, switch: str, feedback: str) -> str:
     """Spec options shared by all Optimus-CC compressors."""
     kind = getattr(old, f"{switch}_type")
     if kind.lower() != "powersgd":
@@ -246,16 +246,16 @@ _EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.st
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
-def _stable(old: Theirs, reach: int) -> str:
-    return f"stable-topk,density={old.density!r},interval={old.stable_topk_interval},range={reach}{_dense_until(old)}"
+def _stable(old: SectionValues, reach: int) -> str:
+    return f"stable-topk,density={old.density!r},interval={old.stable_topk_interval},range={reach}{_dense_warmup(old)}"
 
 
-def _dense_until(old: Theirs) -> str:
+def _dense_warmup(old: SectionValues) -> str:
     dense = old.stable_topk_threshold and old.stable_topk_warmup_method == "Dense"
     return f",warmup={old.stable_topk_threshold}" if dense else ""
 
 
-def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
+def _optimus_gradients(old: SectionValues, stages: int) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
     flags, kind = "--grad-comp", old.grad_comp_type.lower()
@@ -264,7 +264,7 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
     if kind in _CLASSIC:
         warmup_steps = old.density and old.stable_topk_density_warmup_steps
         density = f"1~{old.density!r}@{warmup_steps}" if warmup_steps else f"{old.density!r}"
-        spec = f"dp-grad=topk,density={density}{_dense_until(old)}"
+        spec = f"dp-grad=topk,density={density}{_dense_warmup(old)}"
     elif kind in _STABLE:
         spec = f"dp-grad={_stable(old, old.stable_topk_range if _STABLE[kind] else 0)}"
     else:
@@ -282,7 +282,7 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
     return [(flags, spec)]
 
 
-def _optimus_embedding(old: Theirs) -> list[tuple[str, str]]:
+def _optimus_embedding(old: SectionValues) -> list[tuple[str, str]]:
     if old.emb_grad_comp:
         fused = ",fused=on" if old.emb_comm_opt else ""
         flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
@@ -297,19 +297,20 @@ def _optimus_embedding(old: Theirs) -> list[tuple[str, str]]:
 _SCALES = {"01": "channel", "012": "tensor"}
 
 
-def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
+def _fixpoint(point: str, direction: str, old: SectionValues) -> list[tuple[str, str]]:
     """Spec of the AQ-SGD quantizer: a scale per channel or tensor, and a grid that clips the positive peak."""
-    if getattr(old, f"{way}_compress_method") == "none":
+    method = getattr(old, f"{direction}_compress_method")
+    if method == "none":
         return []
-    dims = "".join(sorted(c for c in getattr(old, f"{way}_scale_dims") if c.isdigit()))
+    scale_dims = getattr(old, f"{direction}_scale_dims")
+    dims = "".join(sorted(c for c in scale_dims if c.isdigit()))
     if dims not in _SCALES:
         raise UserError(
-            f"--{way}-scale-dims {getattr(old, f'{way}_scale_dims')}: the choices are (0,1), a scale for each channel, "
-            "and (0,1,2), one for the tensor"
+            f"--{direction}-scale-dims {scale_dims}: the choices are (0,1), a scale for each channel, and (0,1,2), a "
+            "scale for the tensor"
         )
-    method = getattr(old, f"{way}_compress_method")
-    spec = f"{point}={method},bits={getattr(old, f'{way}_bits')},scale={_SCALES[dims]},grid=asymmetric"
-    if getattr(old, f"{way}_scale_method") == "l2":
+    spec = f"{point}={method},bits={getattr(old, f'{direction}_bits')},scale={_SCALES[dims]},grid=asymmetric"
+    if getattr(old, f"{direction}_scale_method") == "l2":
         spec += ",scale-method=l2"
     warmup = old.warmup_epochs
     if method != "fixpoint":
@@ -318,7 +319,7 @@ def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
         warmup -= 1  # the first epoch is uncompressed anyway
     if warmup > 0:
         spec += f",warmup={warmup}epochs"
-    return [(f"--{way}-compress-method", spec)]
+    return [(f"--{direction}-compress-method", spec)]
 
 
 LEGACY = Dialect(section="legacy", config=LegacyConfig, translate=_translate, needs=NEEDS)

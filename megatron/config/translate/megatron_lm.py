@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.user_text import Note
-from megatron.config.translate.rules import Dialect, Explicit, Theirs
+from megatron.config.translate.rules import Dialect, ExplicitValues, SectionValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class MegatronLMConfig:
     )
 
 
-def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     if theirs.grad_reduce_in_bf16:
         explicit["compression.compress"] = [*explicit.get("compression.compress", []), "dp-grad=cast"]
         note("--grad-reduce-in-bf16 means --compress dp-grad=cast")
@@ -37,7 +37,7 @@ def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
     if not layers or layers % (stages * chunks):
         raise UserError(f"{flag} needs --num-layers that is a multiple of {stages * chunks}, stages x virtual stages")
     path, per_stage = "parallel.num_layers_per_virtual_pipeline_stage", layers // (stages * chunks)
-    theirs.settle("num_virtual_stages_per_pipeline_rank", path, per_stage, flag)
+    theirs.set_field("num_virtual_stages_per_pipeline_rank", path, per_stage, flag)
     note(f"{flag} means --num-layers-per-virtual-pipeline-stage {per_stage}")
 
 

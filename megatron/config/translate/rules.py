@@ -23,8 +23,8 @@ ARGUMENT = "{value}"
 """Placeholder for the argument of a flag in the tables."""
 
 
-class Explicit(dict[str, Any]):
-    """Explicit values: dotted field -> value.
+class ExplicitValues(dict[str, Any]):
+    """ExplicitValues values: dotted field -> value.
 
     levels: dotted field -> precedence of its source; higher levels win.
     """
@@ -34,7 +34,7 @@ class Explicit(dict[str, Any]):
         self.levels: dict[str, int] = {}
 
 
-Rule = Callable[[Explicit, Note], None]
+Rule = Callable[[ExplicitValues, Note], None]
 """Translates interdependent values, and notes the result. Raises UserError for impossible combinations."""
 
 
@@ -84,7 +84,7 @@ class Shortcut(OldFlag):
     choices: Mapping[str, str] = field(default_factory=dict)
 
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """Meaning of the flags that it stands for; empty for a switch set to false."""
+        """Meaning of the flag; empty for a switch set to false."""
         if self.arity != VALUE and _is_false(words):
             return Meaning()
         if self.choices and words[0].lower() not in self.choices:
@@ -94,11 +94,11 @@ class Shortcut(OldFlag):
         return Meaning(sets=sets, note=self.note.replace(ARGUMENT, " ".join(words)), rule=self.rule)
 
 
-def old_name(name: str, path: str, *, whose: str = "") -> Shortcut:
-    """Alias for the flag of the field `path`: its name in system `whose`, or our old name, which is reported."""
+def old_name(name: str, path: str, *, system: str = "") -> Shortcut:
+    """Alias for the flag of the field `path`: its name in system `system`, or our old name, which is reported."""
     ours = flag_of(path)
-    if whose:
-        return Shortcut(name=name, arity=VALUE, help=f"{whose}'s name of {ours}.", sets={path: ARGUMENT})
+    if system:
+        return Shortcut(name=name, arity=VALUE, help=f"{system}'s name of {ours}.", sets={path: ARGUMENT})
     note = f"--{name} is an old name: taken as {ours} {ARGUMENT}"
     return Shortcut(name=name, arity=VALUE, help=f"Old name of {ours}.", sets={path: ARGUMENT}, note=note)
 
@@ -147,7 +147,7 @@ def _same(word: str, neutral: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Section of interdependent flags of another system, discarded after translation.
+    """Section of interdependent flags of another system, removed after translation.
 
     section: its name; not a section of a run.
     config: a dataclass of `option` fields.
@@ -157,12 +157,12 @@ class Dialect:
 
     section: str
     config: type
-    translate: Callable[[Theirs, Explicit, Note], None]
+    translate: Callable[[SectionValues, ExplicitValues, Note], None]
     needs: Mapping[str, str] = field(default_factory=dict)
 
-    def apply(self, explicit: Explicit, note: Note) -> None:
+    def apply(self, explicit: ExplicitValues, note: Note) -> None:
         """Translate the section: replace its explicit values by values of our fields."""
-        theirs = Theirs(self, explicit)
+        theirs = SectionValues(self, explicit)
         self.translate(theirs, explicit, note)
         for name in theirs.unread():
             note(f"{flag_of(name)}: no effect without {self.needs[name]}")
@@ -170,13 +170,13 @@ class Dialect:
             del explicit[f"{self.section}.{name}"]
 
 
-class Theirs:
+class SectionValues:
     """Values of the section of a dialect, with tracking of reads.
 
     A given flag that was never read has no effect and is named by `unread`, so notes always match the translation.
     """
 
-    def __init__(self, dialect: Dialect, explicit: Explicit) -> None:
+    def __init__(self, dialect: Dialect, explicit: ExplicitValues) -> None:
         self.section = dialect.section
         self.names = [path.partition(".")[2] for path in explicit if path.partition(".")[0] == self.section]
         self._explicit = explicit
@@ -197,7 +197,7 @@ class Theirs:
         """Names of given fields that were never read, without fields that declare `no_effect`."""
         return [name for name in self.names if name not in self._read | self._idle]
 
-    def settle(self, name: str, path: str, value: Any, location: str) -> None:
+    def set_field(self, name: str, path: str, value: Any, location: str) -> None:
         """Set our field `path` to `value`, the translation of their field `name`.
 
         The source of higher precedence wins. Raises UserError starting with `location` if a source contradicts itself.
@@ -230,7 +230,7 @@ class Translator:
         """Section name -> dataclass of each dialect."""
         return {dialect.section: dialect.config for dialect in self.dialects}
 
-    def translate(self, explicit: Explicit, rules: Sequence[Rule], note: Note) -> None:
+    def translate(self, explicit: ExplicitValues, rules: Sequence[Rule], note: Note) -> None:
         """Translate all explicit values into values of our fields.
 
         rules: rules of the given flags.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.base.errors import UserError
 from megatron.base.user_text import Note
-from megatron.config.translate.rules import ARGUMENT, VALUE, Explicit, Shortcut, old_name
+from megatron.config.translate.rules import ARGUMENT, VALUE, ExplicitValues, Shortcut, old_name
 
 _POSITION = "model.position_embedding_type"
 _SCALING = "model.rotary_scaling"
@@ -12,18 +12,18 @@ _RECIPES = {"hybrid": "tensorwise", "e4m3": "rowwise"}
 """fp8 formats by their Megatron-LM names, and the scaling recipe that uses them."""
 
 
-def _without_position_embedding(explicit: Explicit, note: Note) -> None:
+def _without_position_embedding(explicit: ExplicitValues, note: Note) -> None:
     embedding_type = explicit.setdefault(_POSITION, "none")
     if embedding_type == "learned_absolute":
         raise UserError("--no-position-embedding contradicts --position-embedding-type learned_absolute; give only one")
 
 
-def _needs_query_groups(explicit: Explicit, note: Note) -> None:
+def _needs_query_groups(explicit: ExplicitValues, note: Note) -> None:
     if explicit.get("model.num_query_groups") is None:
         raise UserError("--group-query-attention needs the number of groups; add --num-query-groups N")
 
 
-def _needs_one_stage(explicit: Explicit, note: Note) -> None:
+def _needs_one_stage(explicit: ExplicitValues, note: Note) -> None:
     stages = explicit.get("parallel.pipeline_model_parallel_size") or 1
     if stages > 1:
         raise UserError(
@@ -104,8 +104,8 @@ SHORTCUTS: tuple[Shortcut, ...] = (
     ),
     old_name("model-parallel-size", "parallel.tensor_model_parallel_size"),
     old_name("warmup", "optimizer.lr_warmup_fraction"),
-    old_name("embedding-dim", "model.hidden_size", whose="AQ-SGD"),
-    old_name("num-heads", "model.num_attention_heads", whose="AQ-SGD"),
-    old_name("warmup-steps", "optimizer.lr_warmup_iters", whose="AQ-SGD"),
-    old_name("pp-mode", "parallel.pipeline_schedule", whose="AQ-SGD"),
+    old_name("embedding-dim", "model.hidden_size", system="AQ-SGD"),
+    old_name("num-heads", "model.num_attention_heads", system="AQ-SGD"),
+    old_name("warmup-steps", "optimizer.lr_warmup_iters", system="AQ-SGD"),
+    old_name("pp-mode", "parallel.pipeline_schedule", system="AQ-SGD"),
 )

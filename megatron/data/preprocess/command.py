@@ -1,17 +1,16 @@
-"""The command line of preprocessing: text to the ``.bin/.idx`` files that training reads."""
+"""Command line of preprocessing: converts text to the ``.bin/.idx`` files that training reads."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.base.errors import UserError
-from megatron.base.user_text import flag_of
+from megatron.base.user_text import flag_of, nearest
 from megatron.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
@@ -42,8 +41,8 @@ examples:
     python tools/preprocess_data.py --input wiki.jsonl --json-keys title text --split-sentences \\
         --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --output-prefix data/wiki
 
-The files appear under their names only when the run has succeeded; a run that fails or is killed leaves
-earlier ones as they were (and may leave a *.partial behind, which the next run overwrites).
+The files appear under their names only when the run has succeeded. A run that fails or is killed leaves
+earlier files unchanged (and may leave a *.partial file, which the next run overwrites).
 """
 
 
@@ -55,7 +54,7 @@ class PreprocessParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the parser of the command line."""
     parser = PreprocessParser(
         prog="preprocess_data.py",
         description=_ABOUT,
@@ -83,19 +82,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="what a bad line does: broken JSON, a missing key, a value that is no string, invalid UTF-8. "
-        "It is reported with file and line number (default: stop, with nothing written)",
+        help="treatment of bad lines (broken JSON, a missing key, a value that is not a string, invalid UTF-8), which "
+        "are reported with file and line number (default: stop, with nothing written)",
     )
     text.add_argument(
         "--split-sentences",
         action="store_true",
-        help="store each sentence as a sequence, split by nltk's Punkt where its model is on this machine "
-        "(NLTK_DATA names the folder), else by rules; nothing is downloaded",
+        help="store each sentence as a sequence, split by nltk's Punkt if its model is on this machine "
+        "(in the folder NLTK_DATA), else by rules; nothing is downloaded",
     )
     text.add_argument(
         "--keep-newlines",
         action="store_true",
-        help="keep the white space between sentences, at the end of the first",
+        help="keep the white space between two sentences, at the end of the first",
     )
     text.add_argument("--lang", default="english", help="language of the Punkt model (default: english)")
     group = parser.add_argument_group("tokenizer")
@@ -146,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def hyphenate_flags(words: Sequence[str]) -> list[str]:
-    """Writes the names of flags with hyphens in place of underscores."""
+    """Write the names of flags with hyphens in place of underscores."""
     parts = [word.partition("=") for word in words]
     return [
         (name.replace("_", "-") if name.startswith("--") else name) + equals + value for name, equals, value in parts
@@ -154,7 +153,7 @@ def hyphenate_flags(words: Sequence[str]) -> list[str]:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line; underscores in flag names are read as hyphens.
+    """Read the command line; underscores in flag names are read as hyphens.
 
     Raises:
         UserError: when a flag is unknown (the message suggests the closest match), or values are missing or
@@ -164,24 +163,23 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(hyphenate_flags(argv))
     if unknown:
         names = [name for action in parser._actions for name in action.option_strings]
-        close_matches = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {close_matches[0]}?" if close_matches else "see --help"
-        raise UserError(f"{unknown[0]} is no flag of preprocess_data.py: {hint}")
+        hint = nearest(unknown[0], names) or "; see --help"
+        raise UserError(f"{unknown[0]} is not a flag of preprocess_data.py{hint}")
     for name in ("workers", "partitions", "log_interval"):
         if getattr(args, name) < 1:
             raise UserError(f"{flag_of(name)} {getattr(args, name)} must be at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
-        raise UserError(f"--json-keys {' '.join(args.json_keys)}: each key once")
+        raise UserError(f"--json-keys {' '.join(args.json_keys)}: give each key once")
     for key in args.json_keys:
         if "/" in key:
             raise UserError(f"--json-keys {key}: a key with / cannot be part of a file name")
     if args.keep_newlines and not args.split_sentences:
-        raise UserError("--keep-newlines needs --split-sentences: without it the text stays as it is")
+        raise UserError("--keep-newlines needs --split-sentences: without it, the text is unchanged")
     return args
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Preprocesses the input according to the parsed flags.
+    """Preprocesse the input according to the parsed flags.
 
     Raises:
         UserError: when the input is invalid, or a file cannot be read or written.
@@ -196,7 +194,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
     if args.split_sentences and load_punkt(args.lang) is None:
         print(
             f"note: there is no Punkt model for {args.lang} on this machine, so sentences are split by rules. "
-            f"For nltk's model, name in NLTK_DATA the folder that holds tokenizers/punkt_tab/{args.lang}",
+            f"To use nltk's model, set NLTK_DATA to the folder that holds tokenizers/punkt_tab/{args.lang}",
             file=sys.stderr,
         )
     level = "sentence" if options.split_sentences else "document"
@@ -226,7 +224,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
+    """Run the command; return 0 on success, or print a single-line error and return 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: preprocess(parse_flags(words)))

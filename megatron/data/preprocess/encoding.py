@@ -14,7 +14,7 @@ from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.idx_format import best_dtype
-from megatron.data.lines import MARK
+from megatron.data.lines import BYTE_ORDER_MARK
 from megatron.data.preprocess.reading import Block, InputRange
 from megatron.data.preprocess.sentences import sentence_splitter
 from megatron.tokenizer.build import build_tokenizer
@@ -37,7 +37,7 @@ class BadLine:
     """A line that is not a document: its index in the source, from 0, and the reason."""
 
     index: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Encoded:
 
 
 def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list[str] | None:
-    """Parses a line; returns the texts of the keys, or None for a blank line.
+    """Parse a line; return the texts of the keys, or None for a blank line.
 
     Args:
         line: a line of JSON.
@@ -72,7 +72,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
         ValueError: when the line is bad; the message states the reason.
     """
     if first:
-        line = line.removeprefix(MARK)
+        line = line.removeprefix(BYTE_ORDER_MARK)
     if line.isspace() or not line:
         return None
     try:
@@ -86,14 +86,14 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
     except ValueError as error:
         raise ValueError(f"broken JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {_kind(value)} where an object belongs")
+        raise ValueError(f"a JSON {_json_type(value)} where an object belongs")
     texts = []
     for key in keys:
         if key not in value:
             raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
         key_text = value[key]
         if not isinstance(key_text, str):
-            raise ValueError(f"the key {key!r} holds a JSON {_kind(key_text)} where a string belongs")
+            raise ValueError(f"the key {key!r} holds a JSON {_json_type(key_text)} where a string belongs")
         texts.append(key_text)
     if "\\ud" in text or "\\uD" in text:
         for key_text in texts:
@@ -114,7 +114,7 @@ class Encoder:
         self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
-        """Encodes a block; lines that are not documents are listed as bad, and blank lines are skipped."""
+        """Encode a block; lines that are not documents are listed as bad, and blank lines are skipped."""
         bad: list[BadLine] = []
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
@@ -171,6 +171,6 @@ class Encoder:
         return KeyTokens(tokens, lengths, sentence_counts)
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")

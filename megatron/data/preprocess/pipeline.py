@@ -1,4 +1,4 @@
-"""The encoding pipeline: encodes blocks of lines in parallel and writes indexed files, in input order."""
+"""Encoding pipeline: encodes blocks of lines in parallel, and writes indexed files in input order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
 from megatron.data.preprocess.encoding import Encoded, EncodeOptions, Encoder
 from megatron.data.preprocess.reading import Block, InputRange, read_blocks
-from megatron.data.processes import ProcessKilled, in_processes
+from megatron.data.processes import ProcessKilled, map_in_processes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EncodingJob:
 
 @dataclass
 class Totals:
-    """Running totals."""
+    """Running totals of an encoding run; ``size`` is in bytes of input."""
 
     documents: int = 0
     size: int = 0
@@ -45,7 +45,7 @@ Report = Callable[[Totals, list[str]], None]
 def run(
     job: EncodingJob, sources: list[InputRange], prefixes: list[str], report: Report, *, may_be_empty: bool = False
 ) -> Totals:
-    """Encodes all sources into a pair of files per key. The files appear only after everything succeeded.
+    """Encode all sources into a pair of files per key. The files appear only after everything succeeded.
 
     Raises:
         UserError: when a line is bad and bad lines are not skipped, input cannot be read, there is no document, or a
@@ -58,11 +58,11 @@ def run(
             stack.enter_context(IndexedWriter(prefix, dtype=encoder.dtype, impl=job.dataset_impl))
             for prefix in prefixes
         ]
-        for result in _encoded(job, encoder, read_blocks(sources)):
+        for result in _encode_blocks(job, encoder, read_blocks(sources)):
             source = result.source
-            messages = [f"{source.label}:{source.line_number(bad.index)}: {bad.why}" for bad in result.bad]
+            messages = [f"{source.label}:{source.line_number(bad.index)}: {bad.reason}" for bad in result.bad]
             if messages and not job.skip_bad_lines:
-                raise UserError(f"{messages[0]}. Mend the line, or skip such lines with --on-error skip")
+                raise UserError(f"{messages[0]}. Correct the line, or skip such lines with --on-error skip")
             for writer, tokens in zip(writers, result.by_key, strict=True):
                 writer.add_documents(tokens.tokens, tokens.lengths, tokens.sequences)
                 totals.sequences += len(tokens.lengths)
@@ -88,21 +88,23 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
     messages, stop = context.SimpleQueue(), context.Event()
     latest = [Totals() for _ in parts]
 
-    def pass_on() -> None:
+    def forward_reports() -> None:
         while not messages.empty():
             number, latest[number], skipped = messages.get()
-            report(_sum(latest), skipped)
+            report(_sum_totals(latest), skipped)
 
     partitions = [_Partition(number, partition_job, sources, shards[number]) for number, sources in enumerate(parts)]
     try:
         results = list(
-            in_processes(_run_partition, partitions, len(parts), _start_partition, (messages, stop), idle=pass_on)
+            map_in_processes(
+                _run_partition, partitions, len(parts), _start_partition, (messages, stop), idle=forward_reports
+            )
         )
-        pass_on()
+        forward_reports()
         errors = [result for result in results if not isinstance(result, Totals)]
         if errors:
             raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
-        totals = _sum([result for result in results if isinstance(result, Totals)])
+        totals = _sum_totals([result for result in results if isinstance(result, Totals)])
         _require_documents(totals)
         with ExitStack() as stack:
             dtype = Encoder(job.options).dtype
@@ -123,13 +125,13 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
                 Path(f"{path}.partial").unlink(missing_ok=True)
 
 
-def _encoded(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
-    """Encodes blocks in order, in this process or in ``job.workers`` processes."""
+def _encode_blocks(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
+    """Encode blocks in order, in this process or in ``job.workers`` processes."""
     if job.workers == 1:
         yield from map(encoder, blocks)
         return
     try:
-        yield from in_processes(_encode_block, blocks, job.workers, _start_worker, (job.options,))
+        yield from map_in_processes(_encode_block, blocks, job.workers, _start_worker, (job.options,))
     except ProcessKilled:
         raise UserError("a worker process died (out of memory?): use fewer --workers") from None
 
@@ -183,7 +185,7 @@ def _start_partition(messages: Any, stop: Any) -> None:
 
 
 def _run_partition(partition: _Partition) -> Totals | UserError | OSError:
-    """Encodes a part; returns the totals, or the error, after which the other parts stop as well."""
+    """Encode a part; return the totals, or the error, after which the other parts stop as well."""
 
     def report(totals: Totals, skipped: list[str]) -> None:
         if _worker["stop"].is_set():
@@ -197,7 +199,7 @@ def _run_partition(partition: _Partition) -> Totals | UserError | OSError:
         return error
 
 
-def _sum(running_totals: list[Totals]) -> Totals:
+def _sum_totals(running_totals: list[Totals]) -> Totals:
     result = Totals()
     for totals in running_totals:
         for name, value in vars(totals).items():

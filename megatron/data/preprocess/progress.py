@@ -27,7 +27,7 @@ class EncodingProgress:
             self._bar = tqdm(unit="docs", unit_scale=True, dynamic_ncols=True)
 
     def __call__(self, totals: Totals, bad: list[str]) -> None:
-        """Shows the running totals and the lines skipped since the last call."""
+        """Show the running totals and the lines skipped since the last call."""
         for message in bad:
             self._shown += 1
             if self._shown <= _SHOWN_BAD_LINES:
@@ -48,7 +48,7 @@ class EncodingProgress:
         return totals.documents / seconds, totals.size / seconds / 1e6
 
     def close(self) -> None:
-        """Closes the bar."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.data.lines import READ_ERRORS, is_packed, opened
+from megatron.data.lines import READ_ERRORS, is_compressed, open_decompressed
 
 STDIN = "-"
 BLOCK_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class Block:
 
 
 def expand_inputs(values: list[str]) -> list[str]:
-    """Expands paths and glob patterns to files: matches of a pattern are sorted, and the input order is preserved.
+    """Expand paths and glob patterns to files: matches of a pattern are sorted, and the input order is preserved.
 
     Raises:
         UserError: when a path does not exist, a pattern matches nothing, or stdin occurs twice.
@@ -65,7 +65,7 @@ def expand_inputs(values: list[str]) -> list[str]:
             continue
         matches = [name for name in sorted(glob.glob(value, recursive=True)) if os.path.isfile(name)]
         if not matches:
-            reason = "matches no file" if glob.has_magic(value) else "is no file"
+            reason = "matches no file" if glob.has_magic(value) else "is not a file"
             raise UserError(f"--input {value}: {reason}. Check the path, or give - to read standard input")
         files += matches
     if files.count(STDIN) > 1:
@@ -74,7 +74,7 @@ def expand_inputs(values: list[str]) -> list[str]:
 
 
 def divide(files: list[str], count: int) -> list[list[InputRange]]:
-    """Divides the input into at most ``count`` consecutive pieces of similar size.
+    """Divide the input into at most ``count`` consecutive pieces of similar size.
 
     Plain files are cut at line starts; compressed files and standard input are not cut. Reading the pieces in sequence
     yields the lines of the files in order.
@@ -82,9 +82,9 @@ def divide(files: list[str], count: int) -> list[list[InputRange]]:
     sizes = [0 if name == STDIN else os.path.getsize(name) for name in files]
     share = max(1, -(-sum(sizes) // count))
     pieces: list[list[InputRange]] = [[]]
-    room = share
+    room = share  # remaining bytes of the last piece
     for name, size in zip(files, sizes, strict=True):
-        if name == STDIN or is_packed(name):
+        if name == STDIN or is_compressed(name):
             pieces[-1].append(InputRange(name))
             room -= size
         else:
@@ -102,7 +102,7 @@ def divide(files: list[str], count: int) -> list[list[InputRange]]:
 
 
 def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
-    """Reads the lines of all sources in blocks of about a megabyte.
+    """Read the lines of all sources in blocks of about a megabyte.
 
     Raises:
         UserError: when a file cannot be read or decompressed; the message names the line reached.
@@ -120,7 +120,7 @@ def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
             raise UserError(f"{source.label}: {error.name} is missing: pip install {error.name}") from None
         except READ_ERRORS as error:
             line_number = source.line_number(first + len(lines))
-            raise UserError(f"{source.label}:{line_number}: cannot be read on ({error}). Check the file") from None
+            raise UserError(f"{source.label}:{line_number}: cannot be read further ({error}). Check the file") from None
         if lines:
             yield Block(source, first, lines, size)
 
@@ -129,7 +129,7 @@ def _lines(source: InputRange) -> Iterator[bytes]:
     if source.name == STDIN:
         yield from sys.stdin.buffer
         return
-    with opened(source.name) as stream:
+    with open_decompressed(source.name) as stream:
         offset = 0
         if source.start:
             # The line that crosses the cut belongs to the previous range.

@@ -24,11 +24,11 @@ _END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]+[{_CLOSING}]*(?=\s)|[{_WIDE}]+[
 _LAST_WORD = re.compile(r"[^\s(\[\"'\u201c\u2018\u00ab]+$")
 _DOTTED = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}")
 _BEFORE_WORD = re.compile(r"\s*[\"'\u201c\u2018\u00ab(\[{\-\u2013\u2014*_\u00bf\u00a1]*")
-_LONGEST_NAME = 40
+_MAX_WORD = 40
 
 
 def load_punkt(lang: str) -> Any:
-    """Loads nltk's Punkt model of a language from local folders (NLTK_DATA and nltk's defaults), or returns None.
+    """Load nltk's Punkt model of a language from local folders (NLTK_DATA and nltk's defaults), or return None.
 
     Nothing is downloaded.
     """
@@ -41,7 +41,7 @@ def load_punkt(lang: str) -> Any:
 
 
 def rule_spans(text: str) -> Spans:
-    """Splits a text by rules, for languages that end sentences with . ! ? or their Chinese and Japanese forms.
+    """Split a text by rules, for languages that end sentences with . ! ? or their Chinese and Japanese forms.
 
     A sentence does not end before a lower-case word, nor after an abbreviation, an initial or letters separated by
     periods (e.g., U.S.). Spans exclude the white space around sentences.
@@ -49,14 +49,14 @@ def rule_spans(text: str) -> Spans:
     spans: Spans = []
     begin = 0
     for match in _END.finditer(text):
-        if _ends(text, begin, match):
-            _append(spans, text, begin, match.end())
+        if _ends_sentence(text, begin, match):
+            _append_stripped(spans, text, begin, match.end())
             begin = match.end()
-    _append(spans, text, begin, len(text))
+    _append_stripped(spans, text, begin, len(text))
     return spans
 
 
-def _ends(text: str, begin: int, match: re.Match[str]) -> bool:
+def _ends_sentence(text: str, begin: int, match: re.Match[str]) -> bool:
     """Whether a sentence that starts at ``begin`` ends with the matched punctuation."""
     sign = match[0]
     if sign.isspace() or sign[0] in _WIDE:
@@ -67,14 +67,14 @@ def _ends(text: str, begin: int, match: re.Match[str]) -> bool:
         return False
     if not sign.startswith(".") or sign.startswith(".."):
         return True
-    word = _LAST_WORD.search(text, max(begin, match.start() - _LONGEST_NAME), match.start())
+    word = _LAST_WORD.search(text, max(begin, match.start() - _MAX_WORD), match.start())
     if word is None:
         return True
     name = word[0]
     return not (_DOTTED.fullmatch(name) or name.lower() in _ABBREVIATION_SET or (len(name) == 1 and name.isupper()))
 
 
-def _append(spans: Spans, text: str, begin: int, end: int) -> None:
+def _append_stripped(spans: Spans, text: str, begin: int, end: int) -> None:
     while begin < end and text[begin].isspace():
         begin += 1
     while begin < end and text[end - 1].isspace():
@@ -84,7 +84,7 @@ def _append(spans: Spans, text: str, begin: int, end: int) -> None:
 
 
 def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """Builds a function that splits a text into sentences.
+    """Build a function that splits a text into sentences.
 
     With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
     concatenated sentences are the text; otherwise it is dropped.

@@ -3,10 +3,10 @@
     python tools/train_vocab.py --input corpus.jsonl --vocab-size 32000 --output-dir vocabulary
     python tools/train_vocab.py --input 'shards/*.jsonl.gz' --documents 1000000 --output-dir vocabulary
 
-The input is what tools/preprocess_data.py takes: JSON lines, one document in each. Pass the files to it, and to
-training, with --tokenizer-type GPT2BPETokenizer --vocab-file vocabulary/vocab.json --merge-file vocabulary/merges.txt.
-The same text gives the same files. Memory and time go with the number of different words, so that some gigabytes of
-text, taken evenly from all of it, do for any corpus.
+The input is JSON lines with a document each, as for tools/preprocess_data.py. Pass the files to it, and to training,
+with --tokenizer-type GPT2BPETokenizer --vocab-file vocabulary/vocab.json --merge-file vocabulary/merges.txt. The same
+text gives the same files. Memory and time grow with the number of distinct words; for any corpus, a few gigabytes of
+text, sampled evenly, are enough.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron.data.preprocess.encoding import parse_line
 from megatron.data.preprocess.pipeline import Totals
 from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import divide, expand_inputs, read_blocks
+from megatron.tokenizer.gpt2 import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_FILES = ("vocab.json", "merges.txt")
 MAX_ENTRIES = 10_000_000
 
 Watch = Callable[[Totals, list[str]], None]
 
 
-def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
-    """Reads the texts of JSON-lines files.
+def read_texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
+    """Read the texts of JSON-lines files.
 
     Args:
         files: files, as returned by ``expand_inputs``.
@@ -74,10 +74,10 @@ def train(
     documents: int | None = None,
     min_frequency: int = 2,
     watch: Watch = lambda *_: None,
-    merging: Callable[[], None] = lambda: None,
+    on_merge: Callable[[], None] = lambda: None,
     bars: bool = False,
 ) -> int:
-    """Trains a vocabulary and writes its two files; the same text gives the same bytes.
+    """Train a vocabulary and write its two files; the same text gives the same bytes.
 
     Args:
         files: JSON-lines files or glob patterns.
@@ -87,7 +87,7 @@ def train(
         documents: maximum number of documents; None for all.
         min_frequency: minimum occurrences of a pair to be merged.
         watch: called with the running totals.
-        merging: called after all text is read.
+        on_merge: called after all text is read, before pairs are merged.
         bars: show the progress bars of ``tokenizers`` for reading, counting and merging.
 
     Returns:
@@ -119,9 +119,9 @@ def train(
         initial_alphabet=sorted(alphabet),
         show_progress=bars,
     )
-    all_texts = texts(names, keys, watch)
-    chosen = all_texts if documents is None else islice(all_texts, documents * len(keys))
-    tokenizer.train_from_iterator(_call_after(chosen, merging), trainer)
+    all_texts = read_texts(names, keys, watch)
+    selected_texts = all_texts if documents is None else islice(all_texts, documents * len(keys))
+    tokenizer.train_from_iterator(_call_after(selected_texts, on_merge), trainer)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             tokenizer.model.save(temporary)
@@ -139,7 +139,7 @@ def _call_after(iterator: Iterator[str], done: Callable[[], None]) -> Iterator[s
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the parser of the command line."""
     argument_parser = PreprocessParser(
         prog="train_vocab.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -152,27 +152,34 @@ def parser() -> argparse.ArgumentParser:
         help="JSON-lines files or glob patterns; .gz, .bz2, .xz and .zst are decompressed; - is standard input",
     )
     argument_parser.add_argument(
-        "--output-dir", type=Path, required=True, metavar="DIR", help="for vocab.json and merges.txt"
+        "--output-dir", type=Path, required=True, metavar="DIR", help="folder for vocab.json and merges.txt"
     )
     argument_parser.add_argument(
         "--vocab-size", type=int, default=50257, metavar="N", help="entries (default: GPT-2's 50257)"
     )
     argument_parser.add_argument(
-        "--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="(default: text)"
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of the texts (default: text)",
     )
-    argument_parser.add_argument("--documents", type=int, metavar="N", help="only the first so many (default: all)")
     argument_parser.add_argument(
-        "--min-frequency", type=int, default=2, metavar="N", help="times a pair must come to be merged (default: 2)"
+        "--documents", type=int, metavar="N", help="number of documents to read (default: all)"
+    )
+    argument_parser.add_argument(
+        "--min-frequency", type=int, default=2, metavar="N", help="minimum occurrences of a merged pair (default: 2)"
     )
     argument_parser.add_argument(
         "--log-interval", type=int, default=10_000, metavar="N",
-        help="documents between progress lines, where there is no terminal for a bar (default: 10000)",
+        help="documents between progress lines, without a terminal (default: 10000)",
     )  # fmt: skip
     return argument_parser
 
 
 def run(options: argparse.Namespace) -> str:
-    """Trains according to the command line.
+    """Train according to the command line.
 
     Returns:
         A line that summarizes the result.
@@ -194,9 +201,9 @@ def run(options: argparse.Namespace) -> str:
         if progress is not None:
             progress(totals, bad)
 
-    def merging() -> None:
+    def on_merge() -> None:
         if progress is not None:
-            print(f"{read.documents:,} documents are read; counting and merging pairs", file=sys.stderr, flush=True)
+            print(f"read {read.documents:,} documents; counting and merging pairs", file=sys.stderr, flush=True)
 
     size = train(
         options.input,
@@ -206,15 +213,15 @@ def run(options: argparse.Namespace) -> str:
         documents=options.documents,
         min_frequency=options.min_frequency,
         watch=watch,
-        merging=merging,
+        on_merge=on_merge,
         bars=bars,
     )
     summary = f"{options.output_dir}: {size:,} entries in {' and '.join(VOCABULARY_FILES)}"
     if size < options.vocab_size:
-        summary += f", no pair comes {options.min_frequency} times any more: more text makes more entries"
+        summary += f", since no other pair occurs {options.min_frequency} times; more text gives more entries"
     return f"{summary} (read {read.documents:,} documents, {read.size / 1e6:,.1f} MB)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
+    """Run the command; return 0 on success, or print a single-line error and return 2."""
     return run_command(lambda: print(run(parser().parse_args(arguments))))

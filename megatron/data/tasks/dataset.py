@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
-from megatron.data.masked_dataset import padding, places, take
+from megatron.data.masked_dataset import copy_columns, padding_segments, position_ids
+from megatron.data.permute import check_index
 from megatron.data.source import RowIndexing
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import Example
@@ -24,7 +25,7 @@ _CACHED_TEXTS = 1024
 # First token, a separator after each of two texts, and a token of each text.
 _MIN_LENGTH = 5
 # Length, label, and whether the label counts.
-_AFTER_TOKENS = 3
+_EXTRA_COLUMNS = 3
 _NAMES = ("[CLS]", "[SEP]", "[PAD]")
 
 
@@ -43,20 +44,20 @@ class Separators:
     pad: int
 
 
-def paired(
-    first: Sequence[int], second: Sequence[int] | None, length: int, around: Separators
+def join_texts(
+    first: Sequence[int], second: Sequence[int] | None, length: int, separators: Separators
 ) -> tuple[list[int], int]:
-    """Joins one or two tokenized texts into at most ``length`` tokens; returns them and the length of the first part.
+    """Join one or two tokenized texts into at most ``length`` tokens; return them and the length of the first part.
 
     Excess tokens are removed from the end, as in Megatron.
     """
-    tokens = [*([] if around.first is None else [around.first]), *first, around.end]
+    tokens = [*([] if separators.first is None else [separators.first]), *first, separators.end]
     first_length = len(tokens)
     tokens += second or ()
     if len(tokens) >= length:
-        tokens = [*tokens[: length - 1], around.end]
+        tokens = [*tokens[: length - 1], separators.end]
     elif second is not None:
-        tokens.append(around.end)
+        tokens.append(separators.end)
     return tokens, min(first_length, length if second is None else length - 1)
 
 
@@ -71,7 +72,7 @@ class TaskDataset(RowIndexing):
         num_epochs: number of epochs that can be drawn.
         tokenizer: tokenizer of the model.
         model: model configuration.
-        most_first: maximum tokens of a first text; None for no limit.
+        max_first_tokens: maximum tokens of a first text; None for no limit.
 
     Raises:
         UserError: when the model needs another tokenizer, or the sequence length is too small.
@@ -87,65 +88,63 @@ class TaskDataset(RowIndexing):
         tokenizer: Tokenizer,
         model: ModelConfig,
         *,
-        most_first: int | None,
+        max_first_tokens: int | None,
     ) -> None:
         self.examples = examples
         self.epochs = epochs
         self._num_epochs = num_epochs
         # The classifier of a GPT model reads the hidden state of the last end-of-document token.
         if model.causal:
-            self._around = Separators(None, tokenizer.eod, tokenizer.eod)
+            self._separators = Separators(None, tokenizer.eod, tokenizer.eod)
         elif model.model_type == "deberta":
             token_ids = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
             if None in token_ids:
                 raise UserError(
-                    f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand "
-                    "between: give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
+                    f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa needs around "
+                    "texts: give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
                 )
             cls, sep, pad = token_ids
-            self._around = Separators(cls, sep or 0, pad or 0)
+            self._separators = Separators(cls, sep or 0, pad or 0)
         else:
             ids = word_piece_ids(tokenizer)
-            self._around = Separators(ids.cls, ids.sep, ids.pad)
-        self._most_first = most_first
+            self._separators = Separators(ids.cls, ids.sep, ids.pad)
+        self._max_first_tokens = max_first_tokens
         self._length = model.seq_length
         if self._length < _MIN_LENGTH:
             raise UserError(f"--seq-length {self._length} leaves no room for texts; give at least {_MIN_LENGTH}")
         self._causal = model.causal
         self._has_types = model.num_tokentypes > 0
-        self._real = model.task_head == "regression"
-        self._each = model.sequences_per_sample
+        self._is_regression = model.task_head == "regression"
+        self._sequences_per_sample = model.sequences_per_sample
         self._tokenize = lru_cache(_CACHED_TEXTS)(tokenizer.tokenize)
-        self.row_length = 2 * self._length + _AFTER_TOKENS
-        self.epoch_samples = epochs.draws * self._each
+        self.row_length = 2 * self._length + _EXTRA_COLUMNS
+        self.epoch_samples = epochs.draws * self._sequences_per_sample
         self.real_samples = num_epochs * epochs.real_samples
-        self.lanes = None if epochs.lanes is None else epochs.lanes * self._each
+        self.lanes = None if epochs.lanes is None else epochs.lanes * self._sequences_per_sample
 
     def __len__(self) -> int:
         return self._num_epochs * self.epoch_samples
 
     def sample_id(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        draw, number = divmod(index, self._each)
-        return self.epochs.at(draw).sample * self._each + number
+        draw, number = divmod(check_index(index, len(self)), self._sequences_per_sample)
+        return self.epochs.sample_at(draw).sample * self._sequences_per_sample + number
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``: tokens, types, number of tokens, bits of the label, and whether the label counts."""
-        sample, number = divmod(self.sample_id(index), self._each)
+        sample, number = divmod(self.sample_id(index), self._sequences_per_sample)
         example, length = self.examples[sample], self._length
         first, second = example.sequences[number]
         second_tokens = None if second is None else self._tokenize(second)
-        first_tokens = self._tokenize(first)[: self._most_first]
-        tokens, first_length = paired(first_tokens, second_tokens, length, self._around)
-        out_t[:length] = self._around.pad
+        first_tokens = self._tokenize(first)[: self._max_first_tokens]
+        tokens, first_length = join_texts(first_tokens, second_tokens, length, self._separators)
+        out_t[:length] = self._separators.pad
         out_t[: len(tokens)] = tokens
         types_s = out_t[length : 2 * length]
         types_s[:] = 0
         types_s[first_length : len(tokens)] = 1
         out_t[-3] = len(tokens)
-        out_t[-2] = np.float64(example.label).view(np.int64) if self._real else example.label
-        out_t[-1] = number == 0 and self.epochs.at(index // self._each).counts
+        out_t[-2] = np.float64(example.label).view(np.int64) if self._is_regression else example.label
+        out_t[-1] = number == 0 and self.epochs.sample_at(index // self._sequences_per_sample).counts
 
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
@@ -155,11 +154,11 @@ class TaskDataset(RowIndexing):
         return Batch(
             sample_ids_b=torch.from_numpy(sample_ids_b),
             draw_ids_b=torch.from_numpy(draw_ids_b),
-            tokens_bs=take(rows_bt, 0, length),
-            types_bs=take(rows_bt, length, length) if self._has_types else None,
-            labels_bs=torch.from_numpy(labels_b1.view(np.float64) if self._real else labels_b1),
+            tokens_bs=copy_columns(rows_bt, 0, length),
+            types_bs=copy_columns(rows_bt, length, length) if self._has_types else None,
+            labels_bs=torch.from_numpy(labels_b1.view(np.float64) if self._is_regression else labels_b1),
             loss_mask_bs=torch.from_numpy(rows_bt[:, -1:].astype(np.float32)),
-            position_ids_bs=places(len(rows_bt), length),
-            segment_ids_bs=None if self._causal else padding(rows_bt[:, -3], length),
+            position_ids_bs=position_ids(len(rows_bt), length),
+            segment_ids_bs=None if self._causal else padding_segments(rows_bt[:, -3], length),
             lengths_b=torch.from_numpy(rows_bt[:, -3].copy()),
         )

@@ -12,8 +12,8 @@ _TASK_ORDER = 3
 
 
 @dataclass(frozen=True)
-class EpochPlace:
-    """Sample of a draw.
+class EpochSample:
+    """Sample of a draw, which may be padding.
 
     Args:
         sample: index of the sample.
@@ -51,13 +51,13 @@ class Epochs:
         self.real_samples = min(self.draws, self._samples)
         self.lanes = None if self._lanes is None else self._lanes.lanes
 
-    def at(self, draw: int) -> EpochPlace:
+    def sample_at(self, draw: int) -> EpochSample:
         """Sample of draw ``draw`` of the run."""
         epoch, offset = divmod(draw, self.draws)
         sample_index = offset % self._samples
         counts = offset < self._samples
         if self._lanes is not None:
-            return EpochPlace(self._lanes.sample(epoch * self._samples + sample_index), counts)
+            return EpochSample(self._lanes.sample(epoch * self._samples + sample_index), counts)
         if self._shuffle:
             sample_index = Permutation(self._samples, mix(self._seed, epoch, _TASK_ORDER))(sample_index)
-        return EpochPlace(sample_index, counts)
+        return EpochSample(sample_index, counts)

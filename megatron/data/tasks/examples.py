@@ -37,7 +37,7 @@ class ExampleFile:
 
 
 def clean_text(text: str) -> str:
-    """Normalizes white space, and removes spaces before inner periods, as Megatron's tasks do."""
+    """Normalize white space, and remove spaces before inner periods, as Megatron's tasks do."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):
         text = text.replace(" . ", ". ")

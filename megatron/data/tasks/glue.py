@@ -12,7 +12,7 @@ from megatron.base.text_file import read_lines
 from megatron.base.user_text import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
-_MAX_TORN = 0.01
+_MAX_MALFORMED = 0.01
 """Maximum fraction of malformed lines in a file that is known to contain some."""
 
 
@@ -26,7 +26,7 @@ class GlueFormat:
         classes: class labels in index order; empty for numeric labels within ``bounds``.
         columns: number of columns in files without a header.
         bounds: minimum and maximum of numeric labels.
-        torn: whether the published files contain malformed lines, which are skipped.
+        malformed: whether the published files contain malformed lines, which are skipped.
     """
 
     texts: tuple[str | int, ...]
@@ -34,7 +34,7 @@ class GlueFormat:
     classes: tuple[str, ...] = ("0", "1")
     columns: int | None = None
     bounds: tuple[float, float] = (0.0, 5.0)
-    torn: bool = False
+    malformed: bool = False
 
 
 _SENTENCES = ("sentence1", "sentence2")
@@ -42,7 +42,7 @@ _ENTAILMENT = ("entailment", "not_entailment")
 
 FORMATS: Mapping[str, GlueFormat] = {
     "MNLI": GlueFormat(_SENTENCES, "gold_label", ("contradiction", "entailment", "neutral")),
-    "QQP": GlueFormat(("question1", "question2"), "is_duplicate", torn=True),
+    "QQP": GlueFormat(("question1", "question2"), "is_duplicate", malformed=True),
     "QNLI": GlueFormat(("question", "sentence"), "label", _ENTAILMENT),
     "SST-2": GlueFormat(("sentence",), "label"),
     "CoLA": GlueFormat((3,), 1, columns=4),
@@ -53,7 +53,7 @@ FORMATS: Mapping[str, GlueFormat] = {
 
 
 def read_glue(task: str, path: str, flag: str) -> ExampleFile:
-    """Reads a published GLUE TSV file.
+    """Read a published GLUE TSV file.
 
     Args:
         task: a key of ``FORMATS``.
@@ -77,7 +77,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
             if name not in names:
                 test = "; GLUE's test files have no labels" if name == form.label else ""
                 raise UserError(
-                    f"{location}, line 1: {task} needs the column {name}, and the header has "
+                    f"{location}, line 1: {task} needs the column {name}, but the header has "
                     f"{', '.join(names)[:200]}{test}"
                 )
             if names.count(str(name)) > 1:
@@ -85,7 +85,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
         text_columns = tuple(names.index(str(name)) for name in form.texts)
         columns, first = _Columns(text_columns, names.index(str(form.label)), len(names)), 1
     examples: list[Example] = []
-    torn: list[int] = []
+    malformed: list[int] = []
     for number, line in enumerate(lines[first:], first + 1):
         row, line_location = line.split("\t"), f"{location}, line {number}"
         if len(row) == columns.count and all(row[column].strip() for column in columns.texts):
@@ -94,7 +94,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
             if form.classes:
                 if word not in form.classes:
                     raise UserError(
-                        f"{line_location}: the label {format_value(word)} is none of {', '.join(form.classes)}"
+                        f"{line_location}: the label {format_value(word)} is not one of {', '.join(form.classes)}"
                     )
                 label = float(form.classes.index(word))
             else:
@@ -105,24 +105,29 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
                     label = math.nan
                 if not minimum <= label <= maximum:
                     raise UserError(
-                        f"{line_location}: the label {format_value(word)} is no number from {minimum:g} to {maximum:g}"
+                        f"{line_location}: the label {format_value(word)} is not a number from {minimum:g} to "
+                        f"{maximum:g}"
                     )
             examples.append(Example(((first_text, second_text[0] if second_text else None),), label))
-        elif form.torn:
-            torn.append(number)
+        elif form.malformed:
+            malformed.append(number)
         elif len(row) != columns.count:
             raise UserError(f"{line_location}: has {len(row)} columns instead of {columns.count}, separated by tabs")
         else:
             empty_column = next(column for column in columns.texts if not row[column].strip())
             raise UserError(f"{line_location}: column {empty_column + 1} holds no text")
-    if torn and len(torn) > _MAX_TORN * len(lines):
+    if malformed and len(malformed) > _MAX_MALFORMED * len(lines):
         raise UserError(
-            f"{location}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
-            f"{len(torn) - 1} others; give {task}'s own file"
+            f"{location}, line {malformed[0]}: does not have {columns.count} columns with texts, nor do "
+            f"{len(malformed) - 1} others; give {task}'s own file"
         )
     if not examples:
         raise UserError(f"{location}: holds no sample after line {first}")
-    note = f"{location}: {len(torn)} torn lines are left out, the first at line {torn[0]}" if torn else ""
+    note = (
+        f"{location}: {len(malformed)} malformed lines are left out, the first at line {malformed[0]}"
+        if malformed
+        else ""
+    )
     return ExampleFile(path, examples, note)
 
 

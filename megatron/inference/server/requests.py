@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.parse_numbers import LARGEST
+from megatron.base.parse_numbers import MAX_INTEGER
 from megatron.base.user_text import nearest
 from megatron.base.values import Values
 from megatron.inference.jobs import InferenceJob
@@ -89,7 +89,7 @@ class Fields(Values):
 def _seeds(fields: Fields, name: str, count: int) -> list[int]:
     if not fields.has(name):
         return [random.getrandbits(62) for _ in range(count)]
-    first = fields.integer(name, minimum=-LARGEST, maximum=LARGEST)
+    first = fields.integer(name, minimum=-MAX_INTEGER, maximum=MAX_INTEGER)
     return [first + i for i in range(count)]
 
 

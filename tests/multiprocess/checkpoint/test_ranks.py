@@ -15,7 +15,7 @@ from megatron.base.errors import UserError
 from megatron.checkpoint import storage
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, load_tensors
-from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, boxes_of_flat_range, shard_of_local
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
@@ -89,7 +89,7 @@ class Rank:
             result[name] = shard_of_local(block, offsets, shape)
             start, stop = (min(max(x - begin, 0), block.numel()) for x in (self.start, self.stop))
             memory = self.moment[begin + start - self.start :][: stop - start]
-            boxes = shard_of_flat_range(block.shape, offsets, shape, memory, start, stop)
+            boxes = boxes_of_flat_range(block.shape, offsets, shape, memory, start, stop)
             result[f"moment.{name}"] = LogicalShard(shape, torch.float32, boxes)
             begin += block.numel()
         return result

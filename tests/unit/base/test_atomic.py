@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pytest
 
-from megatron.base.atomic import atomic_write, check_writable, holding, remove_leftovers
+from megatron.base.atomic import atomic_write, check_writable, hold_lock, remove_leftovers
 from megatron.base.errors import UserError
 
 
@@ -55,7 +55,7 @@ def test_names_of_maximum_length(tmp_path: Path) -> None:
         ("nowhere/file", "there is no folder"),
         ("file/below", "there is no folder"),
         ("itself", "cannot be written"),
-        ("pipe", "is no plain file"),
+        ("pipe", "is not a regular file"),
     ],
 )
 def test_unwritable_paths_are_refused_with_a_reason(name: str, reason: str, tmp_path: Path) -> None:
@@ -72,6 +72,6 @@ def test_leftovers_are_removed_unless_a_process_holds_them(tmp_path: Path) -> No
     names = [".file.1.partial", ".file.2.partial", ".file.x.partial", ".other.1.partial", ".file.1.tmp"]
     for name in names:
         (tmp_path / name).touch()
-    with holding(tmp_path / ".file.2.partial"):
+    with hold_lock(tmp_path / ".file.2.partial"):
         remove_leftovers(tmp_path / "file", "partial", Path.unlink)
     assert sorted(os.listdir(tmp_path)) == sorted(set(names) - {".file.1.partial"})

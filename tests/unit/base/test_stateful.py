@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.base.stateful import Scope, StatefulParts, under_todays_names
+from megatron.base.stateful import Scope, StatefulParts, migrate_saved_values
 
 
 class _Counter:
@@ -69,5 +69,5 @@ def test_values_of_earlier_versions_get_current_names() -> None:
     controllers = {"dp-grad": {"compressor": "edgc", "state": {"rank": 8.0}}}
     today = {"optimizer_steps": 4, "variance_frozen_at": 0, "controllers": controllers, "expert_loads": {}, "outer": {}}
     today |= {"tracked_runs": {}, "compression_choice": {}, "certificate": {}, "delayed_gradients": {}}
-    assert under_todays_names(old) == today
-    assert under_todays_names(today) == today
+    assert migrate_saved_values(old) == today
+    assert migrate_saved_values(today) == today

@@ -234,7 +234,7 @@ def test_an_invalid_record_is_reported_with_its_line(
 
 def test_an_unknown_file_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 2
-    assert "a.xyz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
+    assert "a.xyz: not a picture format; use .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def _lines(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[dict[str, list[float]]]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from megatron.base.code_digest import code_digest
 from megatron.base.errors import UserError
-from megatron.base.regular import contents
+from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import (
     CERTIFICATE,
     AutoDecision,
@@ -285,7 +285,7 @@ def test_another_machine_is_a_warning_unless_strict(
 def test_input_files_are_compared_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.bin"
     data.write_bytes(b"text")
-    inputs = [InputFile("the .bin file of dataset 1 of --data-path", str(data), contents(data))]
+    inputs = [InputFile("the .bin file of dataset 1 of --data-path", str(data), fingerprint(data))]
     folder = _save(tmp_path / "saved", _statements(inputs=inputs))
     assert main([str(folder), "--strict"]) == 0
     assert "warning" not in capsys.readouterr().out
@@ -333,7 +333,7 @@ def test_an_unknown_format_and_missing_folders_are_one_line(
 ) -> None:
     _reseal_certificate(folder, lambda content: content.update(format=2))
     assert "has format 2; this version reads format 1" in _refusal(folder, capsys)
-    assert "is no folder" in _refusal(tmp_path / "missing", capsys)
+    assert "is not a folder" in _refusal(tmp_path / "missing", capsys)
     (tmp_path / "empty").mkdir()
     assert "holds no checkpoint" in _refusal(tmp_path / "empty", capsys)
 

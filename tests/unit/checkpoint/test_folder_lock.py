@@ -144,7 +144,7 @@ def test_a_folder_is_also_lost_to_a_run_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("")
     lost = lock.explain_loss()
     assert lost is not None
-    assert "was taken over by another run, which has ended, while this one stood still" in lost
+    assert "was taken over by another run, which has ended, while this one was suspended" in lost
     (tmp_path / LOCK).unlink()
     assert lock.explain_loss() is None
     lock.release()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import flat_range_to_boxes
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_flat_range, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, TensorBox, boxes_of_flat_range, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 
 
@@ -26,7 +26,7 @@ def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[Te
     return [
         piece
         for a, b in itertools.pairwise(bounds)
-        for piece in shard_of_flat_range(shape, zeros, shape, flat[a:b], a, b)
+        for piece in boxes_of_flat_range(shape, zeros, shape, flat[a:b], a, b)
     ]
 
 
@@ -79,7 +79,7 @@ def test_flat_slices_leave_padding_out(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
     # Rows 4 to 9 of a tensor with 7 rows: three are padding.
     flat = torch.arange(24)[start:stop]
-    pieces = shard_of_flat_range((6, 4), (4, 0), (7, 4), flat, start, stop)
+    pieces = boxes_of_flat_range((6, 4), (4, 0), (7, 4), flat, start, stop)
     values = sorted(value for piece in pieces for value in piece.tensor.reshape(-1).tolist())
     assert values == [value for value in range(start, stop) if value < 3 * 4]
     for piece in pieces:
@@ -88,15 +88,15 @@ def test_flat_slices_leave_padding_out(a: int, b: int) -> None:
 
 def test_padding_of_columns_and_an_explicit_extent() -> None:
     flat = torch.arange(12)
-    pieces = shard_of_flat_range((3, 4), (0, 0), (3, 3), flat, 0, 12)
+    pieces = boxes_of_flat_range((3, 4), (0, 0), (3, 3), flat, 0, 12)
     assert [piece.tensor.tolist() for piece in pieces] == [[[0, 1, 2], [4, 5, 6], [8, 9, 10]]]
-    pieces = shard_of_flat_range((3, 4), (0, 0), (3, 4), flat, 0, 12, valid=(1, 2))
+    pieces = boxes_of_flat_range((3, 4), (0, 0), (3, 4), flat, 0, 12, valid=(1, 2))
     assert [piece.tensor.tolist() for piece in pieces] == [[[0, 1]]]
 
 
 def test_pieces_are_views_of_the_memory() -> None:
     flat = torch.zeros(10)
-    for piece in shard_of_flat_range((4, 5), (0, 0), (4, 5), flat, 3, 13):
+    for piece in boxes_of_flat_range((4, 5), (0, 0), (4, 5), flat, 3, 13):
         piece.tensor.fill_(1)
     assert flat.tolist() == [1.0] * 10
     local = torch.zeros(4, 3, requires_grad=True)
@@ -134,5 +134,5 @@ def test_impossible_pieces_are_refused(shape: tuple[int, ...], offsets: tuple[in
 
 def test_memory_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="9 elements"):
-        shard_of_flat_range((4, 5), (0, 0), (4, 5), torch.zeros(9), 0, 10)
+        boxes_of_flat_range((4, 5), (0, 0), (4, 5), torch.zeros(9), 0, 10)
     assert flat_range_to_boxes((0, 5), 0, 0) == []

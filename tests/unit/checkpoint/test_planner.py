@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_flat_range
+from megatron.checkpoint.logical import LogicalShard, TensorBox, boxes_of_flat_range
 from megatron.checkpoint.planner import divide_plans
 
 
@@ -53,7 +53,7 @@ def test_tensors_of_a_single_rank_count_in_the_balance() -> None:
 def test_overlapping_slices_are_cut() -> None:
     shape, plans = (6, 4), []
     for a, b in [(0, 9), (5, 24), (9, 24), (0, 5)]:  # two replicas with different cuts
-        boxes = shard_of_flat_range(shape, (0, 0), shape, torch.zeros(b - a), a, b)
+        boxes = boxes_of_flat_range(shape, (0, 0), shape, torch.zeros(b - a), a, b)
         plans.append(plan_of({"x": LogicalShard(shape, torch.float32, boxes)}))
     assert (coverage(divide_plans(plans), "x", shape) == 1).all()
 

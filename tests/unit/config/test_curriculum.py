@@ -122,7 +122,7 @@ def test_coming_steps_match_a_reference_loop(
         remaining_tokens -= batches.at(samples_so_far) * sizes.lengths.at(step)
         trained += batches.at(samples_so_far) * sizes.lengths.at(step)
         step, samples_so_far = step + 1, samples_so_far + batches.at(samples_so_far)
-    assert sizes.within(tokens, start_step, consumed) == (step - start_step, samples_so_far - consumed)
+    assert sizes.steps_within(tokens, start_step, consumed) == (step - start_step, samples_so_far - consumed)
     assert sizes.tokens_ahead(start_step, consumed, step - start_step) == trained
     stretches = list(sizes.ahead(start_step, consumed, step - start_step))
     assert sum(stretch.iterations for stretch in stretches) == step - start_step
@@ -169,9 +169,9 @@ def test_a_custom_curriculum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("def seqlen(step):\n    return 50 - step\n", ["goes backwards at step 2, from 49 to 48"]),
+        ("def seqlen(step):\n    return 50 - step\n", ["decreases at step 2, from 49 to 48"]),
         ("def seqlen(step):\n    return 65\n", ["returns 65 for step 1", "--seq-length 64"]),
-        ("def seqlen(step):\n    return 4.0\n", ["returns 4.0 for step 1", "whole number"]),
+        ("def seqlen(step):\n    return 4.0\n", ["returns 4.0 for step 1", "an integer"]),
         ("def seqlen(step):\n    return 1 // (step - 2)\n", ["returns -1 for step 1"]),
         ("def seqlen(step):\n    return 9 if step < 3 else 1 / 0\n", ["fails at step 3: ZeroDivisionError"]),
         ("def other(step):\n    return 1\n", ["has no function seqlen(step)"]),
@@ -198,8 +198,8 @@ def test_all_lengths_of_a_custom_curriculum_are_checked_before_the_run(
         (LINEAR.replace("min 16", "min 72"), ["--curriculum-seqlen-min 72 is above --seq-length 64"]),
         (LINEAR.replace("min 16", "min 20"), ["--curriculum-seqlen-step 8 does not divide --curriculum-seqlen-min 20"]),
         (LINEAR.replace("step 8", "step 16 --seq-length 72"), ["-step 16 does not divide --seq-length 72"]),
-        (discrete("8 32 16 64", "1 2 3"), ["--curriculum-discrete-seqlens goes backwards, from 32 to 16"]),
-        (discrete("8 32 64", "9 9"), ["--curriculum-discrete-steps goes backwards, from 9 to 9"]),
+        (discrete("8 32 16 64", "1 2 3"), ["--curriculum-discrete-seqlens decreases, from 32 to 16"]),
+        (discrete("8 32 64", "9 9"), ["--curriculum-discrete-steps decreases, from 9 to 9"]),
         (discrete("8 32", "9"), ["--curriculum-discrete-seqlens ends with 32", "--seq-length 64"]),
         (discrete("8 64", "9 10"), ["2 lengths", "2 steps"]),
         (

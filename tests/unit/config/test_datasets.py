@@ -82,7 +82,7 @@ def test_separately_reported_validation_sets_take_no_weights() -> None:
     apart = DataConfig(train_data_path=["1", "a", "2", "b"], multiple_validation_sets=True)
     check_data(replace(apart, valid_data_path=["a", "b"]), skip_train=False)
     with pytest.raises(
-        UserError, match=r"^--multiple-validation-sets reads each dataset of --valid-data-path by itself"
+        UserError, match=r"^--multiple-validation-sets reads each dataset of --valid-data-path separately"
     ):
         check_data(replace(apart, valid_data_path=["1", "a", "2", "b"]), skip_train=False)
     with pytest.raises(UserError, match=r"give --train-data-path and --valid-data-path, the latter without weights$"):

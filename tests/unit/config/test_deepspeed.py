@@ -162,15 +162,15 @@ def test_a_flag_may_repeat_a_value_of_the_file(tmp_path: Path) -> None:
          ["schedule_config: total_curriculum_step is 0", "at least 1"]),
         (_grown(schedule_type="fixed_root"), "", ["schedule_config: root_degree is missing"]),
         (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 8, 32], "max_step": [1, 2]}), "",
-         ["schedule_config.difficulty goes backwards, from 16 to 8"]),
+         ["schedule_config.difficulty decreases, from 16 to 8"]),
         (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 32], "max_step": 3}), "",
          ["schedule_config: max_step: expected a list"]),
         (_grown(metric="seqlen"), "", ["curriculum_learning: metric is not available"]),
         (_grown(), "--seq-length 128", ["curriculum_learning.max_difficulty 32 and --seq-length 128 contradict"]),
         (_grown(), "--curriculum-seqlen-min 8", ["min_difficulty 16 and --curriculum-seqlen-min 8 contradict"]),
-        ({"data_efficiency": {"enabled": True}}, "", ["data_efficiency: of these, only sequences that grow"]),
+        ({"data_efficiency": {"enabled": True}}, "", ["data_efficiency: of these, only growing sequences"]),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "", ["grad_accum_dtype bf16", "use fp32"]),
-        ({"whatever": 1}, "", ["whatever: is not available; take it out of the file"]),
+        ({"whatever": 1}, "", ["whatever: is not available; remove it from the file"]),
         ("[]", "", ["expected names and values, not a list"]),
         ('{"fp16": {}, "fp16": {}}', "", ["'fp16' is given twice"]),
         ("{", "", ["is not valid JSON"]),
@@ -193,7 +193,7 @@ def test_a_refusal_is_one_line_that_names_file_and_key(
 
 def test_a_path_that_is_not_a_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (("pipe", "is no plain file"), ("nowhere", "cannot be read"), (".", "cannot be read")):
+    for name, reason in (("pipe", "is not a regular file"), ("nowhere", "cannot be read"), (".", "cannot be read")):
         with pytest.raises(UserError, match=reason):
             read_run(PARSER, ["--deepspeed-config", str(tmp_path / name)])
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
-from megatron.config.islands import IslandsConfig, with_variables
+from megatron.config.islands import IslandsConfig, fill_from_environment
 from megatron.config.run import RunConfig
 from megatron.distributed.topology import single_process
 from megatron.training.islands import adapt_to_island, folders_of_others
@@ -43,7 +43,7 @@ def test_islands_share_the_global_batch() -> None:
     [
         (["--islands", "2", *OUTER], "--island is missing"),
         ([*MET[:4], *OUTER], "--islands-address is missing"),
-        ([*MET], "nothing says when they exchange"),
+        ([*MET], "their exchange is not configured"),
         (["--islands", "2", "--island", "2", *MET[4:], *OUTER], "are 0 to 1"),
         ([*MET[:5], "nowhere", *OUTER], "write HOST:PORT"),
         ([*MET, *OUTER, "--islands-quorum", "3"], "is above --islands 2"),
@@ -53,7 +53,7 @@ def test_islands_share_the_global_batch() -> None:
         ([*MET, "--compress", "outer=identity,every=91,warmup=10"], "is above the 90 steps"),
         ([*MET, *OUTER, "--DDP-impl", "torch"], "--DDP-impl torch reduces gradients itself"),
         ([*MET, *OUTER, "--no-allreduce"], "leaves the sums out"),
-        ([*MET, *OUTER, "--compress", "dp-grad=quantized-adam,warmup=2"], "which islands that go in step do not"),
+        ([*MET, *OUTER, "--compress", "dp-grad=quantized-adam,warmup=2"], "unlike islands in the synchronous warm-up"),
         ([*MET, *OUTER, "--islands-timeout-seconds", "541"], "541 is above 540, nine tenths of"),
         ([*MET, "--compress", "outer=fixpoint,every=9,fragments=3,warmup=10"], "there are 2; write at most that"),
         ([*MET, "--compress", "outer=fixpoint,levels=8/4,every=10,warmup=10"], "need nodes"),
@@ -73,12 +73,14 @@ def test_islands_train_on_gpus() -> None:
 
 
 def test_the_launchers_variables_fill_missing_flags() -> None:
-    filled = with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"})
+    filled = fill_from_environment(
+        IslandsConfig(islands=2), {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}
+    )
     assert (filled.island, filled.islands_address) == (1, "a:1")
     explicit = IslandsConfig(islands=2, island=0, islands_address="b:2")
-    assert with_variables(explicit, {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}) == explicit
+    assert fill_from_environment(explicit, {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}) == explicit
     with pytest.raises(UserError, match="MEGATRON_ISLAND"):
-        with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
+        fill_from_environment(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
 
 
 def test_each_island_saves_and_logs_to_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

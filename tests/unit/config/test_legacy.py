@@ -165,7 +165,7 @@ def test_save_json_log_sets_the_json_lines_file(by_iterations: list[str]) -> Non
     assert "--save-json-log means --log-json-file logs/mine.jsonl" in parsed.notes
     parsed = parse_args([*by_iterations, "--save_json_log", "--experiment_name", "mine", "--log-json-file", "own"])
     assert parsed.config.logging.log_json_file == "own"
-    assert "--save-json-log: no effect beside --log-json-file own, where all records go" in parsed.notes
+    assert "--save-json-log: no effect with --log-json-file own, where all records go" in parsed.notes
 
 
 def test_collect_log_path_is_the_folder_of_edgc_records(by_iterations: list[str]) -> None:
@@ -210,7 +210,7 @@ def test_a_warm_up_may_be_a_share_of_samples_or_tokens(minimal: list[str], lengt
 @pytest.mark.parametrize("switch", ["mp_grad_comp", "mp_acti_comp"])
 def test_points_without_residuals_note_that_optimus_cc_had_them(by_iterations: list[str], switch: str) -> None:
     notes = parse_args([*by_iterations, f"--{switch}"]).notes
-    feedback_notes = [note for note in notes if "without the error feedback that it always had in Optimus-CC" in note]
+    feedback_notes = [note for note in notes if "without the error feedback of Optimus-CC" in note]
     assert len(feedback_notes) == 1
     assert feedback_notes[0].startswith(f"--{switch.replace('_', '-')}: ")
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import UserError, parse_args
-from megatron.config.memory import check_memory, in_words, least_needs, memory_of_this_machine
+from megatron.config.memory import check_memory, format_bytes, memory_of_this_machine, min_memory_items
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import check_vocabulary
 from megatron.distributed.topology import single_process
@@ -37,14 +37,14 @@ def test_the_lower_bound_is_close_to_the_memory_of_a_model(flags: str) -> None:
     count = sum(p.numel() for stage in engines.stages for p in stage.parameters())
     width = nbytes // count
     each = {2: 2 + 4 + 12, 4: 16, 8: 32}[width]
-    counted = sum(need.nbytes for need in least_needs(config, 1)[:3])
+    counted = sum(need.nbytes for need in min_memory_items(config, 1)[:3])
     assert 0.8 * count * each < counted <= count * each
 
 
 def test_encoder_layers_are_on_the_stages_before_the_split() -> None:
     pipeline = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank"
-    early = least_needs(_config(f"{T5} {pipeline} 1", 4), 4)
-    late = least_needs(_config(f"{T5.replace('num-layers 3', 'num-layers 2')} {pipeline} 2", 4), 4)
+    early = min_memory_items(_config(f"{T5} {pipeline} 1", 4), 4)
+    late = min_memory_items(_config(f"{T5.replace('num-layers 3', 'num-layers 2')} {pipeline} 2", 4), 4)
     assert early[0].nbytes == 2 * late[0].nbytes
 
 
@@ -52,14 +52,14 @@ def test_whole_experts_take_as_much_as_twice_as_many_halves() -> None:
     common = "--num-experts 8 --make-vocab-size-divisible-by 32 --tensor-model-parallel-size 2"
     tensor = f"{common} --expert-model-parallel-size"
     split, unsplit = (
-        least_needs(_config(flags, 4), 4)[0].nbytes
+        min_memory_items(_config(flags, 4), 4)[0].nbytes
         for flags in (f"{tensor} 2", f"{tensor} 4 --expert-tensor-parallel-size 1")
     )
     assert unsplit == split
 
 
 def test_muon_has_a_single_moment_of_matrices() -> None:
-    plain, muon = (least_needs(_config(flags, 1), 1) for flags in ("", "--optimizer muon"))
+    plain, muon = (min_memory_items(_config(flags, 1), 1) for flags in ("", "--optimizer muon"))
     assert plain[0].nbytes * 3 == muon[0].nbytes * 4  # weight, gradient, moments
     assert [need.nbytes for need in plain[1:]] == [need.nbytes for need in muon[1:]]
 
@@ -67,7 +67,7 @@ def test_muon_has_a_single_moment_of_matrices() -> None:
 def test_delayed_gradients_and_the_parameters_of_two_steps_need_memory() -> None:
     stages = "--pipeline-model-parallel-size 2"
     flags = ["", "--delay 1", "--delay 1 --no-pipeline-flush", "--delay 1 --delay-correction extrapolate"]
-    nbytes = [least_needs(_config(f"{stages} {words}", 2), 2)[0].nbytes for words in flags]
+    nbytes = [min_memory_items(_config(f"{stages} {words}", 2), 2)[0].nbytes for words in flags]
     assert [n * 16 / nbytes[0] for n in nbytes] == [16, 20, 28, 24]
 
 
@@ -84,7 +84,7 @@ def test_delayed_gradients_and_the_parameters_of_two_steps_need_memory() -> None
 def test_rounds_of_islands_need_more_memory(options: str, added_bytes: int, added_bytes_sharded: int) -> None:
     rounds = f"--compress outer=identity,{options}"
     for sharded, added in (("", added_bytes), ("--use-distributed-optimizer", added_bytes_sharded)):
-        without, with_rounds = (least_needs(_config(f"{sharded} {word}", 4), 4)[0].nbytes for word in ("", rounds))
+        without, with_rounds = (min_memory_items(_config(f"{sharded} {word}", 4), 4)[0].nbytes for word in ("", rounds))
         each = 4 + 4 + (2 if sharded else 8)
         assert with_rounds * each == without * (each + added)
 
@@ -92,14 +92,14 @@ def test_rounds_of_islands_need_more_memory(options: str, added_bytes: int, adde
 def test_layouts_divide_the_memory() -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
     single, divided = (
-        sum(need.nbytes for need in least_needs(_config(flags, world), world)[:2])
+        sum(need.nbytes for need in min_memory_items(_config(flags, world), world)[:2])
         for flags, world in (("--make-vocab-size-divisible-by 64", 1), (layout, 4))
     )
     assert single / 4 < divided < single / 2
-    plain, sharded = (least_needs(_config(flags, 4), 4)[0].nbytes for flags in ("", "--use-distributed-optimizer"))
+    plain, sharded = (min_memory_items(_config(flags, 4), 4)[0].nbytes for flags in ("", "--use-distributed-optimizer"))
     assert sharded == plain * (4 + 4 + 2) // 16
     flags = "--use-distributed-optimizer --compress param-gather=fixpoint,bits=4"
-    assert least_needs(_config(flags, 4), 4)[0].nbytes == plain * (4 + 4 + 3) // 16
+    assert min_memory_items(_config(flags, 4), 4)[0].nbytes == plain * (4 + 4 + 3) // 16
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_layouts_divide_the_memory() -> None:
 def test_runs_that_cannot_fit_are_refused_with_sizes_in_bytes(flags: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         check_memory(_config(flags), 1, 10**12, "on this machine")
-    for word in ["each rank needs at least", "there are 1 TB on this machine", *words]:
+    for word in ["each rank needs at least", "1 TB are available on this machine", *words]:
         assert word in str(caught.value)
     check_memory(_config(), 1, 10**7, "on this machine")
 
@@ -130,7 +130,7 @@ def test_the_vocabulary_may_come_from_the_tokenizer() -> None:
 
 
 def test_bytes_in_words() -> None:
-    assert [in_words(n) for n in (0, 999, 1500, 25_300_000_000, 10**18, 10**30)] == [
+    assert [format_bytes(n) for n in (0, 999, 1500, 25_300_000_000, 10**18, 10**30)] == [
         *("0 bytes", "999 bytes", "1.5 kB", "25.3 GB", "1 EB", "1.0e+12 EB")
     ]
     assert 10**8 < memory_of_this_machine() < 10**15

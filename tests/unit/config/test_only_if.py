@@ -32,7 +32,7 @@ VALUES = {
 
 DISCRETE = "--curriculum-discrete-seqlens 8 32 --curriculum-discrete-steps 9"
 # Flags with which the condition of a reason holds, or fails, unless they follow from the words of the reason ("without
-# FLAGS", "beside FLAGS").
+# FLAGS", "with FLAGS").
 HOLDS = {
     "no layer has experts (--num-experts)": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 2",
     "no token is dropped": "--moe-expert-capacity-factor 1.5",
@@ -44,10 +44,12 @@ HOLDS = {
     "without --model-type t5": (
         "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
     ),
-    "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear": "--disable-bias-linear",
+    "GELU has its tanh form anyway, except with --no-bias-gelu-fusion or --disable-bias-linear": (
+        "--disable-bias-linear"
+    ),
     "there is one pipeline stage": "--pipeline-model-parallel-size 2",
     "there is one tensor-parallel rank": "--tensor-model-parallel-size 2",
-    "this is fp32 anyway, but with --fp16 or --bf16": "--fp16",
+    "this is fp32 anyway, except with --fp16 or --bf16": "--fp16",
     "without --curriculum-learning": "--curriculum-learning --curriculum-seqlen-min 16 --curriculum-seqlen-steps 9",
     "without --curriculum-type fixed_discrete": f"--curriculum-type fixed_discrete {DISCRETE}",
     "without --lr-decay-style WSD": "--lr-decay-style WSD --lr-wsd-decay-iters 10",
@@ -65,16 +67,16 @@ HOLDS = {
     "without --profile-trace": "--profile-trace p",
     "without --timing-log-level": "--timing-log-level 1",
     "without --log-gradients": "--log-gradients --log-json-file j",
-    "without a compressor of what goes forward": "--pipeline-model-parallel-size 2 --compress pp-forward=fixpoint",
+    "without a compressor of forward messages": "--pipeline-model-parallel-size 2 --compress pp-forward=fixpoint",
     "layers are compiled by themselves only on CUDA, with one tensor-parallel rank": "--compile on",
 }
 FAILS = {
-    "beside a task, whose outputs are no words": "--task-head classification --task-classes 2",
-    "a sample of BERT or T5 does not go over the end of a document": "--model-type bert",
-    "beside another activation or --disable-bias-linear": "--swiglu",
-    "beside --DDP-impl torch, which has its own": "--DDP-impl torch",
-    "beside --loss-scale": "--loss-scale 128",
-    "beside --curriculum-type fixed_discrete": f"--curriculum-type fixed_discrete {DISCRETE}",
+    "with a task, whose outputs are not words": "--task-head classification --task-classes 2",
+    "a sample of BERT or T5 does not cross the end of a document": "--model-type bert",
+    "with another activation or --disable-bias-linear": "--swiglu",
+    "with --DDP-impl torch, which has its own": "--DDP-impl torch",
+    "with --loss-scale": "--loss-scale 128",
+    "with --curriculum-type fixed_discrete": f"--curriculum-type fixed_discrete {DISCRETE}",
     "without --curriculum-type fixed_linear or fixed_root": f"--curriculum-type fixed_discrete {DISCRETE}",
     "without --optimizer adam": "--optimizer sgd",
     "without --optimizer adam or muon": "--optimizer sgd",
@@ -96,7 +98,8 @@ def _flags_that_meet(condition: Condition) -> list[str]:
 
 
 def _flags_that_miss(condition: Condition) -> list[str]:
-    return FAILS.get(condition.otherwise, condition.otherwise.partition("beside ")[2]).split()
+    reason = condition.otherwise
+    return FAILS.get(reason, reason.removeprefix("with ") if reason.startswith("with ") else "").split()
 
 
 def _value(field: FieldOption) -> list[str]:

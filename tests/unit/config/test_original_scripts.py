@@ -41,7 +41,7 @@ def test_a_lone_backslash_is_noted(tmp_path: Path) -> None:
     right, _ = _resolved(COMPLETE["optimus-cc tbl2 2.5B CB"], tmp_path)
     assert config.compression == right.compression
     assert [note for note in notes if "backslash" in note] == [
-        "a word that is only a backslash is left out; nothing may follow the one that ends a line"
+        "a lone backslash is ignored; at the end of a line, nothing may follow it, not even a space"
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_deepspeed_file_of_a_script_is_translated(tmp_path: Path) -> None:
     assert config.precision.initial_loss_scale == 2048
     assert config.precision.loss_scale_window == 500
     file_notes = [note for note in notes if note.startswith("--deepspeed-config")]
-    assert "taken: train_batch_size" in file_notes[0]
+    assert "used: train_batch_size" in file_notes[0]
     assert "no effect: steps_per_print" in file_notes[1]
     config, _ = _resolved(COMPLETE["megatron-deepspeed pretrain_llama2"], tmp_path)
     assert config.parallel.use_distributed_optimizer is False

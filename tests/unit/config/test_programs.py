@@ -59,9 +59,9 @@ def test_a_configuration_without_a_kind_is_of_gpt() -> None:
 
 def test_a_checkpoint_of_another_kind_is_refused() -> None:
     check_model_type("--load x", "bert", "bert")
-    with pytest.raises(UserError, match=r"^--load x holds a model of kind gpt, not bert; go on with it by"):
+    with pytest.raises(UserError, match=r"^--load x holds a model of type gpt, not bert; continue with"):
         check_model_type("--load x", "gpt", "bert")
-    with pytest.raises(UserError, match=r"holds a model of kind new, not gpt; go on with it by another version"):
+    with pytest.raises(UserError, match=r"holds a model of type new, not gpt; continue with another version"):
         check_model_type("--load x", "new", "gpt")
 
 

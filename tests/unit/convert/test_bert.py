@@ -17,7 +17,7 @@ from megatron.checkpoint.model_state import model_tensors
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.convert.hugging_face import write_hf
 from megatron.convert.ours import read_ours
-from megatron.convert.tokenizer_files import tokenizer_beside
+from megatron.convert.tokenizer_files import find_tokenizer
 from megatron.inference.model import load_model
 from megatron.models.bert import BertStage
 from megatron.models.context import ForwardContext
@@ -164,7 +164,7 @@ def test_other_word_rules_use_the_tokenizer_of_hugging_face(config: dict[str, An
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenizer_beside(tmp_path)
+    tokenizer = find_tokenizer(tmp_path)
     assert tokenizer.tokenizer_type == "HFTokenizer"
     text = "the caf\u00e9 <new> cats"
     theirs = AutoTokenizer.from_pretrained(tmp_path).encode(text, add_special_tokens=False)
@@ -177,5 +177,5 @@ def test_models_without_a_counterpart_are_refused(tmp_path: Path, capsys: pytest
         capsys, without, tmp_path / "hf", "hf"
     )
     assert "that layout has no model of kind bert" in refusal(capsys, without, tmp_path / "old", "classic")
-    with pytest.raises(UserError, match="holds a model of kind bert, and only gpt generates text"):
+    with pytest.raises(UserError, match="holds a model of type bert, and only gpt generates text"):
         load_model(without, device=torch.device("cpu"))

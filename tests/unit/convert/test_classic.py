@@ -192,10 +192,10 @@ class _Evil:
         (lambda path: torch.save(_load(path) | {"args": _Evil()}, path), "cannot be read safely"),
         (lambda path: path.write_bytes(path.read_bytes()[:-500]), "cannot be read safely"),
         (lambda path: path.unlink(), "mp_rank_00_000 is missing"),
-        (lambda path: _rewrite(path, lambda content: content.pop("args")), "does not hold the arguments"),
+        (lambda path: _rewrite(path, lambda content: content.pop("args")), "does not hold its training arguments"),
         (
             lambda path: _rewrite(path, lambda content: setattr(content["args"], "num_layers", 5)),
-            "the files hold 3 layers, their arguments say 5",
+            "the files hold 3 layers, but their arguments specify 5",
         ),
     ],
     ids=["code", "truncated", "gone", "no arguments", "fewer layers"],
@@ -225,12 +225,12 @@ def test_command_lines_of_the_forks(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["-i", str(shards / "iter_0000007"), "-i_g", "1", "-p", "64", "--target-pipeline-model-parallel-size", "1"]
     run = ["--model-type", "GPT", "--num-layers", "3", "--hidden-size", "32", "--fp16"]
     assert main([*words, "-o", str(tmp_path / "merged"), *run]) == 0
-    assert "not needed, the model is in the checkpoint: --num-layers 3" in capsys.readouterr().err
+    assert "ignored, since the model is in the checkpoint: --num-layers 3" in capsys.readouterr().err
     assert (tmp_path / "merged" / "iter_0000007" / "mp_rank_00" / FILE).is_file()
     convert(tmp_path / "merged", tmp_path / "back", "megatron-cc")
     assert_same_weights(read_ours(saved), read_ours(tmp_path / "back"))
     for flags, message in (
-        (["--model-type", "BERT"], "--model-type BERT: the classic layout is GPT's alone"),
+        (["--model-type", "BERT"], "--model-type BERT: only GPT has a classic layout"),
         (["--num-layer", "3", "--model-type", "GPT"], "--num-layer"),
         ([], "--to is missing"),
         (["--to", "classic", "--target-tensor-parallel-size", "0"], "give at least 1"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.base.atomic import holding
+from megatron.base.atomic import hold_lock
 from megatron.checkpoint.model_state import MAIN
 from megatron.checkpoint.stored import StoredTensors
 from megatron.convert import command
@@ -150,7 +150,7 @@ def test_a_killed_conversion_can_be_repeated(to: str, saved: Path, tmp_path: Pat
     stale, mine, foreign = (tmp_path / f".out.{number}.partial" for number in (pid + 1, pid, pid + 2))
     for folder in (stale, mine, foreign):
         (folder / "iter_0000007").mkdir(parents=True)
-    with holding(foreign):
+    with hold_lock(foreign):
         convert(saved, tmp_path / "out", to)
     assert {path.name for path in tmp_path.iterdir()} == {"out", foreign.name}
 
@@ -218,12 +218,12 @@ def test_flags_that_have_no_effect_are_refused(saved: Path, tmp_path: Path, caps
     convert(saved, tmp_path / "classic", "classic")
     ranks = tmp_path / "classic" / "iter_0000007"
     for load, flags, message in (
-        (saved, ["--vocab-size", "7"], "--vocab-size 7: only classic files leave it open"),
-        (tmp_path / "hf", ["--vocab-size", "7"], "--vocab-size 7: only classic files leave it open"),
+        (saved, ["--vocab-size", "7"], "--vocab-size 7: only classic files need it"),
+        (tmp_path / "hf", ["--vocab-size", "7"], "--vocab-size 7: only classic files need it"),
         (tmp_path / "hf", ["--iteration", "7"], "is a Hugging Face folder, which has none"),
         (saved, ["--target-tensor-parallel-size", "2"], "only --to classic splits a model"),
         (saved, ["--iteration", "-3"], "--iteration -3: iterations count from 0"),
-        (ranks, ["--iteration", "3"], f"--iteration 3: {ranks} is one checkpoint already"),
+        (ranks, ["--iteration", "3"], f"--iteration 3: {ranks} is itself a checkpoint"),
         (ranks.parent, ["--iteration", "3"], "has no such checkpoint; it has iter_0000007"),
     ):
         assert message in refusal(capsys, load, tmp_path / "x", "hf", *flags)
@@ -236,7 +236,7 @@ def test_another_iteration_is_advised_by_the_flag(
     shutil.copytree(saved / "iter_0000007", tmp_path / "two" / "iter_0000003")
     line = refusal(capsys, tmp_path / "two", tmp_path / "x", "hf", "--iteration", "5")
     assert line.endswith(
-        "iter_0000005 does not exist; complete are, newest first: 7, 3; name one of them (--iteration 7)"
+        "iter_0000005 does not exist; complete checkpoints, newest first: 7, 3; name one of them (--iteration 7)"
     )
 
 

@@ -122,6 +122,6 @@ def test_a_vocabulary_of_the_default_size_is_expected(tmp_path: Path, capsys: py
     config = json.loads(path.read_text())
     del config["text_config"]["vocab_size"]
     path.write_text(json.dumps(config))
-    assert "has shape (97, 32), config.json asks for (262208, 32)" in refusal(
+    assert "has shape (97, 32), but config.json specifies (262208, 32)" in refusal(
         capsys, tmp_path / "hf", tmp_path / "x", "megatron-cc"
     )

@@ -184,7 +184,7 @@ def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFi
     assert_same_weights(read_ours(saved), read_ours(tmp_path / "back"))
     name = next(iter(places))
     for change, message in (
-        ({name: files[1]}, f"{files[1]} does not hold {name}, which pytorch_model.bin.index.json says it does"),
+        ({name: files[1]}, f"{files[1]} does not hold {name}, although pytorch_model.bin.index.json lists it"),
         ({name: "gone.bin"}, "gone.bin: No such file"),
         ({name: "../hf/x.bin"}, "'../hf/x.bin' lies outside the folder"),
     ):
@@ -206,7 +206,7 @@ def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path, capsys: pytes
     convert(tmp_path / "hf", tmp_path / "same", "megatron-cc")
     tensors["lm_head.weight"][3, 2] += 1
     save_file(tensors, file)
-    assert "lm_head.weight is not the embedding, though config.json ties both; write" in refusal(
+    assert "lm_head.weight differs from the embedding, although config.json ties both; write" in refusal(
         capsys, tmp_path / "hf", tmp_path / "x", "megatron-cc"
     )
     change_json(tmp_path / "hf" / "config.json", {"tie_word_embeddings": False})
@@ -217,7 +217,7 @@ def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_embd": 64}, "config.json asks for"),
+        ({"n_embd": 64}, "config.json specifies"),
         ({"model_type": "bert"}, "model_type 'bert' cannot be converted"),
         ({"n_layer": 4}, "there is no tensor transformer.h.3.ln_1.weight"),
         ({"n_layer": 2}, "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
@@ -270,7 +270,7 @@ def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest
             "closest to Mixtral, which has no --moe-eval-capacity-factor below 4 / 2, which drops tokens; keep",
         ),
         ({**EXPERTS, "num_experts": [1, 4, 4]}, "closest to Mixtral, which has experts in all layers"),
-        ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has as many experts in each layer that"),
+        ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has the same number of experts in every"),
         ({**GEMMA, "sandwich_norm": False}, "closest to Gemma2, which has --sandwich-norm"),
         ({**GEMMA, "kv_channels": 8, "num_attention_heads": 5}, "closest to Gemma2, which has a --hidden-size"),
         ({**GEMMA, "qk_layernorm": True, "attn_logit_softcapping": 3.0}, "closest to Gemma2, which has no --qk"),
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert "do not have their checksum" in refusal(capsys, saved, tmp_path / "hf", "hf")
+    assert "do not match their checksum" in refusal(capsys, saved, tmp_path / "hf", "hf")
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_experts_are_described(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["ls", str(tmp_path), "--iteration", str(iteration)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].endswith(f"by 1 rank: tensor-parallel 1, pipeline 1, {ranks}")
-        assert lines[2] == "  model: 4 layers, 64 hidden, 8 heads, 4 2 experts, 32 tokens a sample"
+        assert lines[2] == "  model: 4 layers, 64 hidden, 8 heads, 4 2 experts, 32 tokens per sample"
 
 
 def test_every_checkpoint_has_a_line_and_the_newest_a_description(
@@ -74,7 +74,7 @@ def test_every_checkpoint_has_a_line_and_the_newest_a_description(
     assert second[0] == "iter_0000200"
     assert (third[0], third[-2:]) == ("iter_0000300", ["complete", "(newest)"])
     assert "by 1 rank: tensor-parallel 1, pipeline 1, data-parallel 1" in lines[3]
-    assert lines[4] == "  model: 4 layers, 64 hidden, 8 heads, 32 tokens a sample"
+    assert lines[4] == "  model: 4 layers, 64 hidden, 8 heads, 32 tokens per sample"
     assert lines[5] == "  position: iteration 300, consumed samples 2,400, skipped 2"
     rows = {line.split()[0]: line.split()[1:] for line in lines[6:]}
     assert rows["model"] == ["2", "tensors", "15", "numbers", "30", "bytes", "bfloat16"]
@@ -178,7 +178,7 @@ def _classic(folder: Path) -> None:
         (None, [], "holds no checkpoint; name the folder that --save wrote to"),
         (_hugging_face, [], "is a Hugging Face folder; tools/ckpt_convert.py --to megatron-cc"),
         (_classic, [], "is a classic checkpoint of Megatron; tools/ckpt_convert.py"),
-        (lambda folder: folder.rmdir(), [], "is no folder; name the one that --save wrote to"),
+        (lambda folder: folder.rmdir(), [], "is not a folder; name the one that --save wrote to"),
     ],
 )
 def test_other_folders_are_named(

@@ -62,8 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("gpt2", {"n_head": 5}, "--hidden-size 32 is not a multiple of --num-attention-heads 5"),
         ("gpt2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon: nan is not a finite number"),
         ("gpt2", {"tie_word_embeddings": "false"}, "tie_word_embeddings: 'false' is neither true nor false"),
-        ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text, not a list"),
-        ("gpt2", {"model_type": 3}, "model_type: 3 is not a text"),
+        ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected text, not a list"),
+        ("gpt2", {"model_type": 3}, "model_type: 3 is not text"),
         ("llama", {"rope_theta": 10**400}, "rope_theta: a number of 1329 bits is too large a number"),
         ("llama", {"rope_theta": "x"}, "rope_theta: 'x' is not a number"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected names and values, not 'linear'"),
@@ -140,9 +140,12 @@ def test_a_malformed_configuration_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts": 3}, "mlp.gate.weight has shape (4, 32), config.json asks for (3, 32)"),
-        ({"num_experts": 5}, "mlp.gate.weight has shape (4, 32), config.json asks for (5, 32)"),
-        ({"moe_intermediate_size": 25}, "experts.0.gate_proj.weight has shape (24, 32), config.json asks for (25, 32)"),
+        ({"num_experts": 3}, "mlp.gate.weight has shape (4, 32), but config.json specifies (3, 32)"),
+        ({"num_experts": 5}, "mlp.gate.weight has shape (4, 32), but config.json specifies (5, 32)"),
+        (
+            {"moe_intermediate_size": 25},
+            "gate_proj.weight has shape (24, 32), but config.json specifies (25, 32)",
+        ),
         ({"mlp_only_layers": [2]}, "there is no tensor model.layers.2.mlp.gate_proj.weight"),
         ({"num_hidden_layers": 2, "layer_types": None}, "has no place in the model that config.json describes"),
     ],
@@ -225,7 +228,7 @@ def test_torch_files_without_weights_are_refused(
         "list": f"{path}: holds a list instead of tensors by name",
         "code": f"{path}: cannot be read safely: it names print",
         "junk": f"{path}: cannot be read safely: it is damaged",
-        "int64": "holds int64, which is no type of weights",
+        "int64": "holds int64, which is not a type of weights",
     }
     assert messages[how] in line
     assert "weights_only" not in line
@@ -304,22 +307,22 @@ def _smaller_projection(content: dict[str, Any]) -> None:
         (_set("layernorm_epsilon", 10**400), "layernorm_epsilon: a number of 1329 bits is too large a number"),
         (_set("num_attention_heads", 4.0), "num_attention_heads: 4.0 is not an integer"),
         (_set("swiglu", "no"), "swiglu: 'no' is neither true nor false"),
-        (_set("hidden_size", 48), "has shape (128, 32), its arguments ask for (128, 48)"),
+        (_set("hidden_size", 48), "has shape (128, 32), but its arguments specify (128, 48)"),
         (
             lambda c: vars(c["args"]).update(padded_vocab_size=5, orig_vocab_size=None),
-            "has shape (128, 32), its arguments ask for (5, 32)",
+            "has shape (128, 32), but its arguments specify (5, 32)",
         ),
         (_set("padded_vocab_size", 5), "entries and its embedding 5 rows by the arguments"),
         (_set("orig_vocab_size", 7), "the vocabulary has 7 entries and its embedding 128 rows by the arguments"),
         (_set("padded_vocab_size", None), "padded_vocab_size is missing"),
         (
             lambda c: vars(c["args"]).update(max_position_embeddings=8, seq_length=8),
-            "has shape (16, 32), its arguments ask for (8, 32)",
+            "has shape (16, 32), but its arguments specify (8, 32)",
         ),
-        (_smaller_projection, f"{QKV} has shape (95, 32), its arguments ask for (96, 32)"),
+        (_smaller_projection, f"{QKV} has shape (95, 32), but its arguments specify (96, 32)"),
         (
             lambda c: _encoder(c).update({"final_layernorm.weight": torch.ones(32, dtype=torch.int64)}),
-            "final_layernorm.weight holds int64, which is no type of weights",
+            "final_layernorm.weight holds int64, which is not a type of weights",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.convert.tokenizer_files import tokenizer_beside
+from megatron.convert.tokenizer_files import find_tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from tests.support.shared import shared_path
 from tests.unit.convert.support import convert, refusal
@@ -99,7 +99,7 @@ def test_added_tokens_come_back(kind: str, tmp_path: Path) -> None:
 def _check_both_ways(folder: Path, tmp_path: Path, texts: list[str]) -> None:
     """Compare the ids of training, and those after a conversion there and back, with transformers' ids."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer = tokenizer_beside(folder)
+    tokenizer = find_tokenizer(folder)
     assert tokenizer.tokenizer_type == "HFTokenizer"
     ours = build_tokenizer(tokenizer)
     ids = [theirs.encode(text, add_special_tokens=False) for text in texts]
@@ -147,7 +147,7 @@ def test_plain_gpt2_files_come_back(tmp_path: Path) -> None:
     folder.mkdir()
     _model(folder, _byte_level_files(folder), 0, 0)
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 64})
-    assert tokenizer_beside(folder).tokenizer_type == "GPT2BPETokenizer"
+    assert find_tokenizer(folder).tokenizer_type == "GPT2BPETokenizer"
     convert(folder, tmp_path / "ours", "megatron-cc")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     for name in FILES:
@@ -158,7 +158,7 @@ def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     base = _byte_level_files(tmp_path)
     _in_config(tmp_path, base + 1)
     flags = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path))
-    with pytest.raises(UserError, match=rf"<\|im_start\|> the id {base + 1}, after its tokenizer.json it is {base}"):
+    with pytest.raises(UserError, match=rf"<\|im_start\|> the id {base + 1}, but its tokenizer.json gives it {base}"):
         build_tokenizer(flags)
     _write(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {"one": {"content": "<|im_start|>"}}})
     with pytest.raises(UserError, match="its added token 'one' needs an id and a text"):

@@ -20,7 +20,7 @@ from megatron.convert.classic_write import write_classic
 from megatron.convert.command import main
 from megatron.convert.hugging_face import write_hf
 from megatron.convert.ours import read_ours
-from megatron.convert.tokenizer_files import tokenizer_beside
+from megatron.convert.tokenizer_files import find_tokenizer
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import convert, saved_model
 
@@ -147,7 +147,7 @@ def test_the_owner_of_vocab_json_is_recognized(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
     if fast:
         (tmp_path / "tokenizer.json").write_text("{}")
-    assert tokenizer_beside(tmp_path).tokenizer_type == type_
+    assert find_tokenizer(tmp_path).tokenizer_type == type_
 
 
 def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(

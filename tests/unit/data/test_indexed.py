@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from megatron.data.idx_format import best_dtype
+from megatron.data.indexed import IndexedDataset, IndexedWriter
 from tests.support.shared import shared_path
 
 SHORT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,7 +142,7 @@ def change(path: Path, offset: int, data: bytes) -> None:
         (50 + 8, struct.pack("<q", 7), "offset at sequence 1"),
         (82, struct.pack("<q", 1), "document starts"),
         (82 + 32, struct.pack("<q", 3), "document starts"),
-        (82 + 8, struct.pack("<q", 4), "document starts that fall"),
+        (82 + 8, struct.pack("<q", 4), "document starts that decrease"),
     ],
 )
 def test_each_kind_of_damage_is_named(tmp_path: Path, offset: int, data: bytes, message: str) -> None:

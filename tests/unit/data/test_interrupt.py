@@ -12,7 +12,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.convert import command as convert_command
 from megatron.data import merge_command
-from megatron.data.interrupt import SIGNALS, delayed, stopped_in_order
+from megatron.data.interrupt import SIGNALS, delay_signals, interrupt_on_signals
 from megatron.data.preprocess import command as preprocess_command
 from megatron.data.preprocess import vocab_command
 
@@ -40,7 +40,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
     ("error", "status", "line"),
     [
         (KeyboardInterrupt(), 130, "interrupted; nothing was written"),
-        (UserError("--input a: is no file"), 2, "error: --input a: is no file"),
+        (UserError("--input a: is not a file"), 2, "error: --input a: is not a file"),
         (
             OSError(28, "No space left on device", "b.bin"),
             2,
@@ -67,13 +67,13 @@ def test_delayed_signals_arrive_after_the_context_and_only_if_heeded(number: sig
     finished = list[str]()
 
     def signal_in_context(text: str, error: Exception | None = None) -> None:
-        with delayed():
+        with delay_signals():
             signal.raise_signal(number)
             finished.append(text)
             if error is not None:
                 raise error
 
-    with stopped_in_order(even_ignored=True):
+    with interrupt_on_signals(even_ignored=True):
         for error in (None, ValueError()):
             with pytest.raises(KeyboardInterrupt):
                 signal_in_context("heeded", error)

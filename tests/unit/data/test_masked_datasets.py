@@ -49,7 +49,7 @@ def rows_of(batch: Batch, *names: str) -> list[tuple[list[int], ...]]:
 def text_of(folder: Path) -> str:
     """All tokens of the file, as a string to search in."""
     indexed = IndexedDataset(folder / "data")
-    return words(indexed.run(0, len(indexed)).tolist())
+    return words(indexed.read_range(0, len(indexed)).tolist())
 
 
 def words(tokens: list[int]) -> str:
@@ -209,7 +209,7 @@ def test_spans_without_room_stay_in_the_text(tmp_path: Path, decoder: int) -> No
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (bert, {"seq_length": 4}, "--seq-length 4 leaves no room for text beside 3 special tokens: give at least 5"),
+        (bert, {"seq_length": 4}, "--seq-length 4 leaves no room for text besides 3 special tokens: give at least 5"),
         (t5, {"encoder_seq_length": 3}, "--encoder-seq-length 3 leaves no room"),
         (t5, {"decoder_seq_length": 2}, "--decoder-seq-length 2 must be at least 3"),
         (t5, {"extra_ids": 0}, "give --vocab-extra-ids 100"),

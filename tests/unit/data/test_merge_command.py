@@ -112,7 +112,7 @@ def test_a_dataset_in_the_folder_is_not_overwritten(tmp_path: Path, error_line: 
     flags = ["--input", str(tmp_path), "--output-prefix"]
     assert main([*flags, str(tmp_path / "part1")]) == 2
     line = error_line()
-    assert line.startswith(f"error: --output-prefix {tmp_path}/part1: is a data set in --input {tmp_path} and not")
+    assert line.startswith(f"error: --output-prefix {tmp_path}/part1: is a data set in --input {tmp_path}, but not")
     assert read(tmp_path / "part1") == documents[1]
     assert main([*flags, str(tmp_path / "all")]) == 0
     assert main([*flags, str(tmp_path / "all")]) == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.mersenne import mersenne_32, mersenne_64, shuffled
+from megatron.data.mersenne import mersenne_32, mersenne_64, shuffle_range
 
 
 def test_the_ten_thousandth_numbers_equal_the_standard() -> None:
@@ -31,7 +31,7 @@ def test_shuffled_equals_sequential_swaps(count: int) -> None:
     for index in range(count - 1, 0, -1):
         partner = int(next(numbers)) % (index + 1)
         expected[index], expected[partner] = expected[partner], expected[index]
-    assert shuffled(count, blocks(count, 7000)).tolist() == expected
+    assert shuffle_range(count, blocks(count, 7000)).tolist() == expected
 
 
 def test_overlapping_swaps_are_made_in_order() -> None:
@@ -42,4 +42,4 @@ def test_overlapping_swaps_are_made_in_order() -> None:
     for index in range(count - 1, 0, -1):
         partner = int(numbers[count - 1 - index]) % (index + 1)
         expected[index], expected[partner] = expected[partner], expected[index]
-    assert shuffled(count, iter([numbers])).tolist() == expected
+    assert shuffle_range(count, iter([numbers])).tolist() == expected

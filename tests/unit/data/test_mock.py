@@ -39,7 +39,7 @@ def test_three_splits_of_tokens_of_the_vocabulary(order: str) -> None:
 
 def test_slices_equal_the_full_sequence() -> None:
     mock = MockDataset(3, 50)
-    tokens = mock.run(10, 13)
+    tokens = mock.read_range(10, 13)
     assert tokens.tolist() == [token for number in range(10, 13) for token in mock[number].tolist()]
     assert mock.get(11, 5, 7).tolist() == tokens[SEQUENCE_TOKENS + 5 : SEQUENCE_TOKENS + 12].tolist()
     steps = np.diff(mock[4]) % 50
@@ -59,5 +59,5 @@ def test_conflicting_flags_are_refused() -> None:
         check_data(DataConfig(mock_data=True, data_path=["a"]), skip_train=False)
     with pytest.raises(UserError, match=r"^--mock-data and --train-data-path exclude each other"):
         check_data(DataConfig(mock_data=True, train_data_path=["a"]), skip_train=False)
-    with pytest.raises(UserError, match=r"^--mock-data draws tokens of a vocabulary: give --vocab-size"):
+    with pytest.raises(UserError, match=r"^--mock-data draws tokens from a vocabulary: give --vocab-size"):
         gpt(vocab_size=None)

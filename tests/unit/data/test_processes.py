@@ -17,7 +17,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.data.lines import writing
-from megatron.data.processes import ProcessKilled, in_processes
+from megatron.data.processes import ProcessKilled, map_in_processes
 from tests.support.cleanup import have_ended, heed_signals
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,13 +36,13 @@ def _kill_this_process(item: tuple[int, bytes]) -> int:
 
 
 def test_results_come_in_order_and_errors_as_they_are() -> None:
-    assert list(in_processes(_double, range(50), 2)) == list(range(0, 100, 2))
+    assert list(map_in_processes(_double, range(50), 2)) == list(range(0, 100, 2))
     results: list[int] = []
     with pytest.raises(UserError, match="77"):
-        results.extend(in_processes(_double, range(100), 2))
+        results.extend(map_in_processes(_double, range(100), 2))
     assert results == list(range(0, 154, 2))
     with pytest.raises(TypeError):
-        list(in_processes(_double, ["x", None], 2))
+        list(map_in_processes(_double, ["x", None], 2))
 
 
 @pytest.mark.timeout(60)
@@ -51,7 +51,7 @@ def test_a_killed_process_is_one_line(item_bytes: int) -> None:
     """Also when the next items are larger than a pipe."""
     items = ((number, bytes(item_bytes)) for number in range(20))
     with pytest.raises(ProcessKilled, match=r"was killed .*--workers"):
-        list(in_processes(_kill_this_process, items, 2))
+        list(map_in_processes(_kill_this_process, items, 2))
 
 
 def _die_in_the_middle_of_the_result(number: int) -> int:
@@ -68,7 +68,7 @@ def _die_in_the_middle_of_the_result(number: int) -> int:
 @pytest.mark.timeout(60)
 def test_a_process_killed_in_the_middle_of_its_result_is_one_line() -> None:
     with pytest.raises(ProcessKilled):
-        list(in_processes(_die_in_the_middle_of_the_result, range(20), 2))
+        list(map_in_processes(_die_in_the_middle_of_the_result, range(20), 2))
 
 
 def _raise_memory_error(number: int) -> None:
@@ -77,7 +77,7 @@ def _raise_memory_error(number: int) -> None:
 
 def test_a_process_without_memory_is_one_line() -> None:
     with pytest.raises(ProcessKilled, match=r"out of memory.*--workers"):
-        list(in_processes(_raise_memory_error, range(5), 2))
+        list(map_in_processes(_raise_memory_error, range(5), 2))
 
 
 def _dies_or_sleeps(dies: bool) -> None:
@@ -89,7 +89,7 @@ def _dies_or_sleeps(dies: bool) -> None:
 @pytest.mark.timeout(60)
 def test_a_killed_process_is_reported_before_earlier_processes_end() -> None:
     with pytest.raises(ProcessKilled):
-        list(in_processes(_dies_or_sleeps, [False, True], 2))
+        list(map_in_processes(_dies_or_sleeps, [False, True], 2))
 
 
 def _waits_for(file: Path) -> bool:
@@ -105,7 +105,7 @@ def test_idle_is_called_while_waiting(tmp_path: Path) -> None:
         for file in files:
             file.touch()
 
-    assert list(in_processes(_waits_for, files, 2, idle=idle)) == [True, True]
+    assert list(map_in_processes(_waits_for, files, 2, idle=idle)) == [True, True]
 
 
 class _CallCounter:
@@ -119,20 +119,20 @@ class _CallCounter:
 
 
 def test_a_function_reaches_each_process_once_and_keeps_its_state() -> None:
-    assert sum(calls == 1 for calls in in_processes(_CallCounter(), range(20), 2)) <= 2
+    assert sum(calls == 1 for calls in map_in_processes(_CallCounter(), range(20), 2)) <= 2
 
 
 def _with_children(number: int) -> list[int]:
-    return list(in_processes(_double, [number, number + 1], 2))
+    return list(map_in_processes(_double, [number, number + 1], 2))
 
 
 def test_processes_may_have_processes() -> None:
-    assert list(in_processes(_with_children, [1, 5], 2)) == [[_double(1), _double(2)], [_double(5), _double(6)]]
+    assert list(map_in_processes(_with_children, [1, 5], 2)) == [[_double(1), _double(2)], [_double(5), _double(6)]]
 
 
 WRITES = """
 import itertools, sys
-from megatron.data.processes import in_processes
+from megatron.data.processes import map_in_processes
 from megatron.data.lines import writing
 from tools.openwebtext.cleaning.command import Report, Tool, add_common
 
@@ -145,7 +145,7 @@ def run(options):
             slow = ["(__import__('time').sleep(0.1), __import__('os').getpid(), __import__('os').getppid())[1:]"] * 50
             sleeps = f"(open({options.output + '.busy'!r}, 'a').close(), __import__('time').sleep(600))"
             asked = itertools.chain(slow, itertools.repeat(sleeps))
-        for pids in in_processes(eval, asked, options.workers):
+        for pids in map_in_processes(eval, asked, options.workers):
             print(*pids, flush=True)
     return Report()
 
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 
 INTERRUPTED = """
 import signal, sys, threading
-from megatron.data.processes import in_processes
+from megatron.data.processes import map_in_processes
 
 locks_until_signal = 0
 acquire = threading.Condition.__enter__
@@ -180,7 +180,7 @@ if __name__ == "__main__":
     for number in range(1, 25):
         locks_until_signal = number
         try:
-            list(in_processes(abs, range(50), 2))
+            list(map_in_processes(abs, range(50), 2))
         except KeyboardInterrupt:
             print(number, flush=True)
 """

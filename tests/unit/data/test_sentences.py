@@ -30,13 +30,13 @@ def plainly(documents: SentenceDocuments, cut: Cut, target: Callable[[int], int]
     rows = []
     for first, last in zip(documents.starts_d[:-1].tolist(), documents.starts_d[1:].tolist(), strict=True):
         sentences = documents.lengths_s[first:last].tolist()
-        if len(sentences) < cut.least_sentences or (len(sentences) > 1 and max(sentences) > 512):
+        if len(sentences) < cut.min_sentences or (len(sentences) > 1 and max(sentences) > 512):
             continue
         begin, tokens, target_tokens = first, 0, target(first)
         for sentence in range(first, last):
             tokens += int(documents.lengths_s[sentence])
             remaining, count = last - sentence - 1, sentence + 1 - begin
-            if (tokens >= target_tokens and remaining > 1 and count >= cut.least_sentences) or remaining == 0:
+            if (tokens >= target_tokens and remaining > 1 and count >= cut.min_sentences) or remaining == 0:
                 rows.append([begin, sentence + 1, target_tokens])
                 begin, tokens, target_tokens = sentence + 1, 0, target(sentence + 1)
     return rows
@@ -48,9 +48,9 @@ def megatron_targets(cut: Cut, seed: int) -> Callable[[int], int]:
 
     def target(begin: int) -> int:
         if not ratio:
-            return cut.most_tokens
+            return cut.max_tokens
         number = int(next(numbers))
-        return cut.most_tokens if number % ratio else 2 + number % (cut.most_tokens - 1)
+        return cut.max_tokens if number % ratio else 2 + number % (cut.max_tokens - 1)
 
     return target
 
@@ -80,9 +80,9 @@ def test_cut_at_once_follows_the_rule_with_positional_targets(lengths: list[list
         rows = []
     targets = {row[0]: row[2] for row in rows}
     assert rows == plainly(documents, cut, lambda begin: targets.get(begin, 0))
-    assert all(2 <= target <= cut.most_tokens for target in targets.values())
+    assert all(2 <= target <= cut.max_tokens for target in targets.values())
     if not cut.short_probability:
-        assert set(targets.values()) <= {cut.most_tokens}
+        assert set(targets.values()) <= {cut.max_tokens}
 
 
 def test_targets_are_short_with_the_given_probability() -> None:

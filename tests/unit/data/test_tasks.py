@@ -12,7 +12,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.data.tasks.dataset import Separators, TaskDataset, paired
+from megatron.data.tasks.dataset import Separators, TaskDataset, join_texts
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import Example, clean_text
 from megatron.data.tasks.glue import FORMATS, read_glue
@@ -50,19 +50,19 @@ GOOD = "sentence\tlabel\nw1 w2\t1\n"
 BAD = {
     "empty": ("SST-2", b"", ": is empty"),
     "a header alone": ("SST-2", b"sentence\tlabel\n", ": holds no sample after line 1"),
-    "a missing text": ("SST-2", b"text\tlabel\nw1\t1\n", ", line 1: SST-2 needs the column sentence, and"),
+    "a missing text": ("SST-2", b"text\tlabel\nw1\t1\n", ", line 1: SST-2 needs the column sentence, but"),
     "no labels": ("SST-2", b"index\tsentence\n0\tw1\n", "column label, .*; GLUE's test files have no labels"),
     "a missing column": ("SST-2", GOOD.encode() + b"w1\n", ", line 3: has 1 columns instead of 2, separated by tabs"),
     "no text": ("SST-2", GOOD.encode() + b" \t1\n", ", line 3: column 1 holds no text"),
-    "a label out of range": ("SST-2", GOOD.encode() + b"w1\t2\n", ", line 3: the label '2' is none of 0, 1"),
-    "no number": ("STS-B", b"sentence1\tsentence2\tscore\nw1\tw2\tnan\n", ", line 2: the label 'nan' is no number"),
-    "too large": ("STS-B", b"sentence1\tsentence2\tscore\nw1\tw2\t5.1\n", ", line 2: the label '5.1' is no number"),
+    "a label out of range": ("SST-2", GOOD.encode() + b"w1\t2\n", ", line 3: the label '2' is not one of 0, 1"),
+    "no number": ("STS-B", b"sentence1\tsentence2\tscore\nw1\tw2\tnan\n", ", line 2: the label 'nan' is not a number"),
+    "too large": ("STS-B", b"sentence1\tsentence2\tscore\nw1\tw2\t5.1\n", ", line 2: the label '5.1' is not a number"),
     "no digits of ASCII": ("STS-B", "sentence1\tsentence2\tscore\nw1\tw2\t\uff13\n".encode(), ", line 2: the label '"),
     "a long label": ("SST-2", GOOD.encode() + b"w1\t" + b"2" * 9999 + b"\n", f", line 3: the label '{'2' * 60}...' is"),
     "a column twice": ("SST-2", b"sentence\tsentence\tlabel\nw1\tw2\t1\n", ", line 1: has the column sentence twice"),
     "another task": ("CoLA", GOOD.encode(), ", line 1: has 2 columns instead of 4"),
-    "no UTF-8": ("SST-2", GOOD.encode() + b"\xff\t1\n", ", line 3: is no UTF-8 text"),
-    "torn throughout": ("QQP", b"question1\tquestion2\tis_duplicate\na\tb\t1\na\nb\n", ", line 3: is no line of"),
+    "no UTF-8": ("SST-2", GOOD.encode() + b"\xff\t1\n", ", line 3: is not UTF-8 text"),
+    "torn throughout": ("QQP", b"question1\tquestion2\tis_duplicate\na\tb\t1\na\nb\n", ", line 3: does not have"),
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_a_torn_line_of_qqp_is_left_out_with_a_note(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines[:5], "torn line", *lines[5:]]) + "\n")
     data = read_glue("QQP", str(path), "--train-data")
     assert len(data.examples) == 300
-    assert data.note == f"--train-data {path}: 1 torn lines are left out, the first at line 6"
+    assert data.note == f"--train-data {path}: 1 malformed lines are left out, the first at line 6"
 
 
 def test_race_puts_each_answer_into_its_question(tmp_path: Path) -> None:
@@ -100,16 +100,16 @@ def test_race_puts_each_answer_into_its_question(tmp_path: Path) -> None:
 
 PASSAGE = {"article": "w1", "questions": ["w2"], "options": [["w1", "w2", "w3", "w4"]], "answers": ["A"]}
 BAD_RACE = {
-    "json": ("{", "is no JSON"),
-    "half of a character": (json.dumps({**PASSAGE, "article": "w1 \ud800"}), "is no JSON of whole characters"),
-    "a number without end": ('{"id": ' + "1" * 5000 + "}", "article must be a text"),
-    "list": ("[]", "is no JSON object with article"),
-    "article": (json.dumps({**PASSAGE, "article": 3}), "article must be a text"),
+    "json": ("{", "is not JSON"),
+    "half of a character": (json.dumps({**PASSAGE, "article": "w1 \ud800"}), "is not JSON of valid characters"),
+    "a number without end": ('{"id": ' + "1" * 5000 + "}", "article must be text"),
+    "list": ("[]", "is not a JSON object with article"),
+    "article": (json.dumps({**PASSAGE, "article": 3}), "article must be text"),
     "answers": (json.dumps({**PASSAGE, "answers": []}), "has 1 questions, 1 options and 0 answers"),
     "no questions": (json.dumps({**PASSAGE, "questions": None}), "questions must be a list"),
     "options": (json.dumps({**PASSAGE, "options": [["w1"]]}), "question 1: has 1 options instead of 4"),
-    "letter": (json.dumps({**PASSAGE, "answers": ["E"]}), "question 1: the answer 'E' is none of A, B, C, D"),
-    "text": (json.dumps({**PASSAGE, "questions": [7]}), "question 1: the question must be a text"),
+    "letter": (json.dumps({**PASSAGE, "answers": ["E"]}), "question 1: the answer 'E' is not one of A, B, C, D"),
+    "text": (json.dumps({**PASSAGE, "questions": [7]}), "question 1: the question must be text"),
 }
 
 
@@ -124,7 +124,7 @@ def test_a_malformed_passage_is_refused_by_line(name: str, tmp_path: Path) -> No
 def test_a_folder_without_passages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no .txt file; name RACE's innermost folders"):
         read_race(str(tmp_path), "--train-data")
-    with pytest.raises(UserError, match=r"No such file or directory; RACE's data are folders of .txt files"):
+    with pytest.raises(UserError, match=r"No such file or directory; RACE consists of folders of .txt files"):
         read_race(str(tmp_path / "none"), "--train-data")
 
 
@@ -145,7 +145,7 @@ AROUND = Separators(1, 2, 0)
 def test_long_pairs_are_truncated_as_in_megatron(
     first: list[int], second: list[int] | None, tokens: list[int], of_first: int
 ) -> None:
-    assert paired(first, second, 8, AROUND) == (tokens, of_first)
+    assert join_texts(first, second, 8, AROUND) == (tokens, of_first)
 
 
 @pytest.mark.parametrize("keep_last", [True, False])
@@ -156,7 +156,7 @@ def test_an_epoch_draws_every_sample_once_and_fills_its_last_batch(keep_last: bo
     assert epochs.draws == (36 if keep_last else most // 4 * 4)
     orders = []
     for epoch in range(3):
-        places = [epochs.at(epoch * epochs.draws + draw) for draw in range(epochs.draws)]
+        places = [epochs.sample_at(epoch * epochs.draws + draw) for draw in range(epochs.draws)]
         counted = [position.sample for position in places if position.counts]
         assert len(counted) == len(set(counted)) == (most if keep_last else epochs.draws)
         assert all(position.counts for position in places[: len(counted)])
@@ -167,14 +167,14 @@ def test_an_epoch_draws_every_sample_once_and_fills_its_last_batch(keep_last: bo
     if not keep_last:
         assert len(Counter(sample for order in orders for sample in order)) > len(orders[0])
     still = Epochs(5, 4, keep_last=True, shuffle=False)
-    assert [still.at(draw).sample for draw in range(5)] == [0, 1, 2, 3, 4]
+    assert [still.sample_at(draw).sample for draw in range(5)] == [0, 1, 2, 3, 4]
 
 
 def _dataset(folder: Path, examples: list[Example], **model: object) -> TaskDataset:
     tokenizer = BertWordPieceTokenizer(write_vocabulary(folder), lower_case=True)
     shape = ModelConfig(model_type="bert", seq_length=10, num_tokentypes=2, **model)  # type: ignore[arg-type]
     epochs = Epochs(len(examples), 2, keep_last=True, shuffle=False)
-    return TaskDataset(examples, epochs, 2, tokenizer, shape, most_first=2)
+    return TaskDataset(examples, epochs, 2, tokenizer, shape, max_first_tokens=2)
 
 
 def test_a_batch_holds_tokens_types_labels_and_lengths(tmp_path: Path) -> None:

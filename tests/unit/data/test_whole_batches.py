@@ -11,7 +11,7 @@ import torch
 from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets
 from megatron.data.source import BlendedDataset
-from megatron.data.whole_batches import NO_ORDER, FilledSource, WholeBatches
+from megatron.data.whole_batches import NO_ORDER, PaddedSource, WholeBatches
 from tests.unit.data.cases import build, flags, load, present, rows, write
 from tests.unit.data.sentence_cases import random_documents, tokenizer, write_sentences
 
@@ -28,7 +28,7 @@ def valid_set(words: list[str], samples: int | None, **options: Any) -> Dataset:
 def test_each_sample_counts_once(tmp_path: Path, order: str, ranks: int) -> None:
     filled = WholeBatches(valid_set([write(tmp_path / "data", [37 * 8 + 1], 0)], None, sample_order=order), 8)
     assert (len(filled), filled.real_samples) == (40, 37)
-    assert isinstance(filled, FilledSource)
+    assert isinstance(filled, PaddedSource)
     firsts = []
     for rank in range(ranks):
         with load(filled, 4, rank=rank, ranks=ranks) as loader:

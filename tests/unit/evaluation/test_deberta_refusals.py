@@ -34,18 +34,18 @@ def test_a_hugging_face_folder_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_tokenizer_without_its_model_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = _refused(tmp_path, capsys)
-    assert "--tokenizer-type BertWordPieceLowerCase has no [CLS], [SEP], [PAD], which DeBERTa's texts" in error
+    assert "--tokenizer-type BertWordPieceLowerCase has no [CLS], [SEP], [PAD], which DeBERTa needs" in error
     (tmp_path / "spm.model").write_bytes(b"no model")
     tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "vocab_file": None}
     error = _refused(tmp_path, capsys, tokenizer_model=tmp_path / "spm.model", **tokenizer)
-    assert error.endswith(f"--tokenizer-model {tmp_path / 'spm.model'}: is no SentencePiece model")
+    assert error.endswith(f"--tokenizer-model {tmp_path / 'spm.model'}: is not a SentencePiece model")
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "message"),
     [
         ({"conv_kernel_size": 3}, {"sequence_parallel": True}, "--sequence-parallel: a convolution of"),
-        ({"conv_kernel_size": 2}, {}, "--conv-kernel-size 2: has no middle"),
+        ({"conv_kernel_size": 2}, {}, "--conv-kernel-size 2: has no center"),
         ({"position_buckets": 40}, {}, "--position-buckets 40: give 0, or at least 4"),
         ({"swiglu": True}, {}, "--swiglu: DeBERTa has"),
         ({"num_query_groups": 2}, {}, "--num-query-groups 2: DeBERTa has"),

@@ -39,7 +39,7 @@ def _plain(theirs: Any, folder: Path, train: list[tuple[str, int]]) -> list[floa
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, weight_decay=0.0)
     order, losses = Epochs(len(train), BATCH, keep_last=False, seed=1234), list[float]()
     for step in range(EPOCHS * len(train) // BATCH):
-        batch = [train[order.at(draw).sample] for draw in range(step * BATCH, (step + 1) * BATCH)]
+        batch = [train[order.sample_at(draw).sample] for draw in range(step * BATCH, (step + 1) * BATCH)]
         labels_b = torch.tensor([label for _, label in batch])
         loss = F.cross_entropy(theirs(_tokens(folder, [text for text, _ in batch])).logits, labels_b)
         optimizer.zero_grad()

@@ -72,7 +72,7 @@ def test_the_prompts_are_not_overwritten(name: str, prompts: Path) -> None:
 
 def test_the_line_with_invalid_utf8_is_named(prompts: Path) -> None:
     prompts.write_bytes(b"1\r\n2\n\xff\n4\n")
-    assert refusal(sample_input_file=str(prompts)) == f"--sample-input-file {prompts}, line 3: is no UTF-8 text"
+    assert refusal(sample_input_file=str(prompts)) == f"--sample-input-file {prompts}, line 3: is not UTF-8 text"
 
 
 def test_a_byte_order_mark_is_stripped_from_a_prompt(prompts: Path) -> None:

@@ -112,7 +112,7 @@ def test_the_input_must_be_a_separate_plain_file(tmp_path: Path, capsys: pytest.
     source = tmp_path / "urls"
     os.mkfifo(source)
     assert fetched(source, tmp_path / "out") == 2
-    assert "not a plain file" in capsys.readouterr().err
+    assert "not a regular file" in capsys.readouterr().err
     (tmp_path / "out.fetched").write_text("http://127.0.0.1:9/\n")
     assert fetched(tmp_path / "out.fetched", tmp_path / "out") == 2
     assert "read and overwritten" in capsys.readouterr().err

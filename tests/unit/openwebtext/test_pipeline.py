@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.base.atomic import holding
+from megatron.base.atomic import hold_lock
 from tests.unit.openwebtext.support import ENGLISH, GERMAN, Refusal, read, write
 from tools.openwebtext import find_duplicates, pipeline
 
@@ -229,7 +229,7 @@ def test_a_folder_allows_one_cleaning_at_a_time(tmp_path: Path, refused: Refusal
     source.write_text(json.dumps({"text": "a", "url": "b"}) + "\n")
     out = tmp_path / "out"
     out.mkdir()
-    with holding(out):
+    with hold_lock(out):
         assert "another cleaning is running there" in refused(
             pipeline, ["--json", str(source), "--output-path", str(out), "--workers", "1"]
         )

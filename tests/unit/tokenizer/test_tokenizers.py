@@ -221,7 +221,7 @@ def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: Path, missing:
     vocab.write_text("\n".join(word for word in BERT_WORDS if word != missing))
     with pytest.raises(UserError) as caught:
         build_tokenizer(flags("BertWordPieceCase", vocab_file=vocab))
-    assert str(caught.value) == f"--vocab-file {vocab}: has no {missing}, so it is no BERT vocab.txt"
+    assert str(caught.value) == f"--vocab-file {vocab}: has no {missing}, so it is not a BERT vocab.txt"
 
 
 @pytest.fixture(scope="module")
@@ -320,13 +320,13 @@ def test_each_type_is_a_tokenizer(gpt2: Tokenizer, bert_file: Path, sentence_pie
     ("given_flags", "message"),
     [
         ({"name": None}, "--tokenizer-type is missing"),
-        ({"name": "GPT2BPETokeniser"}, "did you mean GPT2BPETokenizer"),
+        ({"name": "GPT2BPETokeniser"}, "the nearest is GPT2BPETokenizer"),
         ({"name": "GPT2BPETokenizer"}, "needs --vocab-file"),
         ({"name": "GPT2BPETokenizer", "vocab_file": "/no/such"}, "--vocab-file /no/such: no such file"),
         ({"name": "GPT2BPETokenizer", "vocab_file": "JUNK"}, "needs --merge-file"),
         ({"name": "GPT2BPETokenizer", "vocab_file": "JUNK", "merge_file": "JUNK"}, "not GPT-2's vocab.json"),
         ({"name": "GPT2BPETokenizer", "vocab_file": "NOEND", "merge_file": "NOMERGES"}, "has no <|endoftext|>"),
-        ({"name": "SentencePieceTokenizer", "tokenizer_model": "JUNK"}, "is no SentencePiece model"),
+        ({"name": "SentencePieceTokenizer", "tokenizer_model": "JUNK"}, "is not a SentencePiece model"),
         ({"name": "BertWordPieceCase", "vocab_file": "JUNK"}, "has no \\[UNK\\]"),
         ({"name": "HFTokenizer", "tokenizer_model": "JUNK"}, "no such folder"),
         ({"name": "HFTokenizer", "tokenizer_model": "FOLDER"}, "tokenizer.json cannot be read"),

@@ -225,7 +225,7 @@ def test_passes_without_duration_are_not_drawn(tmp_path: Path, error_line: Calla
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, error_line: Callable[[], str]) -> None:
     assert main(["none", "--draw-schedule", str(tmp_path / "s.gif")]) == 2
-    assert error_line().startswith(f"error: --draw-schedule {tmp_path / 's.gif'}: no picture ends so; use .png")
+    assert error_line().startswith(f"error: --draw-schedule {tmp_path / 's.gif'}: not a picture format; use .png")
 
 
 def test_large_files_are_refused(

@@ -64,7 +64,7 @@ def test_a_malformed_record_is_named(
 
 def test_an_unknown_picture_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "a.zzz")]) == 2
-    assert "a.zzz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
+    assert "a.zzz: not a picture format; use .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def _placed(*counts: Any, names: tuple[str, ...] = ("layers.0.mlp.weight",)) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
         ([[1, 2], 3], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: expected a list"),
         ([[1, 2], [1, None]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 2 counts"),
         ([[]], ["--places", "b.png"], "a.jsonl:1: parameters layers.0.mlp.weight: places: 0 counts"),
-        ([[1, 2]], ["--places", "b.zzz"], "b.zzz: no picture ends so"),
+        ([[1, 2]], ["--places", "b.zzz"], "b.zzz: not a picture format"),
         (
             [[1, 2]],
             ["--places", "b.png", "--only", "qkv,x"],

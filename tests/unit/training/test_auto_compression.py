@@ -175,7 +175,7 @@ def test_without_auto_nothing_is_chosen_or_read() -> None:
         ({"specs": ["dp-grad=cast"]}, "layout is missing"),
         ({**KEPT, "specs": "dp-grad=cast"}, "specs: expected a list"),
         ({**KEPT, "turned_off": ["nowhere"]}, "turned_off: 'nowhere' is not a valid Point"),
-        ({**KEPT, "specs": [7]}, "specs: 7 is not a text"),
+        ({**KEPT, "specs": [7]}, "specs: 7 is not text"),
         ({**KEPT, "specs": ["dp-grad=nothing-known"]}, "no compressor is named 'nothing-known'"),
     ],
 )

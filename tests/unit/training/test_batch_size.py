@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config.batch_size import Ahead, BatchSizeSchedule, read_steps
+from megatron.config.batch_size import BatchSizeSchedule, UpcomingSteps, read_steps
 
 
 def test_a_constant_batch_size() -> None:
@@ -42,7 +42,7 @@ def _check_against_a_loop(
         assert schedule.at(consumed) == size_at(consumed)
         micro_batches += schedule.num_micro_batches(consumed)
         consumed += size_at(consumed)
-    assert schedule.ahead(start, iterations) == Ahead(consumed - start, micro_batches)
+    assert schedule.ahead(start, iterations) == UpcomingSteps(consumed - start, micro_batches)
     consumed = count = 0
     while consumed + size_at(consumed) <= train_samples:
         consumed, count = consumed + size_at(consumed), count + 1
@@ -77,11 +77,11 @@ def test_an_increment_is_not_late_where_floats_round() -> None:
 @pytest.mark.parametrize(
     ("global_batch_size", "rampup", "message"),
     [
-        (10, None, r"--global-batch-size 10 does not divide by --micro-batch-size 2 x 2.*multiple of 4"),
+        (10, None, r"--global-batch-size 10 is not divisible by --micro-batch-size 2 x 2.*multiple of 4"),
         (0, None, "--global-batch-size 0"),
         (16, (6, 2, 100), r"--global-batch-size 6 \(reached by --rampup-batch-size\)"),
         (16, (4, 6, 100), r"--global-batch-size 10 \(reached by --rampup-batch-size\)"),
-        (16, (4, 8, 100), "does not divide the way from 4 to --global-batch-size 16"),
+        (16, (4, 8, 100), "does not divide the range from 4 to --global-batch-size 16"),
         (16, (20, 4, 100), "above --global-batch-size 16"),
         (16, (4, 0, 100), "at least 1"),
         (16, (4, 4), "three values"),

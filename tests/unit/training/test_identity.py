@@ -11,7 +11,7 @@ import pytest
 
 import megatron
 from megatron.base.option import FieldOption, field_options
-from megatron.base.regular import contents, open_regular, read_regular
+from megatron.base.regular import fingerprint, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
 from megatron.distributed.errors import format_ranks
 from megatron.training.config_agreement import first_difference
@@ -109,28 +109,28 @@ def test_identities_of_large_files_and_folders(tmp_path: Path) -> None:
     path = tmp_path / "large"
     data = bytearray(3 << 20)
     path.write_bytes(data)
-    before = contents(path)
+    before = fingerprint(path)
     for offset in (0, len(data) - 1):
         data[offset] ^= 1
         path.write_bytes(data)
-        assert contents(path) != before
+        assert fingerprint(path) != before
         data[offset] ^= 1
     path.write_bytes(data + b"\0")
-    assert contents(path) != before
+    assert fingerprint(path) != before
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a").write_bytes(b"1")
-    before = contents(folder)
+    before = fingerprint(folder)
     (folder / "a").rename(folder / "b")
-    assert contents(folder) != before
+    assert fingerprint(folder) != before
 
 
 def test_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ".", "missing"):
-        with pytest.raises(OSError, match=r"no plain file|Is a directory|No such file"):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory|No such file"):
             open_regular(tmp_path / name)
-        assert contents(tmp_path / name).startswith("unreadable") or name == "."
+        assert fingerprint(tmp_path / name).startswith("unreadable") or name == "."
     (tmp_path / "text").write_bytes(b"abcdef")
     assert read_regular(tmp_path / "text", 4) == b"abcd"
     assert read_regular(tmp_path / "text") == b"abcdef"

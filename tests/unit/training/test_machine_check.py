@@ -46,7 +46,7 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine_check, "memory_of_this_machine", lambda: 400_000)
     config = parse_args(tiny_flags(Path("data"))).resolve(4)
     check_room(config, LaunchEnvironment(0, 4, 0))
-    with pytest.raises(UserError, match="there are 100 kB on this machine for each of its 4 ranks"):
+    with pytest.raises(UserError, match="100 kB are available on this machine for each of its 4 ranks"):
         check_room(config, LaunchEnvironment(0, 4, 0, 4))
 
 
@@ -59,10 +59,12 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     check_room(config, LaunchEnvironment(0, 4, 0))
     check_room(config, LaunchEnvironment(0, 4, 0, 2))
     flags = "--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer"
-    with pytest.raises(UserError, match=rf"at least .* there are 100 kB on its GPU \(NVIDIA Small\) for each.*{flags}"):
+    with pytest.raises(
+        UserError, match=rf"at least .* 100 kB are available on its GPU \(NVIDIA Small\) for each.*{flags}"
+    ):
         check_room(config, LaunchEnvironment(0, 6, 0, 6))
     gpu.total_memory = 100_000
-    with pytest.raises(UserError, match=r"there are 100 kB on its GPU \(NVIDIA Small\);"):
+    with pytest.raises(UserError, match=r"100 kB are available on its GPU \(NVIDIA Small\);"):
         check_room(config, LaunchEnvironment(0, 4, 0))
 
 

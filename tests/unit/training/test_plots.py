@@ -98,7 +98,7 @@ def test_the_extension_chooses_the_format(tmp_path: Path) -> None:
     assert set(ENDINGS) <= new_figure(1, 1).canvas.get_supported_filetypes().keys()
     assert save_figure(new_figure(1, 1), tmp_path / "a.SVG").read_bytes().startswith(b"<?xml")
     assert save_figure(new_figure(1, 1), tmp_path / "a").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(UserError, match=r"a\.xyz: no picture ends so; use \.png, \.pdf"):
+    with pytest.raises(UserError, match=r"a\.xyz: not a picture format; use \.png, \.pdf"):
         plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "a.xyz")
     assert not (tmp_path / "a.xyz").exists()
 

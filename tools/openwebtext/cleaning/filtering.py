@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megatron.base.errors import UserError
 from megatron.base.text_file import Numeral, parse_json
 from megatron.data.lines import numbered_lines
-from megatron.data.processes import in_processes
+from megatron.data.processes import map_in_processes
 from tools.openwebtext.cleaning.command import Report, progress
 
 T = TypeVar("T")
@@ -179,7 +179,9 @@ def judge_all(
     report = Report(documents=0, written=0)
     file_parts = (file_part for path in paths for file_part in split_file(path, *keys))
     with progress((), label) as bar:
-        for results, num_bad in in_processes(partial(apply_to_lines, judge, skip_bad=skip_bad), file_parts, workers):
+        for results, num_bad in map_in_processes(
+            partial(apply_to_lines, judge, skip_bad=skip_bad), file_parts, workers
+        ):
             report.update({"documents": len(results) + num_bad})
             if num_bad:
                 report.update({BAD_LINE: num_bad})

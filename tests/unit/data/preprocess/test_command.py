@@ -182,7 +182,7 @@ BAD_LINES = [
     (b'"text"', "JSON string where an object belongs"),
     (b'{"text": "\xff"}', "invalid UTF-8 at byte 11"),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b'{"text": "1 x"}', "must be numbers"),
+    (b'{"text": "1 x"}', "must be integers"),
 ]
 
 
@@ -355,7 +355,11 @@ def test_inputs(tmp_path: Path) -> None:
     assert expand_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl")]) == [
         str(tmp_path / name) for name in ("c.txt", "a.jsonl", "b.jsonl")
     ]
-    for values, message in ((["nothing"], "is no file"), (["no*thing"], "matches no file"), (["-", "-"], "only once")):
+    for values, message in (
+        (["nothing"], "is not a file"),
+        (["no*thing"], "matches no file"),
+        (["-", "-"], "only once"),
+    ):
         with pytest.raises(UserError, match=message):
             expand_inputs(values)
     assert list(read_blocks([InputRange(str(tmp_path / "c.txt"))])) == []

@@ -13,7 +13,7 @@ NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--worker", "2"], "did you mean --workers"),
+        (["--worker", "2"], "the nearest is --workers"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--workers", "two"], "invalid int value: 'two'"),
         (["--json-keys", "a", "a"], "each key once"),

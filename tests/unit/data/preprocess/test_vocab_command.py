@@ -62,7 +62,7 @@ def test_the_command_prints_progress_and_the_result(tmp_path: Path, capsys: pyte
     assert main([*flags, "--vocab-size", "300", "--log-interval", "100"]) == 0
     captured = capsys.readouterr()
     assert "Processed 300 documents" in captured.err
-    assert "300 documents are read; counting and merging pairs" in captured.err
+    assert "read 300 documents; counting and merging pairs" in captured.err
     assert "300 entries in vocab.json and merges.txt (read 300 documents, " in captured.out
     folder = tmp_path / "new" / "vocabulary"
     tokenizer = GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt")
@@ -75,7 +75,7 @@ def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: py
     flags = ["--input", str(_corpus(tmp_path)), "--vocab-size", "1000", "--json-keys", "title", "text"]
     for name, extra in (("all", []), ("some", ["--documents", "2"])):
         assert main([*flags, "--output-dir", str(tmp_path / name), *extra]) == 0
-    assert "no pair comes 2 times any more" in capsys.readouterr().out
+    assert "no other pair occurs 2 times" in capsys.readouterr().out
     sizes = {name: len(json.loads((tmp_path / name / "vocab.json").read_text())) for name in ("all", "some")}
     assert 257 < sizes["some"] < sizes["all"] < 1000
 
@@ -88,7 +88,7 @@ def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: py
         ({"--vocab-size": "many"}, "--vocab-size: invalid int value: 'many'"),
         ({"--documents": "0"}, "--documents 0: give at least 1"),
         ({"--min-frequency": str(10**30)}, "less than 2**63"),
-        ({"--input": "none.jsonl"}, "--input none.jsonl: is no file"),
+        ({"--input": "none.jsonl"}, "--input none.jsonl: is not a file"),
         ({"--input": "empty"}, "empty: there is no text"),
         ({"--input": "blank"}, "blank: there is no text"),
         ({"--json-keys": "words"}, "corpus.jsonl.gz:1: no key 'words' (there are: 'title', 'text')"),

@@ -139,7 +139,7 @@ def test_bad_files_are_named_before_drawing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     (tmp_path / "folder.svg").mkdir()
     cases = [
-        ("s.gif", "s.gif: no picture ends so; use .png"),
+        ("s.gif", "s.gif: not a picture format; use .png"),
         ("none/s.svg", "none/s.svg: there is no folder"),
         ("folder.svg", "folder.svg: is a folder; name a file"),
     ]

@@ -21,5 +21,5 @@ def is_tanh(config: Values, name: str, default: str) -> bool:
     """Whether the named GELU is the tanh approximation."""
     activation = config.text(name, default)
     if activation not in (*_TANH_GELU, "gelu"):
-        raise UserError(f"{name} {activation!r} is none of ours (gelu_new, gelu); it cannot be converted")
+        raise UserError(f"{name} {activation!r} cannot be converted; only variants of GELU can")
     return activation != "gelu"
