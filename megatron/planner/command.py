@@ -89,11 +89,7 @@ def parser() -> argparse.ArgumentParser:
         help="compressors to search together, as in --compress, instead of the default sets; may be repeated, once for "
         'each set; "" is no compression',
     )
-    cli.add_argument(
-        "--compress",
-        choices=("auto",),
-        help="instead of searching, choose compressors for the run's layout, as training with --compress auto does",
-    )
+    cli.add_argument("--compress", choices=("auto",), help="choose compressors as training does, in place of a search")
     cli.add_argument(
         "--max-loss-increase",
         metavar="PERCENT",
