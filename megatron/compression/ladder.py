@@ -13,6 +13,12 @@ from megatron.compression.points import Point
 MAX_RUNGS = 8
 """Maximum number of rungs of a compressor at a point: all sets of rungs are predicted."""
 
+MODEL_SPREAD = 0.5
+"""Share by which the cost on another model or layout may exceed the measured one.
+
+Gradients on three combinations of model and layout predict 42% (one-sided, 95%): docs/results/loss.md.
+"""
+
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 """Quantiles of Student's t distribution at 95% (one-sided), for 1, 2, ... degrees of freedom."""
 
@@ -69,8 +75,15 @@ class Rung:
         return f"{point.value}={name}{options and ','}{options}"
 
     def highest_increase(self, iterations: int | None) -> float:
-        """Upper end of the interval of the mean increase in a run of a length, in percent; at least 0."""
-        return max(self._interpolate(lambda values: interval_of_mean(values)[1], iterations), 0.0)
+        """Upper end of the increase in a run of a length on another model, in percent; at least 0.
+
+        Above the mean are, added in quadrature, half of its confidence interval and the spread between models.
+        """
+        mean = self.mean_increase(iterations)
+        end = self._interpolate(lambda values: interval_of_mean(values)[1], iterations)
+        if end <= 0.0:
+            return 0.0
+        return mean + math.hypot(end - mean, MODEL_SPREAD * mean)
 
     def mean_increase(self, iterations: int | None) -> float:
         """Mean increase in a run of a length, in percent; at least 0."""

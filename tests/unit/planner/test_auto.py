@@ -305,17 +305,20 @@ def test_the_report_names_each_point_and_the_flags() -> None:
 
 
 def test_the_highest_increase_is_the_end_of_a_confidence_interval() -> None:
-    """0.2 + 2.920 * 0.1 / sqrt(3), by a table of Student's t distribution."""
-    assert Rung("", {9: (0.1, 0.2, 0.3)}).highest_increase(9) == pytest.approx(0.2 + 2.920 * 0.1 / math.sqrt(3))
+    """2.920 * 0.1 / sqrt(3) above the mean, by a table of Student's t distribution, and half of the mean for other
+    models."""
+    end = 0.2 + math.hypot(2.920 * 0.1 / math.sqrt(3), 0.1)
+    assert Rung("", {9: (0.1, 0.2, 0.3)}).highest_increase(9) == pytest.approx(end)
+    assert Rung("", {9: (-0.1, 0.0, 0.1)}).highest_increase(9) == pytest.approx(2.920 * 0.1 / math.sqrt(3))
     assert Rung("", {9: (-1.0, -1.1, -0.9)}).highest_increase(9) == 0.0
 
 
 def test_costs_between_two_lengths_are_interpolated_over_their_logarithm() -> None:
     rung = Rung("", {1000: (0.2, 0.2), 250: (0.9, 0.7)})
     assert [rung.mean_increase(n) for n in (10, 250, 500, 1000, 10_000)] == pytest.approx([0.8, 0.8, 0.5, 0.2, 0.2])
-    end = 0.8 + 6.314 * 0.1
-    assert [rung.highest_increase(n) for n in (10, 500, 1000)] == pytest.approx([end, (end + 0.2) / 2, 0.2])
-    assert rung.highest_increase(None) == pytest.approx(0.2)
+    ends = [0.8 + math.hypot(0.6314, 0.4), 0.5 + math.hypot(0.6314 / 2, 0.25), 0.3]
+    assert [rung.highest_increase(n) for n in (10, 500, 1000)] == pytest.approx(ends)
+    assert rung.highest_increase(None) == pytest.approx(0.3)
 
 
 PLUG_IN = """
@@ -336,8 +339,8 @@ def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
     config = small_run(parallel=STAGES, compression={"compress": ["auto"], "compress_module": [tmp_path / "mine.py"]})
     candidates = read_ladders(config, predictor_of(config)[1], CLUSTER)[Point.DP_GRAD]
     increases = {candidate.spec: candidate.increase for candidate in candidates}
-    assert increases["dp-grad=mine,warmup=64"] == pytest.approx(0.1)
-    assert increases["dp-grad=mine"] == pytest.approx(0.3 + 6.314 * 0.1)
+    assert increases["dp-grad=mine,warmup=64"] == pytest.approx(0.15)
+    assert increases["dp-grad=mine"] == pytest.approx(0.3 + math.hypot(6.314 * 0.1, 0.15))
 
 
 @pytest.mark.parametrize(
