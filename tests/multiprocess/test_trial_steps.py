@@ -144,6 +144,39 @@ def test_trial_steps_are_whole_steps_and_leave_nothing_behind(tmp_path: Path) ->
                 assert result["observers"] == 0
 
 
+def _try_schedules(samples: int) -> dict[bool, list[tuple[str, bool]]]:
+    """The schedule of each step, and whether it was made by measured times, with kept and with new engines."""
+    engines = tiny_engines(CHANGES["stages"])
+    train_step = trial_steps.train_step
+    steps: list[tuple[str, bool]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        pipeline = args[0].pipeline
+        steps.append((args[0].config.parallel.pipeline_schedule, pipeline.measured is not None))
+        return train_step(*args, **kwargs)
+
+    trial_steps.train_step = record
+    measured = dataclasses.replace(engines.config.parallel, pipeline_schedule="auto")
+    configs = [engines.config, dataclasses.replace(engines.config, parallel=measured)]
+    results = {}
+    for all_at_once in (True, False):
+        plan = _run_plan(engines.config, samples)
+        trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], all_at_once)
+        results[all_at_once] = list(steps)
+        steps.clear()
+    return results
+
+
+def test_kept_engines_measure_their_pipeline_schedule_before_they_are_timed() -> None:
+    for result in run_ranks(2, _try_schedules, 3):
+        kept = [is_measured for schedule, is_measured in result[True] if schedule == "auto"]
+        assert kept[:2] == [False, False]
+        assert len(kept) > 3
+        assert all(kept[2:])
+        assert not any(is_measured for _, is_measured in result[False])
+        assert not any(is_measured for schedule, is_measured in result[True] if schedule != "auto")
+
+
 class Obstinate(TrialRounds):
     """Rounds of a rank that would end at once, and choose."""
 
