@@ -121,9 +121,9 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
     """
     start, topology, log, consumed = time.perf_counter(), parts.topology, rank_0_log(parts.topology), 0
-    kept = None if again else keep_choice(config, topology, saved, parts.fixed, log)
-    if kept is not None:
-        kept_config, settings = kept
+    kept_choice = None if again else keep_choice(config, topology, saved, parts.fixed, log)
+    if kept_choice is not None:
+        kept_config, settings = kept_choice
         return ChosenRun(kept_config, saved, settings=settings, is_kept=config.compression.is_auto)
     if saved is not None:
         consumed = saved.progress.consumed_samples
