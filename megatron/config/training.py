@@ -289,7 +289,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
 
 
 def no_compile_reason(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
-    """Reason reason torch.compile cannot compile the layers, with the fix; None if it can."""
+    """Reason that torch.compile cannot compile the layers, with the fix; None if it can."""
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.compression.points import Point
@@ -11,7 +11,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
 from megatron.planner.predict import Predictor
 from megatron.planner.search import refusal_reason
-from megatron.planner.settings import Settings, apply_settings, find_settings, flags_of, free_settings
+from megatron.planner.settings import Settings, apply_settings, find_settings, flags_of, list_free_settings
 
 TRIAL_MARGIN = 0.15
 """Sets predicted to take longer than the fastest by more than this share are not timed."""
@@ -84,10 +84,15 @@ class AutoSearch:
 
     Args:
         searches: the search with the settings of the user alone, and any with other settings.
+        make_search: makes the search with other settings, which another rank may have found.
     """
 
-    def __init__(self, searches: Sequence[CompressorSearch]) -> None:
-        self.searches = searches
+    def __init__(
+        self,
+        searches: Sequence[CompressorSearch],
+        make_search: Callable[[Settings], CompressorSearch] | None = None,
+    ) -> None:
+        self.searches, self._make_search = list(searches), make_search
         self.predictor = searches[0].predictor
         self.sets = [candidate_set for search in searches for candidate_set in search.sets]
 
@@ -99,28 +104,31 @@ class AutoSearch:
         ladders: Ladders,
         budget: float,
         memory_gib: float,
-        fixed: Collection[str],
+        flag_fields: Collection[str],
     ) -> AutoSearch:
         """Search the compressors and settings of a run.
 
         Args:
             predictor, choice, ladders, budget, memory_gib: see ``CompressorSearch``.
-            fixed: dotted names (``section.field``) of the fields that flags set.
+            flag_fields: dotted names (``section.field``) of the fields that flags set.
 
         Raises:
             UserError: when a set cannot be predicted.
         """
         searches = [CompressorSearch(predictor, choice, ladders, budget, memory_gib)]
         predictions = [candidate_set.prediction for candidate_set in searches[0].sets]
-        settings = find_settings(predictor, predictions, free_settings(choice, fixed), WORTHWHILE, memory_gib)
-        if settings:
+
+        def make_search(settings: Settings) -> CompressorSearch:
             changed = apply_settings(choice, settings)
             usable = {
                 point: [each for each in ladder if _is_accepted(predictor, changed, each)]
                 for point, ladder in ladders.items()
             }
-            searches.append(CompressorSearch(predictor, choice, usable, budget, memory_gib, settings))
-        return cls(searches)
+            return CompressorSearch(predictor, choice, usable, budget, memory_gib, settings)
+
+        free_settings = list_free_settings(predictor.config, choice, flag_fields)
+        settings = find_settings(predictor, predictions, free_settings, WORTHWHILE, memory_gib)
+        return cls([*searches, *([make_search(settings)] if settings else [])], make_search)
 
     def find_set(self, specs: Sequence[str], settings: Settings) -> CompressorSet:
         """Find the set with some candidates' specs and some settings."""
@@ -165,7 +173,12 @@ class AutoSearch:
         return AutoChoice(sets[0], chosen, points, settings, considered, trials)
 
     def _search_with(self, settings: Settings) -> CompressorSearch:
-        return next(search for search in self.searches if search.settings == settings)
+        for search in self.searches:
+            if search.settings == settings:
+                return search
+        assert self._make_search is not None
+        self.searches.append(self._make_search(settings))
+        return self.searches[-1]
 
     def _saved_s(self, chosen: CompressorSet, name: str) -> float:
         """Predicted seconds that a setting saves beside the chosen compressors and settings."""
@@ -249,7 +262,8 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
         if setting.is_on:
             lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
         else:
-            reason = "trial steps show no gain" if result.trials else "together with compressors too little"
+            was_tried = any(setting.flag in trial.flags for trial in result.trials)
+            reason = "trial steps show no additional gain" if was_tried else "beside the compressors too little"
             lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
@@ -257,6 +271,6 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    elif result.chosen.flags:
+    if result.chosen.flags:
         lines.append(f"  the same by hand: {' '.join(result.chosen.flags)}")
     return "\n".join(lines)

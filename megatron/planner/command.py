@@ -57,7 +57,7 @@ from megatron.planner.measure import configure_measurement, fill_in_measured, me
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import compare_with_one_node, draw_prediction, explain_gain, format_breakdown, format_table
 from megatron.planner.search import SPEC_SETS, add_expert_sets, search
-from megatron.planner.settings import free_settings
+from megatron.planner.settings import list_free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
@@ -257,7 +257,7 @@ def print_predictions(
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
         auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, ()).choose()
         chosen = auto_choice.chosen.prediction
-        suggested = suggestions(predictor, chosen, free_settings(baseline.choice, ()))
+        suggested = suggestions(predictor, chosen, list_free_settings(predictor.config, baseline.choice, ()))
         print(f"\n{report(auto_choice, budget, suggested)}\n\n{format_table([chosen], memory)}")
         print(format_breakdown(chosen, predictor.cluster, warns_of_loss=False))
         print(compare_with_one_node(predictor, chosen), end="")

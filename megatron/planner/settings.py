@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from megatron.base.errors import UserError
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import no_compile_reason
 from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
@@ -35,23 +38,44 @@ def flags_of(settings: Settings) -> list[str]:
     return [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in settings.items()]
 
 
-def unset_by_user(settings: Settings, fixed: Collection[str]) -> dict[str, bool | str]:
-    """The settings that the user has not set.
+def drop_user_settings(settings: Settings, flag_fields: Collection[str]) -> dict[str, bool | str]:
+    """Drop the settings that the user has set.
 
     Args:
         settings: the settings.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
     """
-    return {name: value for name, value in settings.items() if f"{_SECTION}.{name}" not in fixed}
+    return {name: value for name, value in settings.items() if f"{_SECTION}.{name}" not in flag_fields}
 
 
-def free_settings(choice: Choice, fixed: Collection[str]) -> Settings:
-    """The settings that may be switched on in a run: those that concern its layout and that the user has not set."""
+def list_free_settings(config: RunConfig, choice: Choice, flag_fields: Collection[str]) -> Settings:
+    """List the settings that may be switched on in a run: those that concern it and that the user has not set.
+
+    ``--pipeline-schedule auto`` may not if layers are compiled, which it does not allow.
+
+    Args:
+        config: resolved configuration.
+        choice: the layout.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
+    """
+    parallel = config.parallel
+    is_compiled = (
+        config.training.compile == "auto"
+        and parallel.distributed_backend == "nccl"
+        and no_compile_reason(config.training, parallel, config.model) is None
+    )
+    is_plain = choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b" and choice.flush
     concerns_run = {
         "overlap_grad_reduce": choice.dp > 1 and not choice.overlaps_reduction,
-        "pipeline_schedule": choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b" and choice.flush,
+        "pipeline_schedule": is_plain and not is_compiled,
     }
-    return unset_by_user({name: value for name, value in FREE_SETTINGS.items() if concerns_run[name]}, fixed)
+    return drop_user_settings({name: value for name, value in FREE_SETTINGS.items() if concerns_run[name]}, flag_fields)
+
+
+def without_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """A configuration with the defaults of some settings."""
+    defaults = {field.name: field.default for field in dataclasses.fields(ParallelConfig) if field.name in settings}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **defaults))  # type: ignore[arg-type]
 
 
 def find_settings(

@@ -25,7 +25,7 @@ def suggestions(predictor: Predictor, prediction: Prediction, considered: Collec
     Args:
         predictor: predictor of the model on the cluster.
         prediction: prediction of the run as it is.
-        considered: fields of ``ParallelConfig`` that were chosen already; see ``free_settings``.
+        considered: fields of ``ParallelConfig`` that were chosen already; see ``list_free_settings``.
     """
     lines = []
     memory_limit = max(predictor.cluster.device.memory_gib * 2**30, prediction.memory_bytes)

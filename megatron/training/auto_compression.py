@@ -35,7 +35,14 @@ from megatron.planner.cluster import Cluster, Device
 from megatron.planner.compressor_search import CompressorSet
 from megatron.planner.measure import fill_in_measured, measure_all
 from megatron.planner.predict import Predictor
-from megatron.planner.settings import FREE_SETTINGS, Settings, flags_of, free_settings, unset_by_user
+from megatron.planner.settings import (
+    FREE_SETTINGS,
+    Settings,
+    drop_user_settings,
+    flags_of,
+    list_free_settings,
+    without_settings,
+)
 from megatron.planner.suggestions import suggestions
 from megatron.training.loss_guard import LossGuard
 from megatron.training.saved_run import SavedRun
@@ -78,7 +85,7 @@ def keep_choice(
     config: RunConfig,
     topology: Topology,
     saved: SavedRun | None,
-    fixed: Collection[str],
+    flag_fields: Collection[str],
     log: Callable[[str], None],
 ) -> tuple[RunConfig, Settings] | None:
     """The configuration with the specs and settings of the user and those that the checkpoint's run chose, and these
@@ -88,7 +95,7 @@ def keep_choice(
         config: resolved configuration.
         topology: the ranks.
         saved: the checkpoint that the run begins with, if any.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         log: prints lines for the user, on one rank.
 
     Raises:
@@ -98,7 +105,7 @@ def keep_choice(
         return config, {}
     if saved is None or config.checkpoint.finetune:
         return None
-    return run_together(topology.control.pg, lambda: _kept_config(config, topology, saved, fixed, log))
+    return run_together(topology.control.pg, lambda: _kept_config(config, topology, saved, flag_fields, log))
 
 
 def choose_compressors(
@@ -106,7 +113,7 @@ def choose_compressors(
     topology: Topology,
     env: LaunchEnvironment,
     vocab_size: int,
-    fixed: Collection[str],
+    flag_fields: Collection[str],
     time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool], Sequence[SetTime]] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
@@ -120,7 +127,7 @@ def choose_compressors(
         topology: the ranks.
         env: environment of this process.
         vocab_size: entries of the vocabulary.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps with several configurations of predicted times, the first without compressors;
             with or without the engines of all at the same time. None if no step is left to take.
         log: prints lines for the user, on one rank.
@@ -137,7 +144,8 @@ def choose_compressors(
         return with_choice(config, [], {}, topology), None
     cluster = _describe_cluster(topology, env)
     ladders = run_together(group, lambda: read_ladders(config, make_choice(config, cluster.gpus), cluster))
-    if not ladders:
+    free_settings = list_free_settings(config, make_choice(config, cluster.gpus), flag_fields)
+    if not ladders and not free_settings:
         log(NOTHING_TO_CHOOSE)
         return with_choice(config, [], {}, topology), None
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
@@ -147,7 +155,7 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
-    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, fixed))
+    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, flag_fields))
     contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
@@ -159,8 +167,7 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
     result = run_together(group, lambda: search.choose(trials))
-    considered = free_settings(make_choice(config, cluster.gpus), fixed)
-    suggested = suggestions(search.predictor, result.chosen.prediction, considered)
+    suggested = suggestions(search.predictor, result.chosen.prediction, free_settings)
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
     (chosen,) = _agree_on_sets(group, [result.chosen], search)
@@ -192,6 +199,7 @@ def describe_choice(
         "adapts": compression.compress_adapt,
         "loss_checks": {} if loss_guard is None else loss_guard.state_dict(),
         "s_per_token": None if time_check is None else time_check.expected_s_per_token,
+        "step_tokens": None if time_check is None else time_check.expected_tokens,
     }
 
 
@@ -207,10 +215,12 @@ class SavedChecks:
     Args:
         loss: value of ``LossGuard.state_dict``, by point.
         s_per_token: expected seconds of a step over its tokens; None if they were not known yet.
+        step_tokens: tokens of the steps that this is expected of; None if they are not known.
     """
 
     loss: Mapping[str, Values] = field(default_factory=dict)
     s_per_token: float | None = None
+    step_tokens: int | None = None
 
 
 def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> SavedChecks:
@@ -227,7 +237,11 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
             plan.substitute(point, None)
     checks = Values(choice.table("loss_checks", {}), config.checkpoint.source, _REMEDY)
     loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
-    return SavedChecks(loss, choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None)
+    return SavedChecks(
+        loss,
+        choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None,
+        choice.integer("step_tokens") if choice.has("step_tokens") else None,
+    )
 
 
 def _turned_off(choice: Values) -> list[Point]:
@@ -244,7 +258,7 @@ def _layout_sizes(layout: Layout) -> list[int]:
 
 
 def _kept_config(
-    config: RunConfig, topology: Topology, saved: SavedRun, fixed: Collection[str], log: Callable[[str], None]
+    config: RunConfig, topology: Topology, saved: SavedRun, flag_fields: Collection[str], log: Callable[[str], None]
 ) -> tuple[RunConfig, Settings] | None:
     """The configuration with the specs and settings that the checkpoint's run chose, except those that the user has
     given, and these settings; None to choose again.
@@ -265,7 +279,11 @@ def _kept_config(
     user_points = named_points(config.compression.spec_texts)
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
-    settings = unset_by_user(_saved_settings(values), fixed)
+    settings = {
+        name: value
+        for name, value in drop_user_settings(_saved_settings(values), flag_fields).items()
+        if getattr(config.parallel, name) in (value, getattr(without_settings(config, FREE_SETTINGS).parallel, name))
+    }
     reason, kept_config = "", None
     if config.compression.compress_adapt and not values.flag("adapts", False):
         reason = "--compress-adapt is given"
@@ -317,11 +335,11 @@ def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
 
 
 def _search(
-    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, fixed: Collection[str]
+    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, flag_fields: Collection[str]
 ) -> AutoSearch:
     predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
     choice, memory_gib = make_choice(config, cluster.gpus), cluster.device.memory_gib
-    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, fixed)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, flag_fields)
 
 
 def _agree_on_sets(

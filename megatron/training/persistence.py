@@ -42,7 +42,7 @@ from megatron.distributed.agreement import raise_together, run_together
 from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
-from megatron.planner.settings import Settings
+from megatron.planner.settings import Settings, without_settings
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
@@ -79,6 +79,7 @@ class RunCheckpoints:
     ) -> None:
         self.run_config = config = engines.config
         self.config = config.checkpoint
+        self._settings = settings
         self.engines = engines
         self.schedule = schedule
         self.progress = progress
@@ -120,8 +121,9 @@ class RunCheckpoints:
 
     @cached_property
     def config_yaml(self) -> str:
-        """The resolved configuration, as saved: without chosen compressors, which another run chooses itself."""
-        config = self.run_config
+        """The resolved configuration, as saved: without chosen compressors and settings, which another run chooses
+        itself."""
+        config = without_settings(self.run_config, self._settings)
         return replace(config, compression=config.compression.without_choice()).to_yaml()
 
     def save(self) -> None:

@@ -88,14 +88,16 @@ def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> in
     return run_program(body)
 
 
-def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], fixed: Collection[str] = (), job: Job = Job()) -> None:
+def train(
+    ranks: Ranks, config: RunConfig, notes: Sequence[str], flag_fields: Collection[str] = (), job: Job = Job()
+) -> None:
     """Join the other ranks and train.
 
     Args:
         ranks: the ranks of the command.
         config: the resolved configuration.
         notes: notes on the flags.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         job: data and starting point.
 
     Raises:
@@ -119,7 +121,7 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], fixed: Collecti
             {**{name: getattr(config, name) for name in run_sections()}, **job.sections},
             peer_timeout_seconds=parallel.peer_timeout_seconds,
         )
-        run(ranks, config, notes, fixed, lock, job)
+        run(ranks, config, notes, flag_fields, lock, job)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -163,7 +165,7 @@ def run(
     ranks: Ranks,
     config: RunConfig,
     notes: Sequence[str],
-    fixed: Collection[str] = (),
+    flag_fields: Collection[str] = (),
     lock: FolderLock | None = None,
     job: Job = Job(),
 ) -> None:
@@ -173,7 +175,7 @@ def run(
         ranks: the ranks of the command, which have met.
         config: the resolved configuration.
         notes: notes on the flags.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         lock: lock of the folder that rank 0 saves to.
         job: data and starting point.
 
@@ -217,6 +219,8 @@ def run(
         )
         run_together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
+        # A flag that repeats a default may be given on some ranks only.
+        gathered = gather_texts(topology.control.pg, " ".join(flag_fields))
         parts = RunParts(
             env,
             topology,
@@ -228,7 +232,7 @@ def run(
             lock,
             job.sections,
             job.pretrained,
-            fixed,
+            frozenset(" ".join(gathered).split()),
             log,
         )
         chosen = choose_or_keep(parts, config, saved)

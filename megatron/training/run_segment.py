@@ -58,7 +58,7 @@ class RunParts:
         lock: lock of the folder that rank 0 saves to.
         sections: more sections of the flags, by name.
         pretrained: folder and iteration of a language model that a new run starts from.
-        fixed: dotted names (``section.field``) of the fields that flags set.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         log: prints lines for the user, on the last rank.
     """
 
@@ -72,7 +72,7 @@ class RunParts:
     lock: FolderLock | None
     sections: Mapping[str, Any]
     pretrained: tuple[str, Iteration] | None
-    fixed: Collection[str]
+    flag_fields: Collection[str]
     log: Callable[[str], None]
 
     def build_engines(self, config: RunConfig) -> Engines:
@@ -121,7 +121,7 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
     """
     start, topology, log, consumed = time.perf_counter(), parts.topology, rank_0_log(parts.topology), 0
-    kept_choice = None if again else keep_choice(config, topology, saved, parts.fixed, log)
+    kept_choice = None if again else keep_choice(config, topology, saved, parts.flag_fields, log)
     if kept_choice is not None:
         kept_config, settings = kept_choice
         return ChosenRun(kept_config, saved, settings=settings, is_kept=config.compression.is_auto)
@@ -133,7 +133,7 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
     timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed)
     used_timer = timer if parts.trains(config, saved) else None
     chosen_config, choice = choose_compressors(
-        config, topology, parts.env, parts.vocab_size, parts.fixed, used_timer, log
+        config, topology, parts.env, parts.vocab_size, parts.flag_fields, used_timer, log
     )
     settings = {} if choice is None else choice.chosen.settings
     choice_s = time.perf_counter() - start if again else 0.0
@@ -192,7 +192,9 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             warmup_iters = engines.plan.warmup_iters
             if ScheduleChoice.is_needed(engines):  # its steps have another schedule
                 warmup_iters = STEPS + max(warmup_iters, 0 if saved is None else saved.progress.iteration)
-            reporter.step_time_check = StepTimeCheck(chosen, warmup_iters, adapts, checks.s_per_token, run.choice_s)
+            reporter.step_time_check = StepTimeCheck(
+                chosen, warmup_iters, adapts, checks.s_per_token, checks.step_tokens, run.choice_s
+            )
         guard = None
         if parts.trains(config, saved) and LossGuard.is_needed(engines):
             batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -30,7 +31,8 @@ class StepTimeCheck:
         chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
         warmup_iters: first iterations of the run, which are not measured.
         adapts: whether the run chooses again when steps take much longer or less.
-        expected_s_per_token: seconds of a step over its tokens in the run that saved the checkpoint.
+        expected_s_per_token, expected_tokens: seconds of a step over its tokens, and these, in the run that saved the
+            checkpoint.
         choice_s: seconds that a choice within the run took; 0 for the choice at its start.
 
     ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` is true when
@@ -43,6 +45,7 @@ class StepTimeCheck:
         warmup_iters: int,
         adapts: bool = False,
         expected_s_per_token: float | None = None,
+        expected_tokens: int | None = None,
         choice_s: float = 0.0,
     ) -> None:
         self._chosen, self._adapts = chosen, adapts
@@ -52,7 +55,7 @@ class StepTimeCheck:
         self._warmup_iters = warmup_iters
         self._first_steps: list[StepMetrics] = []
         self.expected_s_per_token = expected_s_per_token
-        self._expected_tokens: int | None = None
+        self.expected_tokens = expected_tokens
         self._latest_steps: deque[StepMetrics] = deque(maxlen=_LATEST_STEPS)
 
     def after_step(self, step: StepMetrics) -> Finding | None:
@@ -65,21 +68,16 @@ class StepTimeCheck:
             if len(self._first_steps) < _SETTLING_STEPS + _FIRST_STEPS:
                 return None
             return self._compare_first_steps()
-        if self._expected_tokens is None:
-            self._expected_tokens = _tokens(step)
         self._latest_steps.append(step)
         if len(self._latest_steps) < _LATEST_STEPS or (self._adapts and self._seconds_left > 0.0):
             return None
-        return self._compare_latest_steps(self.expected_s_per_token, self._expected_tokens)
+        return self._compare_latest_steps(self.expected_s_per_token)
 
-    def _compare_latest_steps(self, expected_s_per_token: float, expected_tokens: int) -> Finding | None:
+    def _compare_latest_steps(self, expected_s_per_token: float) -> Finding | None:
         latest_s_per_token = statistics.median_low(map(_s_per_token, self._latest_steps))
-        highest_s_per_token = statistics.median_high(
-            step.seconds_per_iteration / min(_tokens(step), expected_tokens) for step in self._latest_steps
-        )
         if latest_s_per_token >= _CHANGE * expected_s_per_token:
             kind, text = "slowdown", "up from {:.3g} s: links or devices are slower"
-        elif highest_s_per_token <= expected_s_per_token / _CHANGE:
+        elif self._highest_s_per_token() <= expected_s_per_token / _CHANGE:
             kind, text = "speedup", "down from {:.3g} s: links or devices are faster"
         else:
             return None
@@ -90,20 +88,30 @@ class StepTimeCheck:
             # The checkpoint keeps the time that was expected: a run that resumes before it has chosen notices as well.
             self.needs_choice, remedy = True, "the compressors are chosen again"
         else:
-            self.expected_s_per_token, self._expected_tokens = latest_s_per_token, tokens
+            self.expected_s_per_token, self.expected_tokens = latest_s_per_token, tokens
             remedy = "to choose again, stop the run and resume it with --compress-adapt"
         line = f"--compress auto: an iteration takes {measured_s:.3g} s by now, {text.format(expected_s)}; {remedy}"
         return Finding(kind, {"expected_s": expected_s, "measured_s": measured_s}, line)
 
+    def _highest_s_per_token(self) -> float:
+        """Median seconds of the latest steps per token, of which they have at most as many as the first steps; infinite
+        if their number is unknown, in a run that resumes from a checkpoint of an earlier version."""
+        if self.expected_tokens is None:
+            return math.inf
+        first_tokens = self.expected_tokens
+        return statistics.median_high(
+            step.seconds_per_iteration / min(_tokens(step), first_tokens) for step in self._latest_steps
+        )
+
     def restart(self) -> None:
         """Expect the time of the next steps, after a change of compressors."""
-        self._chosen, self.expected_s_per_token, self._expected_tokens = None, None, None
+        self._chosen, self.expected_s_per_token, self.expected_tokens = None, None, None
         self._first_steps.clear()
         self._latest_steps.clear()
 
     def _compare_first_steps(self) -> Finding | None:
         steps = self._first_steps[_SETTLING_STEPS:]
-        self.expected_s_per_token, self._expected_tokens = (
+        self.expected_s_per_token, self.expected_tokens = (
             statistics.median(map(_s_per_token, steps)),
             _tokens(steps[0]),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -76,3 +77,26 @@ def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(
     assert sorted(losses) == list(range(1, 13))
     equal = [iteration for iteration in losses if losses[iteration] == plain_losses[iteration]]
     assert equal == (list(range(1, 5)) if gains else list(range(1, 13)))
+
+
+def _gather_flag_fields(flags: list[str]) -> tuple[int, set[str]]:
+    """Rank 1 repeats two defaults as flags: the exit status, and the fields that its choice takes for set by flags."""
+    fields: set[str] = set()
+
+    def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
+        fields.update(args[2])
+        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
+        return with_choice(config, [], {}, topology), cast(AutoChoice, chosen)
+
+    run_segment.choose_compressors = choose  # type: ignore[assignment]
+    run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
+    defaults = ["--pipeline-schedule", "1f1b", "--overlap-grad-reduce", "false"] if os.environ["RANK"] == "1" else []
+    return pretrain.main([*flags, *defaults]), fields
+
+
+def test_flags_that_only_some_ranks_have_count_on_all(prefix: Path, tmp_path: Path) -> None:
+    """Their values are the same. Otherwise ranks could choose different schedules."""
+    flags = tiny_flags(prefix, train_iters=1, compress=["auto"], save=tmp_path / "saved", certificate="false")
+    for status, fields in run_ranks(2, _gather_flag_fields, flags, init=False):
+        assert status == 0
+        assert {"parallel.pipeline_schedule", "parallel.overlap_grad_reduce"} <= fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.models.gpt import GPTStage
 from megatron.optimizer.schedules import LRSchedule
+from megatron.planner.settings import Settings
 from megatron.training.assembly import Engines, build_engines, groups_by_node, make_layout
 from megatron.training.flushless import flush_pipeline
 from megatron.training.loss_guard import LossGuard
@@ -202,7 +204,9 @@ def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
     return stage
 
 
-def tiny_checkpoints(engines: Engines, iteration: int = 0, loss_guard: LossGuard | None = None) -> RunCheckpoints:
+def tiny_checkpoints(
+    engines: Engines, iteration: int = 0, loss_guard: LossGuard | None = None, settings: Settings = MappingProxyType({})
+) -> RunCheckpoints:
     """The checkpoints of a run after some iterations of its engines."""
     config, training = engines.config, engines.config.training
     schedule = LRSchedule.from_options(
@@ -216,7 +220,7 @@ def tiny_checkpoints(engines: Engines, iteration: int = 0, loss_guard: LossGuard
     consumed = iteration * training.global_batch_size
     schedule.step(consumed)
     progress = Progress(iteration=iteration, consumed_samples=consumed)
-    return RunCheckpoints(engines, schedule, progress, lambda line: None, loss_guard=loss_guard)
+    return RunCheckpoints(engines, schedule, progress, lambda line: None, loss_guard=loss_guard, settings=settings)
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,7 @@ from megatron.planner.auto import AutoChoice, AutoSearch, report
 from megatron.planner.candidates import read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import WORTHWHILE, CompressorSet
-from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, free_settings
+from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, list_free_settings
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
 NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
@@ -32,7 +32,7 @@ def _search(gbit_per_s: float, explicit: Sequence[str] = (), budget: float = 0.5
 
 def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_them() -> None:
     def free(explicit: Sequence[str] = (), **parallel: Any) -> set[str]:
-        return set(free_settings(predictor_of(small_run(parallel=parallel))[1], explicit))
+        return set(list_free_settings(config := small_run(parallel=parallel), predictor_of(config)[1], explicit))
 
     assert free(**BOTH) == {OVERLAP, SCHEDULE}
     assert free(("parallel.pipeline_schedule", "model.num_layers"), **BOTH) == {OVERLAP}
@@ -43,6 +43,35 @@ def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_t
     assert free(pipeline_model_parallel_size=8, pipeline_schedule="gpipe") == set()
     assert free(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2) == {OVERLAP}
     assert free(pipeline_model_parallel_size=8, delay=1, no_pipeline_flush=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("choice", "backend", "is_free"), [("auto", "gloo", True), ("auto", "nccl", False), ("off", "nccl", True)]
+)
+def test_compiled_layers_keep_their_schedule(choice: str, backend: Literal["gloo", "nccl"], is_free: bool) -> None:
+    """``--pipeline-schedule auto`` would compute weight gradients separately, in layers that are not compiled."""
+    parallel = {"pipeline_model_parallel_size": 8}
+    config = small_run(model={"attention_dropout": 0.0}, parallel=parallel, training={"compile": choice})
+    on_backend = dataclasses.replace(config.parallel, distributed_backend=backend)
+    config = dataclasses.replace(config, parallel=on_backend)
+    assert (SCHEDULE in list_free_settings(config, predictor_of(config)[1], ())) == is_free
+
+
+def test_another_rank_may_have_found_other_settings() -> None:
+    """Where its floating-point numbers round differently."""
+    search = _search(50.0, ("parallel.overlap_grad_reduce",), **REPLICAS)
+    specs = search.sets[1].specs
+    found = search.find_set(specs, {OVERLAP: True})
+    assert (found.specs, dict(found.settings)) == (specs, {OVERLAP: True})
+    assert found.prediction.choice.overlap
+
+
+def test_a_run_without_a_point_to_choose_still_has_settings() -> None:
+    config = small_run(specs=("dp-grad=cast",), model={"hidden_size": 256}, parallel=REPLICAS)
+    predictor, choice = predictor_of(config, NODES)
+    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, ()).choose()
+    assert dict(result.chosen.settings) == {OVERLAP: True}
+    assert report(result, 0.5).endswith("  the same by hand: --overlap-grad-reduce")
 
 
 @pytest.mark.parametrize(("gbit_per_s", "parallel"), [(50.0, REPLICAS), (100.0, BOTH), (10.0, BOTH), (0.05, BOTH)])
@@ -92,7 +121,7 @@ def test_a_small_gain_switches_nothing_on() -> None:
 def test_settings_do_not_exceed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     search = _search(100.0, **BOTH)
     prediction, predictor = search.sets[0].prediction, search.predictor
-    free = free_settings(prediction.choice, ())
+    free = list_free_settings(predictor.config, prediction.choice, ())
     assert find_settings(predictor, [prediction], free, WORTHWHILE, 40.0)
     predict = predictor.predict
 
@@ -126,6 +155,6 @@ def test_the_best_set_without_settings_is_timed_too() -> None:
     assert result.chosen.candidates
     assert not result.chosen.settings
     text = report(result, 5.0)
-    assert " s, but trial steps show no gain" in text
+    assert " s, but trial steps show no additional gain" in text
     assert "  not switched on: --" in text
     assert _timed(search, {True: 0.7, False: 0.8}).chosen.settings

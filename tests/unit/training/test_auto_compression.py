@@ -30,7 +30,7 @@ from megatron.training.auto_compression import (
 )
 from megatron.training.saved_run import SavedRun
 from megatron.training.trial_steps import SetTime
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_checkpoints, tiny_config, tiny_engines
 
 AUTO: dict[str, dict[str, Any]] = {"compression": {"compress": ["auto", "pp-forward=cast"]}}
 KEPT = {
@@ -76,8 +76,17 @@ def test_the_settings_of_a_choice_are_kept_unless_the_user_gives_them() -> None:
     assert lines[0].endswith("dp-grad=fixpoint,bits=4 --overlap-grad-reduce")
     described = describe_choice(config, single_process().layout, CompressionPlan({}), settings=FREE_SETTINGS)
     assert described["settings"] == choice["settings"]
+    gpipe = {**AUTO, "parallel": {"pipeline_schedule": "gpipe"}}
+    assert _choose(tiny_config(gpipe, 1), choice)[0].parallel.pipeline_schedule == "gpipe"
     with pytest.raises(UserError, match="settings: unknown lr"):
         _choose(tiny_config(AUTO, 1), {**KEPT, "settings": ["lr"]})
+
+
+def test_the_saved_configuration_has_no_chosen_settings() -> None:
+    """Otherwise, a run that reads it would take them for those of the user."""
+    engines = tiny_engines({"parallel": {"overlap_grad_reduce": True}})
+    assert "overlap_grad_reduce: true" in tiny_checkpoints(engines).config_yaml
+    assert "overlap_grad_reduce: false" in tiny_checkpoints(engines, settings={"overlap_grad_reduce": True}).config_yaml
 
 
 def test_compressors_that_were_turned_off_stay_off_where_the_choice_is_kept() -> None:
@@ -123,6 +132,7 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
         "adapts": False,
         "loss_checks": {},
         "s_per_token": None,
+        "step_tokens": None,
     }
 
 

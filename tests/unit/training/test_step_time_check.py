@@ -89,7 +89,11 @@ def test_less_time_per_token_in_other_batches_is_no_speedup(batch: int, reported
 
 
 def test_a_resumed_run_notices_faster_links() -> None:
-    check = _check(1.9, chosen=False, adapts=True, expected_s_per_token=2.0 / 64)
+    """But takes no larger batches for faster links, and reports nothing if it does not know the first batch."""
+    expected: dict[str, Any] = {"expected_s_per_token": 2.0 / 64}
+    assert not _findings(_check(1.9, chosen=False, **expected), [1.2] * 30)
+    assert not _findings(_check(1.9, chosen=False, **expected, expected_tokens=64), [2.4] * 30, batch=8)
+    check = _check(1.9, chosen=False, adapts=True, **expected, expected_tokens=64)
     ((iteration, finding),) = _findings(check, [1.2] * 20).items()
     assert (iteration, finding.kind, check.needs_choice) == (20, "speedup", True)
 
