@@ -158,3 +158,17 @@ def test_the_best_set_without_settings_is_timed_too() -> None:
     assert " s, but trial steps show no additional gain" in text
     assert "  not switched on: --" in text
     assert _timed(search, {True: 0.7, False: 0.8}).chosen.settings
+
+
+def test_settings_that_save_less_than_counts_stay_off() -> None:
+    """With 1% faster steps, which are no more than noise."""
+    search = _search(10.0, budget=5.0, **BOTH)
+    plain, with_settings, without_settings, *_ = search.contenders()
+    same = dataclasses.replace(without_settings, settings=with_settings.settings, trial_s=0.5, gains=True)
+    for faster_s, expected in ((0.495, {}), (0.4, with_settings.settings)):
+        trials = [
+            dataclasses.replace(plain, trial_s=1.0),
+            dataclasses.replace(same, trial_s=faster_s),
+            dataclasses.replace(same, settings={}),
+        ]
+        assert search.choose(trials).chosen.settings == expected
