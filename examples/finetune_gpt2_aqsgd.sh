@@ -32,7 +32,7 @@ def read(name, path):
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"is no UTF-8 text (byte {error.start})"
+        reason = error.strerror if isinstance(error, OSError) else f"is not UTF-8 text (byte {error.start})"
         sys.exit(f"finetune_gpt2_aqsgd: error: {name}={path}: {reason}")
 
 train, valid, out = read("TEXT", sys.argv[1]), sys.argv[2], Path(sys.argv[3])

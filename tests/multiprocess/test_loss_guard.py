@@ -67,7 +67,7 @@ def _auto(specs: list[str], module: str | None = None, budget: float = 0.5) -> d
 def _guard(engines: Engines, saved: Mapping[str, Values] = MappingProxyType({})) -> LossGuard:
     batches = tiny_batches(engines.config, engines.topology, False, start=5000)
     count = 4 // engines.topology.layout.dp
-    return LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(30), saved)
+    return LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(1000), saved)
 
 
 def _check_harmful_codec(module: str) -> tuple[dict[str, Any], str | None, float, list[float], list[str]]:
@@ -142,9 +142,9 @@ def _check_residuals(
 
 
 def test_residuals_beyond_those_of_the_evidence_raise_the_cost() -> None:
-    """The mean increase of 4-bit gradients is 0.2553%; the upper end of its interval counts at least."""
+    """The mean increase of 4-bit gradients in 1,000 iterations is 0.2553%; 0.5109% counts at least, for any model."""
     (values, _, _, _), _ = run_ranks(2, _check_residuals, 100.0)
-    assert values[0]["points"]["dp-grad"] == pytest.approx(0.4767, rel=1e-3)
+    assert values[0]["points"]["dp-grad"] == pytest.approx(0.5109, rel=1e-3)
     (values, lines, ratio, _), other = run_ranks(2, _check_residuals, 100.0, 0.05)
     assert ratio == pytest.approx(0.17, rel=0.1)
     assert values[0]["points"]["dp-grad"] == pytest.approx(0.2553 * (ratio / 0.05) ** 2, rel=1e-3)
@@ -217,7 +217,7 @@ def test_a_setting_comes_back_when_its_harm_has_long_been_far_below_the_budget(t
 def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
     """Settings and costs of a check after each step: 4 bits look harmful at first; then 8 bits look so harmful that 4
     would cost too much; from step 7 on less so. Beside them, the residual over the gradient in each step."""
-    engines = tiny_engines(_auto([FOUR_BITS]))
+    engines = tiny_engines(_auto([FOUR_BITS], budget=0.52))
     ratios: list[float | None] = []
     guard, meter = _guard(engines), TrafficMeter(engines)
     guarded = guard._points[Point.DP_GRAD]
@@ -238,13 +238,13 @@ def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
 
 
 def test_gradients_go_back_to_fewer_bits_by_the_residuals_of_more() -> None:
-    """With 8 bits, whose residual stands for that of 4: 0.2553% in proportion must be below 2/3 of 0.5%."""
+    """With 8 bits, whose residual stands for that of 4: 0.2553% in proportion must be below 2/3 of 0.52%."""
     (positions, costs, ratios), other = run_ranks(2, _check_bolder_gradients)
     assert (positions, costs) == other[:2]
     assert positions == [1] * 11 + [0] * 3
-    assert all(0.2553 * (ratio / 0.0075) ** 2 > 0.5 * 2 / 3 for ratio in ratios[1:7])
-    assert all(0.2553 * (ratio / 0.011) ** 2 < 0.5 * 2 / 3 for ratio in ratios[7:12])
-    assert costs[12] == pytest.approx(0.4767, rel=1e-3)  # 4 bits, whose residual is as declared
+    assert all(0.2553 * (ratio / 0.0075) ** 2 > 0.52 * 2 / 3 for ratio in ratios[1:7])
+    assert all(0.2553 * (ratio / 0.011) ** 2 < 0.52 * 2 / 3 for ratio in ratios[7:12])
+    assert costs[12] == pytest.approx(0.5109, rel=1e-3)  # 4 bits, whose residual is as declared
 
 
 RESUMED: dict[str, tuple[str, float, dict[str, dict[str, Any]]]] = {

@@ -281,7 +281,8 @@ FOLDERS = ("megatron", "tools", "tests", "benchmarks", "examples", "tasks", "dat
 
 def test_the_candidates_of_the_automatic_choice_are_current() -> None:
     """Their table has what the compressors declare, in the order of the points."""
-    text = DOCUMENTS["docs/results/loss.md"].partition("## Candidates of the automatic choice")[2]
+    section = DOCUMENTS["docs/results/loss.md"].partition("## Candidates of the automatic choice")[2]
+    text = section.partition("\n#")[0]
     rows = [
         f"| `{rung.spec(point, name, 64)}` | {iterations:,} | {', '.join(f'{value:+.3f}%' for value in values)} "
         f"| {fmean(values):+.3f}% | {rung.highest_increase(iterations):.2f}% "
