@@ -29,13 +29,7 @@ MAX_TOKENS = 10**16
 
 
 _COMPILER = Condition(
-    lambda run, _: (
-        run.training.compile == "on"
-        or (
-            run.parallel.distributed_backend == "nccl"
-            and no_compile_reason(run.training, run.parallel, run.model) is None
-        )
-    ),
+    lambda run, _: run.training.compile == "on" or can_compile_by_default(run.training, run.parallel, run.model),
     "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
 )
 
@@ -311,6 +305,11 @@ def no_compile_reason(training: TrainingConfig, parallel: ParallelConfig, model:
     if training.deterministic_mode:
         return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"
     return None
+
+
+def can_compile_by_default(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> bool:
+    """Whether ``--compile auto`` compiles the layers where there is a compiler."""
+    return parallel.distributed_backend == "nccl" and no_compile_reason(training, parallel, model) is None
 
 
 def check_compile(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron.compression.points import Point
-from megatron.planner.candidates import CandidateSpec, Ladders
+from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
 from megatron.planner.predict import Predictor
-from megatron.planner.search import refusal_reason
-from megatron.planner.settings import Settings, apply_settings, find_settings, flags_of, list_free_settings
+from megatron.planner.settings import Settings, apply_settings, find_settings, flags_of
 
 TRIAL_MARGIN = 0.15
 """Sets predicted to take longer than the fastest by more than this share are not timed."""
@@ -104,13 +103,13 @@ class AutoSearch:
         ladders: Ladders,
         budget: float,
         memory_gib: float,
-        flag_fields: Collection[str],
+        free_settings: Settings,
     ) -> AutoSearch:
         """Search the compressors and settings of a run.
 
         Args:
             predictor, choice, ladders, budget, memory_gib: see ``CompressorSearch``.
-            flag_fields: dotted names (``section.field``) of the fields that flags set.
+            free_settings: settings that may be switched on.
 
         Raises:
             UserError: when a set cannot be predicted.
@@ -121,13 +120,12 @@ class AutoSearch:
         def make_search(settings: Settings) -> CompressorSearch:
             changed = apply_settings(choice, settings)
             usable = {
-                point: [each for each in ladder if _is_accepted(predictor, changed, each)]
+                point: [each for each in ladder if accepts_candidate(predictor.config, changed, each)]
                 for point, ladder in ladders.items()
             }
             return CompressorSearch(predictor, choice, usable, budget, memory_gib, settings)
 
-        free_settings = list_free_settings(predictor.config, choice, flag_fields)
-        settings = find_settings(predictor, predictions, free_settings, WORTHWHILE, memory_gib)
+        settings = find_settings(predictor, predictions, free_settings, WORTHWHILE)
         return cls([*searches, *([make_search(settings)] if settings else [])], make_search)
 
     def find_set(self, specs: Sequence[str], settings: Settings) -> CompressorSet:
@@ -216,11 +214,6 @@ def _explain(
     else:
         reason = f"{name} would save {saved_s:.3g} s, together with other points too little"
     return PointChoice(point, None, saved_s, reason)
-
-
-def _is_accepted(predictor: Predictor, choice: Choice, candidate: CandidateSpec) -> bool:
-    """Whether training accepts a candidate in a run."""
-    return refusal_reason(predictor.config, replace(choice, specs=(*choice.specs, candidate.spec))) is None
 
 
 def _lowest_increase_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:

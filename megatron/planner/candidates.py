@@ -65,10 +65,15 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         for name in registry.names:
             for candidate in list_candidates(registry, name, point, config.model.hidden_size, length):
                 spec = read_specs([candidate.spec], registry, length)[point]
-                refused = refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is not None
-                if not refused and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
+                is_accepted = accepts_candidate(config, choice, candidate)
+                if is_accepted and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
                     ladders.setdefault(point, []).append(candidate)
     return ladders
+
+
+def accepts_candidate(config: RunConfig, choice: Choice, candidate: CandidateSpec) -> bool:
+    """Whether training accepts a compressor in a run."""
+    return refusal_reason(config, replace(choice, specs=(*choice.specs, candidate.spec))) is None
 
 
 def list_candidates(

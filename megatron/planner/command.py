@@ -255,9 +255,10 @@ def print_predictions(
     if config.compression.is_auto:
         budget = config.compression.max_loss_increase
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
-        auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, ()).choose()
+        free_settings = list_free_settings(predictor.config, baseline.choice, ())
+        auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, free_settings).choose()
         chosen = auto_choice.chosen.prediction
-        suggested = suggestions(predictor, chosen, list_free_settings(predictor.config, baseline.choice, ()))
+        suggested = suggestions(predictor, chosen, free_settings)
         print(f"\n{report(auto_choice, budget, suggested)}\n\n{format_table([chosen], memory)}")
         print(format_breakdown(chosen, predictor.cluster, warns_of_loss=False))
         print(compare_with_one_node(predictor, chosen), end="")

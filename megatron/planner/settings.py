@@ -9,7 +9,7 @@ from itertools import combinations
 from megatron.base.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.training import no_compile_reason
+from megatron.config.training import can_compile_by_default
 from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
@@ -58,12 +58,8 @@ def list_free_settings(config: RunConfig, choice: Choice, flag_fields: Collectio
         choice: the layout.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
     """
-    parallel = config.parallel
-    is_compiled = (
-        config.training.compile == "auto"
-        and parallel.distributed_backend == "nccl"
-        and no_compile_reason(config.training, parallel, config.model) is None
-    )
+    training = config.training
+    is_compiled = training.compile == "auto" and can_compile_by_default(training, config.parallel, config.model)
     is_plain = choice.pp > 1 and choice.chunks == 1 and choice.schedule == "1f1b" and choice.flush
     concerns_run = {
         "overlap_grad_reduce": choice.dp > 1 and not choice.overlaps_reduction,
@@ -79,7 +75,7 @@ def without_settings(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def find_settings(
-    predictor: Predictor, predictions: Sequence[Prediction], free: Settings, least_gain: float, memory_gib: float
+    predictor: Predictor, predictions: Sequence[Prediction], free: Settings, least_gain: float
 ) -> Settings:
     """Find the settings that are predicted to save the greatest share of an iteration.
 
@@ -88,7 +84,6 @@ def find_settings(
         predictions: runs with different compressors; the share is the greatest over them.
         free: settings that may be switched on.
         least_gain: share that they must save; an additional setting must save a third of it in addition.
-        memory_gib: memory of a device, which the settings may not exceed if the run does not.
 
     Returns:
         The settings; empty if none save enough.
@@ -96,9 +91,9 @@ def find_settings(
     best_settings: Settings = {}
     best_gain = 2 / 3 * least_gain
     for settings in _subsets(free):
-        gains = [_gain(predictor, prediction, settings, memory_gib) for prediction in predictions]
-        if max(gains) >= best_gain + least_gain / 3:
-            best_settings, best_gain = settings, max(gains)
+        gain = max(predict_gain(predictor, each, apply_settings(each.choice, settings)) for each in predictions)
+        if gain >= best_gain + least_gain / 3:
+            best_settings, best_gain = settings, gain
     return best_settings
 
 
@@ -109,14 +104,22 @@ def _subsets(settings: Settings) -> Iterator[Settings]:
             yield {name: settings[name] for name in names}
 
 
-def _gain(predictor: Predictor, prediction: Prediction, settings: Settings, memory_gib: float) -> float:
-    """The share of an iteration that settings are predicted to save; 0 if they cannot be used."""
-    choice = apply_settings(prediction.choice, settings)
+def predict_gain(predictor: Predictor, prediction: Prediction, choice: Choice) -> float:
+    """Predict the share of an iteration that another choice saves.
+
+    Args:
+        predictor: predictor of the model on the cluster.
+        prediction: prediction of the run as it is.
+        choice: the other choice.
+
+    Returns:
+        The share; 0 if training rejects the choice, or if it exceeds the memory of a device and the run does not.
+    """
     if refusal_reason(predictor.config, choice) is not None:
         return 0.0
     try:
         changed = predictor.predict(choice)
     except UserError:
         return 0.0
-    fits = changed.memory_bytes <= max(memory_gib * 2**30, prediction.memory_bytes)
-    return 1.0 - changed.seconds / prediction.seconds if fits else 0.0
+    memory_limit = max(predictor.cluster.device.memory_gib * 2**30, prediction.memory_bytes)
+    return 1.0 - changed.seconds / prediction.seconds if changed.memory_bytes <= memory_limit else 0.0

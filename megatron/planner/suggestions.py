@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.spec import point_name
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.search import refusal_reason
+from megatron.planner.settings import predict_gain
 
 _MIN_GAIN, _MIN_GAIN_OF_DELAY, _MIN_GAIN_OF_ISLANDS = 0.03, 0.1, 0.2
 """Shares of an iteration that a setting must save: more if it changes the training."""
@@ -28,16 +27,9 @@ def suggestions(predictor: Predictor, prediction: Prediction, considered: Collec
         considered: fields of ``ParallelConfig`` that were chosen already; see ``list_free_settings``.
     """
     lines = []
-    memory_limit = max(predictor.cluster.device.memory_gib * 2**30, prediction.memory_bytes)
     for flags, note, choice, least_gain in _alternatives(predictor, prediction.choice, considered):
-        if refusal_reason(predictor.config, choice) is not None:
-            continue
-        try:
-            changed = predictor.predict(choice)
-        except UserError:
-            continue
-        gain = 1.0 - changed.seconds / prediction.seconds
-        if gain >= least_gain and changed.memory_bytes <= memory_limit:
+        gain = predict_gain(predictor, prediction, choice)
+        if gain >= least_gain:
             lines.append(f"{flags} would save {gain:.0%} of an iteration{note}")
     return lines
 

@@ -21,6 +21,7 @@ from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import named_points, point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import any_rank, gather_texts, run_together
 from megatron.distributed.layout import Layout
@@ -41,7 +42,6 @@ from megatron.planner.settings import (
     drop_user_settings,
     flags_of,
     list_free_settings,
-    without_settings,
 )
 from megatron.planner.suggestions import suggestions
 from megatron.training.loss_guard import LossGuard
@@ -155,7 +155,7 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
-    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, flag_fields))
+    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, free_settings))
     contenders = _agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
@@ -279,11 +279,10 @@ def _kept_config(
     user_points = named_points(config.compression.spec_texts)
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
-    settings = {
-        name: value
-        for name, value in drop_user_settings(_saved_settings(values), flag_fields).items()
-        if getattr(config.parallel, name) in (value, getattr(without_settings(config, FREE_SETTINGS).parallel, name))
-    }
+    settings, defaults = drop_user_settings(_saved_settings(values), flag_fields), ParallelConfig()
+    for name in list(settings):
+        if getattr(config.parallel, name) not in (settings[name], getattr(defaults, name)):
+            del settings[name]  # a file sets another value
     reason, kept_config = "", None
     if config.compression.compress_adapt and not values.flag("adapts", False):
         reason = "--compress-adapt is given"
@@ -335,11 +334,11 @@ def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
 
 
 def _search(
-    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, flag_fields: Collection[str]
+    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, free_settings: Settings
 ) -> AutoSearch:
     predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
     choice, memory_gib = make_choice(config, cluster.gpus), cluster.device.memory_gib
-    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, flag_fields)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, free_settings)
 
 
 def _agree_on_sets(

@@ -111,10 +111,8 @@ class StepTimeCheck:
 
     def _compare_first_steps(self) -> Finding | None:
         steps = self._first_steps[_SETTLING_STEPS:]
-        self.expected_s_per_token, self.expected_tokens = (
-            statistics.median(map(_s_per_token, steps)),
-            _tokens(steps[0]),
-        )
+        self.expected_s_per_token = statistics.median(map(_s_per_token, steps))
+        self.expected_tokens = _tokens(steps[0])
         if self._chosen is None:
             return None
         self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)

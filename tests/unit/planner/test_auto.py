@@ -24,6 +24,7 @@ from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_b
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch
 from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.settings import list_free_settings
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
@@ -215,7 +216,8 @@ def _auto(
     config = small_run(specs=specs, model={"hidden_size": 256}, parallel=STAGES | parallel)
     predictor, choice = predictor_of(config, cluster)
     ladders = read_ladders(config, choice, cluster)
-    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, explicit).choose()
+    free_settings = list_free_settings(config, choice, explicit)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, free_settings).choose()
 
 
 def test_slow_links_are_compressed_and_fast_links_are_not() -> None:

@@ -27,7 +27,8 @@ def _search(gbit_per_s: float, explicit: Sequence[str] = (), budget: float = 0.5
     config = small_run(model={"hidden_size": 256}, parallel=parallel)
     predictor, choice = predictor_of(config, cluster)
     ladders = read_ladders(config, choice, cluster)
-    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, explicit)
+    free_settings = list_free_settings(config, choice, explicit)
+    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, free_settings)
 
 
 def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_them() -> None:
@@ -69,7 +70,7 @@ def test_another_rank_may_have_found_other_settings() -> None:
 def test_a_run_without_a_point_to_choose_still_has_settings() -> None:
     config = small_run(specs=("dp-grad=cast",), model={"hidden_size": 256}, parallel=REPLICAS)
     predictor, choice = predictor_of(config, NODES)
-    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, ()).choose()
+    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, list_free_settings(config, choice, ())).choose()
     assert dict(result.chosen.settings) == {OVERLAP: True}
     assert report(result, 0.5).endswith("  the same by hand: --overlap-grad-reduce")
 
@@ -114,22 +115,22 @@ def test_a_small_gain_switches_nothing_on() -> None:
     predictions = [search.sets[0].prediction]
     gain = 1 - search.predictor.seconds(apply_settings(predictions[0].choice, {OVERLAP: True})) / predictions[0].seconds
     free = {OVERLAP: True}
-    assert find_settings(search.predictor, predictions, free, gain - 1e-9, 40.0) == free
-    assert find_settings(search.predictor, predictions, free, gain + 1e-9, 40.0) == {}
+    assert find_settings(search.predictor, predictions, free, gain - 1e-9) == free
+    assert find_settings(search.predictor, predictions, free, gain + 1e-9) == {}
 
 
 def test_settings_do_not_exceed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     search = _search(100.0, **BOTH)
     prediction, predictor = search.sets[0].prediction, search.predictor
     free = list_free_settings(predictor.config, prediction.choice, ())
-    assert find_settings(predictor, [prediction], free, WORTHWHILE, 40.0)
+    assert find_settings(predictor, [prediction], free, WORTHWHILE)
     predict = predictor.predict
 
     def predict_large(choice: Choice) -> SimpleNamespace:
         return SimpleNamespace(seconds=predict(choice).seconds, memory_bytes=2.0**40)
 
     monkeypatch.setattr(predictor, "predict", predict_large)
-    assert find_settings(predictor, [prediction], free, WORTHWHILE, 40.0) == {}
+    assert find_settings(predictor, [prediction], free, WORTHWHILE) == {}
 
 
 def _timed(search: AutoSearch, seconds: dict[bool, float]) -> AutoChoice:
