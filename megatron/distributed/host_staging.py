@@ -22,6 +22,10 @@ class StagedGroup(Group):
         staged = _copy_to_host(x)
         return _copy_back_at_end(super().all_reduce(staged, op), [(x, staged)])
 
+    def all_reduce_numbers(self, x: Tensor) -> Pending:
+        staged = _copy_to_host(x)
+        return _copy_back_at_end(Group.all_reduce_numbers(self, staged), [(x, staged)])
+
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         return _stage(super().all_gather, out, x)
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.distributed.agreement import gather_texts
-from megatron.distributed.group import Group, PipelineGroup
+from megatron.distributed.group import Group
 from megatron.distributed.layout import Coordinates, Layout, Tie
 from megatron.distributed.nodes import split_by_node
+from megatron.distributed.pipeline_group import PipelineGroup
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class StepSummary:
         shared = [*(number for pair in self.losses.values() for number in pair), *astuple(self.votes)]
         values = [*shared, self.grad_sq, self.params_sq, self.num_zeros, self.not_finite]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
-        return PendingSummary(self, vector, len(shared), topology.world.all_reduce(vector), ledger, warmup)
+        return PendingSummary(self, vector, len(shared), topology.world.all_reduce_numbers(vector), ledger, warmup)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from megatron.compression.delta import DeltaConfig
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
-from megatron.compression.registry import Registration
-from megatron.compression.spec import Spec
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import Spec, read_specs
 from megatron.compression.state import CompressorState
 from megatron.distributed.compressed_gather import PendingGather
 from megatron.distributed.group import Group, Pending
@@ -248,6 +249,46 @@ def _channel(scale: float) -> list[str]:
     if (account["messages"], account["wire_bytes"], account["raw_bytes"]) != (6, 6 * 48, 6 * 96):
         wrong.append(str(account))
     return wrong
+
+
+def _exchange_through_mailboxes() -> list[str]:
+    """Two stages whose messages leave before their receivers know them; then some whose receives are posted."""
+    group, ledger = _group(), Ledger()
+    texts = ["pp-forward=cast,warmup=1", "pp-backward=cast,warmup=1"]
+    plan = CompressionPlan(read_specs(texts, Registry(BUILTIN), RunLength()), group.rank, 2)
+    other = Group(dist.new_group(list(group.ranks)), group.ranks, group.rank, "backward", "gloo")
+    channel = PipelineChannel(Layout(pp=2), group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
+    sending, receiving = (channel.forward, channel.backward)[:: 1 if group.rank == 0 else -1]
+    wrong = []
+
+    def send(step: int) -> None:
+        for m in range(3):
+            x = _values(10 * step + m + 100 * group.rank, SHAPE).float()
+            channel.send(Message(sending, Position(step, 0, m, 3), m), x)
+        channel.flush()
+
+    def receive(step: int) -> None:
+        for m in range(3):
+            received = channel.recv(Message(receiving, Position(step, 0, m, 3), m))
+            sent = _values(10 * step + m + 100 * (1 - group.rank), SHAPE).float()
+            if not torch.equal(received, sent if step == 0 else sent.bfloat16().float()):
+                wrong.append(f"step {step} micro-batch {m}")
+
+    channel.open_mailboxes(3)
+    for step in range(3):  # the first has messages of twice the size
+        send(step)
+        group.barrier()
+        receive(step)
+    channel.close_mailboxes()
+    channel.post([Message(receiving, Position(3, 0, m, 3), m) for m in range(3)])
+    send(3)
+    receive(3)
+    return wrong
+
+
+def test_messages_leave_before_their_receivers_know_them() -> None:
+    """Without an open mailbox, a sender waits until the receive has been posted."""
+    assert run_ranks(2, _exchange_through_mailboxes) == [[]] * 2
 
 
 def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.errors import CommunicationError
-from megatron.distributed.group import Group, PipelineGroup
+from megatron.distributed.group import Group
 from megatron.distributed.host_staging import StagedGroup
 from megatron.distributed.layout import Layout
+from megatron.distributed.pipeline_group import PipelineGroup
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group
 from megatron.distributed.topology import build_topology
 from tests.support.spawn import RankFailure, run_ranks
@@ -77,6 +78,11 @@ def _check_collectives(kind: str) -> list[str]:
             )
 
             x = everyones[rank].clone()
+            pending = group.all_reduce_numbers(x)
+            pending.wait()
+            check(f"numbers {name}", x, torch.stack(everyones).sum(dim=0), pending.sent_bytes, (n - 1) * nbytes)
+
+            x = everyones[rank].clone()
             group.all_reduce(x, dist.ReduceOp.MAX).wait()
             check(f"maximum {name}", x, torch.stack(everyones).amax(dim=0), 0, 0)
 
@@ -122,6 +128,27 @@ def test_collectives_equal_plain_torch(world_size: int, kind: str) -> None:
     assert run_ranks(world_size, _check_collectives, kind) == [[]] * world_size
 
 
+def _sum_numbers() -> tuple[float, list[float]]:
+    """A sum that depends on the order of its terms, and sums that are waited for in the opposite order, beside an
+    exchange with one partner after another."""
+    group = _world()
+    x = torch.tensor([1e8, 1.0, -1e8, 0.0][group.rank : group.rank + 1])
+    group.all_reduce_numbers(x).wait()
+    rows = torch.ones(group.size, 1 << 16)
+    several = [torch.tensor([float(number + group.rank)]) for number in range(4)]
+    pendings = [group.all_reduce_numbers(each) for each in several[:2]]
+    pendings.append(group.all_to_all(torch.empty_like(rows), rows))
+    pendings += [group.all_reduce_numbers(each) for each in several[2:]]
+    for pending in reversed(pendings):
+        pending.wait()
+    return x.item(), [each.item() for each in several]
+
+
+def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
+    """1e8 + 1 is 1e8 in fp32."""
+    assert run_ranks(3, _sum_numbers) == [(0.0, [3.0, 6.0, 9.0, 12.0])] * 3
+
+
 class _GivenToTorch(TorchDispatchMode):
     """Memory of all tensors that torch's communication was given."""
 
@@ -164,6 +191,8 @@ def _check_staged() -> list[str]:
 
     x, out = xs[rank].clone(), torch.full((n, 3), -9.0)
     check("all-reduce", lambda: group.all_reduce(x), x, x, sums)
+    x = xs[rank].clone()
+    check("numbers", lambda: group.all_reduce_numbers(x), x, x, sums)
     x = xs[rank].clone()
     row = x[rank : rank + 1].clone()
     check("all-gather", lambda: group.all_gather(out, row), row, out, torch.stack([y[r] for r, y in enumerate(xs)]))

@@ -173,6 +173,26 @@ def test_evaluations_between_steps_change_nothing() -> None:
         assert plain == disturbed
 
 
+def _mailboxes() -> list[int]:
+    """Buffers of mailboxes after each of two steps, and after the flush that follows it."""
+    engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH))
+    assert engines.channel is not None
+    channel, counts = engines.channel, list[int]()
+
+    def count(engines: Engines) -> None:
+        counts.append(channel.mailbox_buffers)
+        flush_pipeline(engines, Timers())
+        counts.append(channel.mailbox_buffers)
+
+    tiny_train(engines, 2, after_step=count)
+    return counts
+
+
+def test_mailboxes_are_open_between_steps_until_a_flush() -> None:
+    """With a buffer for each micro-batch that may be in flight."""
+    assert run_ranks(2, _mailboxes) == [[3, 0, 3, 0]] * 2
+
+
 def _not_finite(specs: list[str], steps: int, bad: int, flushes: bool = False) -> tuple[Trace, int, list[str]]:
     """A run in which the loss of step ``bad`` is not a number, and with ``flushes`` a flush follows that step."""
     engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, _codecs(*specs)))

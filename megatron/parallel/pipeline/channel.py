@@ -28,6 +28,10 @@ from megatron.distributed.policy import CompressionPlan, Position
 from megatron.parallel.tensor.collectives import TensorComm
 
 _IDENTITY = IdentityCodec()
+_CAPACITY = 2
+"""Size of a mailbox's buffers, relative to the uncompressed message: codecs may add scales and other data."""
+_MIN_CAPACITY = 4096
+"""Minimum bytes of these buffers."""
 _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 """Tensor-parallel points for all-gathers of split messages, by pipeline point."""
 
@@ -36,8 +40,9 @@ _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
-    ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank, ``sent``
-    and ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``crossed`` the
+    ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank,
+    ``mailboxes`` the receives of messages that are not known yet, with their buffers, by boundary, ``sent`` and
+    ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``crossed`` the
     boundaries that this rank has sent a message over.
     """
 
@@ -45,6 +50,7 @@ class Direction:
     group: Group
     posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
     newest: dict[int, Pending] = field(default_factory=dict)
+    mailboxes: dict[int, deque[tuple[Tensor, Pending]]] = field(default_factory=dict)
     sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
@@ -107,6 +113,7 @@ class PipelineChannel:
         self.dtype = dtype
         self.device = device
         self.tensor_comm = tensor_comm
+        self.mailbox_buffers = 0
         self.forward = Direction(Point.PP_FWD, forward_link)
         self.backward = Direction(Point.PP_BWD, backward_link)
 
@@ -200,6 +207,11 @@ class PipelineChannel:
             self._check_size(direction, codec, wide, payload, key)
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(direction.point, position, wide, codec, payload, state, key))
+        if self.mailbox_buffers and payload.nbytes > self._capacity(position.boundary):
+            raise CompressorFault(
+                f"{direction.point.value}: a message has {payload.nbytes:,} bytes, more than {_CAPACITY} times as "
+                "many as without compression; leave --no-pipeline-flush out"
+            )
         _, receiver = self._ends(direction, position)
         pending = direction.group.send(payload.wire, receiver, tag=position.boundary)
         self.ledger.count_message(direction.point, payload.nbytes, num_bytes(x))
@@ -227,19 +239,75 @@ class PipelineChannel:
 
     def post(self, messages: Sequence[Message]) -> None:
         """Post receives in this order, without kernel launches between the first and the last receive."""
-        payloads = []
-        for message in messages:
-            direction, position = message.direction, message.position
-            codec = self._codec(direction, position)
-            state = direction.received.setdefault(position.boundary, CompressorState())
-            dtype, _ = self._input_format(message, codec)
-            shape = self.shapes[position.boundary]
-            payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
+        payloads = [self._empty_payload(message) for message in messages]
         for message, payload in zip(messages, payloads, strict=True):
             direction, position = message.direction, message.position
             sender, _ = self._ends(direction, position)
             direction.newest[sender] = direction.group.recv(payload.wire, sender, tag=position.boundary)
             direction.posted[position.boundary, position.micro_batch] = (payload, direction.newest[sender])
+
+    def _empty_payload(self, message: Message) -> Payload:
+        direction, boundary = message.direction, message.position.boundary
+        codec = self._codec(direction, message.position)
+        state = direction.received.setdefault(boundary, CompressorState())
+        dtype, _ = self._input_format(message, codec)
+        return codec.empty_payload(self.shapes[boundary], dtype, self.device, state, message.key)
+
+    def open_mailboxes(self, buffers: int) -> None:
+        """Post receives of messages that are not known yet, until ``close_mailboxes``; for gloo.
+
+        A gloo message leaves its sender when the notice that its receive is posted has arrived there, behind all data
+        that is queued on the link. A stage that posts receives at the beginning of a step would wait for that in each
+        step, if the neighbor sends before. NCCL needs the sizes of messages to post their receives.
+
+        Args:
+            buffers: number of buffers for each boundary; a sender that is further ahead waits.
+        """
+        self.mailbox_buffers = buffers
+        for direction in (self.forward, self.backward):
+            for boundary, sender in self._neighbors(direction, sends=False):
+                mailbox = direction.mailboxes.setdefault(boundary, deque())
+                for _ in range(buffers):
+                    buffer = torch.empty(self._capacity(boundary), dtype=torch.uint8, device=self.device)
+                    mailbox.append((buffer, direction.group.recv(buffer, sender, tag=boundary)))
+
+    def close_mailboxes(self) -> None:
+        """Fill the buffers of all mailboxes with empty messages. A collective call; no message may be in flight."""
+        last_word, sends = torch.zeros(1, dtype=torch.uint8, device=self.device), list[Pending]()
+        for direction in (self.forward, self.backward):
+            for boundary, receiver in self._neighbors(direction, sends=True):
+                sends += [direction.group.send(last_word, receiver, boundary) for _ in range(self.mailbox_buffers)]
+        for direction in (self.forward, self.backward):
+            for mailbox in direction.mailboxes.values():
+                for _, pending in mailbox:
+                    pending.wait()
+            direction.mailboxes.clear()
+        for pending in sends:
+            pending.wait()
+        self.mailbox_buffers = 0
+
+    def _neighbors(self, direction: Direction, sends: bool) -> Iterator[tuple[int, int]]:
+        """Boundaries over which this rank sends, or receives, and the ranks on their other sides."""
+        for boundary in range(len(self.shapes)):
+            sender, receiver = self.layout.ends_of(boundary, forward=direction.point is Point.PP_FWD)
+            if self.layout.crosses(boundary) and direction.group.rank == (sender if sends else receiver):
+                yield boundary, receiver if sends else sender
+
+    def _capacity(self, boundary: int) -> int:
+        """Maximum bytes of a message over a boundary in a mailbox."""
+        itemsize = 8 if self.dtype == torch.float64 else 4
+        return max(_CAPACITY * self.shapes[boundary].numel() * itemsize, _MIN_CAPACITY)
+
+    def _take_from_mailbox(self, message: Message) -> Payload:
+        """Wait for the next message of a mailbox, and post its buffer again."""
+        direction, boundary = message.direction, message.position.boundary
+        payload, mailbox = self._empty_payload(message), direction.mailboxes[boundary]
+        buffer, pending = mailbox.popleft()
+        self.ledger.wait_for(direction.point, pending)
+        payload.wire.view(-1).view(torch.uint8).copy_(buffer[: payload.nbytes])
+        sender, _ = self._ends(direction, message.position)
+        mailbox.append((buffer, direction.group.recv(buffer, sender, tag=boundary)))
+        return payload
 
     def wait_for_posted(self) -> None:
         """Block the host until all posted receives have completed."""
@@ -256,11 +324,15 @@ class PipelineChannel:
                 pending.synchronize()
 
     def recv(self, message: Message) -> Tensor:
-        """Wait for a posted message, decode it, and all-gather the parts of a split message."""
+        """Wait for a posted message, or the next message of an open mailbox; decode it, and all-gather the parts of a
+        split message."""
         direction, position, key = message.direction, message.position, message.key
-        payload, pending = direction.posted.pop((position.boundary, position.micro_batch))
-        if not pending.waited:
-            self.ledger.wait_for(direction.point, pending)
+        if self.mailbox_buffers:
+            payload = self._take_from_mailbox(message)
+        else:
+            payload, pending = direction.posted.pop((position.boundary, position.micro_batch))
+            if not pending.waited:
+                self.ledger.wait_for(direction.point, pending)
         codec = self._codec(direction, position)
         dtype, scale = self._input_format(message, codec)
         with self.ledger.decoding(direction.point):

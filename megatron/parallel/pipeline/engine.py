@@ -101,7 +101,6 @@ class PipelineEngine:
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
         self._open_step: _Step | None = None
-        self._receives: PostedReceives | None = None
 
     def get_timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
         """Get the timetable of a schedule (``AUTO`` or from ``SCHEDULES``), or of forward passes only (None)."""
@@ -208,11 +207,9 @@ class PipelineEngine:
         )
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
         self.weight_grads.begin_step(separate=False)
-        if self._receives is None:
-            self._receives = PostedReceives(self.channel, table.max_ahead)
-        receives = self._receives
+        if self.channel is not None and last_step is None:
+            self.channel.open_mailboxes(buffers=table.warm_ups[0] + 1)
         forwards, backwards = ([op for op in ops if op.is_forward is forward] for forward in (True, False))
-        receives.add(messages, forwards)
         passes: list[tuple[_Step, PipelineOp]] = []
         for number, forward in enumerate(forwards):
             passes.append((step, forward))
@@ -220,40 +217,35 @@ class PipelineEngine:
                 passes.append((step, backwards[number - warm_up]))
             elif last_step is not None:
                 passes.append((last_step, last_step.cool_down.popleft()))
-
-        def complete_forwards(number: int) -> None:
-            after_forwards(number)
-            if number == warm_up:  # a receive may depend on the codecs' memory of the last step
-                receives.add(messages, backwards)
-
-        self._run_passes(passes, receives, span, complete_forwards)
-        complete_forwards(len(forwards))
+        self._run_passes(passes, table.warm_ups[0], span, after_forwards)
+        after_forwards(len(forwards))
         step.cool_down.extend(backwards[len(forwards) - warm_up :])
         self._open_step = step
 
     def flush(self, span: Span = lambda name, op: nullcontext()) -> None:
         """Run the backward passes that ``run_without_flush`` has left."""
-        step, receives = self._open_step, self._receives
-        if step is None or receives is None:
+        step, self._open_step = self._open_step, None
+        if step is None:
             return
-        self._run_passes([(step, op) for op in step.cool_down], receives, span)
+        self._run_passes([(step, op) for op in step.cool_down], 0, span)
         self._complete_sends()
-        self._open_step = self._receives = None
+        if self.channel is not None:
+            self.channel.close_mailboxes()
 
     def _run_passes(
         self,
         passes: Sequence[tuple[_Step, PipelineOp]],
-        receives: PostedReceives,
+        max_ahead: int,
         span: Span,
         begin_forward: Callable[[int], None] = lambda micro_batch: None,
     ) -> None:
         """Run passes of steps that overlap; ``begin_forward`` is called before each forward with its micro-batch."""
+        receives = PostedReceives(self.channel, max_ahead)  # of none: all messages come through mailboxes
         for step, op in passes[:1]:
             step.messages.expect(op)
         for (step, op), following in zip(passes, [*passes[1:], None], strict=False):
             if op.is_forward:
                 begin_forward(op.micro_batch)
-            receives.post()
             if following is not None:
                 following[0].messages.expect(following[1])
             self._run_pass(step, op, receives, span)

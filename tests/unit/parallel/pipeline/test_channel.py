@@ -113,6 +113,31 @@ def test_a_message_that_does_not_fill_the_buffer_of_its_receiver_is_refused(monk
         channel.send(message, torch.zeros(SHAPE))
 
 
+class _LongCodec(_ShortCodec):
+    """A codec whose messages are more than twice as long as uncompressed ones."""
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(8 * shape.numel() + 1, dtype=torch.uint8, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        return self.empty_payload(x.shape, x.dtype, x.device, state, key)
+
+
+def test_a_message_that_does_not_fit_into_a_mailbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its receiver would end with an error of gloo."""
+    channel, link = _channel()
+    channel.shapes = [torch.Size((64, 2, 16))] * (LAYOUT.num_virtual_stages - 1)
+    monkeypatch.setattr(channel, "_codec", lambda way, position: _LongCodec())
+    monkeypatch.setattr(link, "send", Mock())
+    message, x = Message(channel.forward, Position(0, 1, 0, 2), None), torch.zeros(64, 2, 16)
+    channel.send(message, x)
+    channel.mailbox_buffers = 1
+    with pytest.raises(CompressorFault, match=r"pp-forward: a message has 16,385 bytes, more than 2 times as many as"):
+        channel.send(message, x)
+
+
 def test_messages_of_a_codec_with_restored_samples_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their size depends on the samples, which a fresh state does not have."""
     channel, link = _channel()
