@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,30 @@ class _GuardedPoint:
         return self.settings[position][0] if position >= 0 and self.breaks[position] < _MAX_BREAKS else None
 
 
+@dataclass
+class _Measurement:
+    """Measured increases of the loss, in percent.
+
+    Args:
+        costs: by point, with the settings in use.
+        bolder_costs: by point, with the next bolder setting.
+        joint_cost: of all compressed forward points together; None if they are fewer than two.
+        joint_points: these points.
+    """
+
+    costs: dict[Point, float]
+    bolder_costs: dict[Point, float]
+    joint_cost: float | None = None
+    joint_points: list[Point] = field(default_factory=list)
+
+    def total(self, costs: Mapping[Point, float]) -> float:
+        """Expected increase at all points: the sum of their costs, or more if the forward points together cost more
+        than each by itself."""
+        joint = 0.0 if self.joint_cost is None else self.joint_cost
+        others = [cost for point, cost in costs.items() if point not in self.joint_points]
+        return max(sum(costs.values()), joint + sum(others))
+
+
 class LossGuard:
     """Guard that keeps the expected increase of the loss within ``--max-loss-increase``.
 
@@ -75,7 +99,8 @@ class LossGuard:
     - at reductions with error feedback, if the residual's energy is a greater share of the gradient's than it was when
       the mean increase was measured: the increase then grows in proportion.
 
-    If the sum over the points exceeds the budget, the point with the greatest increase takes the next gentler setting
+    If the sum over the points, or what the forward points cost together and the others beside them, exceeds the budget,
+    the point with the greatest increase takes the next gentler setting
     of its compressor, or exact traffic if there is none. If instead ``CALM_CHECKS`` checks in a row find room for the
     setting before, the point goes back to it: never beyond the setting that was chosen, and not to a setting that has
     exceeded the budget twice.
@@ -85,6 +110,7 @@ class LossGuard:
         batches: this rank's micro-batches of the held-out samples.
         length: length of the run, for costs by length and warm-ups in fractions of it.
         saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
+        due_at_start: whether a check is due before the first step: the compressors are new, but not the weights.
     """
 
     def __init__(
@@ -93,6 +119,7 @@ class LossGuard:
         batches: Sequence[Batch],
         length: RunLength,
         saved: Mapping[str, Values] = MappingProxyType({}),
+        due_at_start: bool = False,
     ) -> None:
         compression = engines.config.compression
         self.interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
@@ -120,6 +147,7 @@ class LossGuard:
             )
             if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
                 self._forward_points.append(point)
+        self.due_at_start = due_at_start and bool(self._points)
 
     @staticmethod
     def is_needed(engines: Engines) -> bool:
@@ -146,18 +174,20 @@ class LossGuard:
         """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
         it. A collective call."""
         costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
-        measured, bolder_measured = self._measure()
-        for point, cost in measured.items():
+        measurement = self._measure()
+        for point, cost in measurement.costs.items():
             costs[point] = max(costs[point], cost)
-        total = sum(costs.values())
+        total = measurement.total(costs)
         # All ranks take the decision of rank 0: their sums may round differently.
-        text = json.dumps(self._decide(costs, bolder_measured))
+        text = json.dumps(self._decide(costs, total, measurement.bolder_costs))
         decision = json.loads(gather_texts(self._engines.topology.control.pg, text)[0])
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
         if eased or emboldened:
             costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
+            if total > sum(costs.values()):
+                costs_text += f"; {' and '.join(point.value for point in measurement.joint_points)} together more"
             relation = "above" if eased else f"in {CALM_CHECKS} checks far below"
             line = (
                 f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} "
@@ -165,14 +195,17 @@ class LossGuard:
             )
         values = {
             "expected_increase": total,
+            "joint_increase": measurement.joint_cost,
             "points": {point.value: cost for point, cost in costs.items()},
             "settings": {point.value: guarded.position for point, guarded in self._points.items()},
         }
         return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
 
-    def _decide(self, costs: Mapping[Point, float], bolder_measured: Mapping[Point, float]) -> dict[str, Any]:
+    def _decide(
+        self, costs: Mapping[Point, float], total: float, bolder_costs: Mapping[Point, float]
+    ) -> dict[str, Any]:
         """The point that takes a gentler setting, or a bolder one, if any; and the calm checks of all points."""
-        total, eased, emboldened = sum(costs.values()), None, None
+        eased, emboldened = None, None
         calm_checks = dict.fromkeys(costs, 0)
         if total > self._budget:
             eased = max(costs, key=lambda point: costs[point])
@@ -180,7 +213,7 @@ class LossGuard:
             for point, guarded in self._points.items():
                 room, bolder = self._budget - (total - costs[point]), guarded.bolder
                 if bolder is not None and bolder.increase <= room:
-                    increase = bolder_measured.get(point, bolder.mean_increase)
+                    increase = bolder_costs.get(point, bolder.mean_increase)
                     calm_checks[point] = guarded.calm_checks + 1 if increase <= _CALM_SHARE * room else 0
             calmest = max(calm_checks, key=lambda point: calm_checks[point])
             if calm_checks[calmest] >= CALM_CHECKS:
@@ -211,27 +244,31 @@ class LossGuard:
         if position == len(settings):
             plan.substitute(point, None)
 
-    def _measure(self) -> tuple[dict[Point, float], dict[Point, float]]:
-        """Measured increase of the loss, in percent, with the settings in use, and with the next bolder ones."""
-        measured, bolder_measured = self._residual_costs()
+    def _measure(self) -> _Measurement:
+        """Measure the increase of the loss with the settings in use, and with the next bolder ones."""
+        measurement = _Measurement(*self._residual_costs())
         points = {point: self._points[point] for point in self._forward_points}
         compressed = [point for point, guarded in points.items() if guarded.candidate is not _EXACT]
         with_bolder = [point for point, guarded in points.items() if guarded.bolder is not None]
-        exact_loss = self._evaluate_loss(None) if compressed or with_bolder else math.nan
+        exact_loss = self._evaluate_loss(()) if compressed or with_bolder else math.nan
         if not math.isfinite(exact_loss) or exact_loss <= 0.0:
-            return measured, bolder_measured | dict.fromkeys(with_bolder, math.inf)
+            measurement.bolder_costs |= dict.fromkeys(with_bolder, math.inf)
+            return measurement
         for point in compressed:
-            measured[point] = _increase(self._evaluate_loss(point), exact_loss)
+            measurement.costs[point] = _increase(self._evaluate_loss((point,)), exact_loss)
+        if len(compressed) > 1:
+            measurement.joint_points = compressed
+            measurement.joint_cost = _increase(self._evaluate_loss(tuple(compressed)), exact_loss)
         for point in with_bolder:
             self._use_setting(point, points[point].position - 1)
-            bolder_measured[point] = _increase(self._evaluate_loss(point), exact_loss)
+            measurement.bolder_costs[point] = _increase(self._evaluate_loss((point,)), exact_loss)
             self._use_setting(point, points[point].position)
-        return measured, bolder_measured
+        return measurement
 
-    def _evaluate_loss(self, compressed_point: Point | None) -> float:
-        """Loss on the held-out samples, with compressed forward messages at one point or at none."""
+    def _evaluate_loss(self, compressed: Collection[Point]) -> float:
+        """Loss on the held-out samples, with compressed forward messages at some points only."""
         plan = self._engines.plan
-        plan.evaluation_overrides = {point: point is compressed_point for point in self._forward_points}
+        plan.evaluation_overrides = {point: point in compressed for point in self._forward_points}
         losses = evaluate(self._engines, iter(self._batches), 1, len(self._batches), 0).losses
         plan.evaluation_overrides = {}
         return next(iter(losses.values()))

@@ -198,7 +198,11 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         guard = None
         if parts.trains(config, saved) and LossGuard.is_needed(engines):
             batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))
-            guard = run_together(topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss))
+            has_weights = saved is not None or parts.pretrained is not None
+            due_at_start = run.choice is not None and has_weights
+            guard = run_together(
+                topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start)
+            )
         certificate = None
         if config.checkpoint.certificate:
             certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check)

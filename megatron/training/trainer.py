@@ -78,8 +78,7 @@ class Trainer:
             NothingLearnedError: on every rank, at the end, if every step was skipped.
             DivergedError: on every rank, if the run has diverged.
         """
-        reason = ExitReason.NONE
-        start, skipped = self.progress.iteration, self.progress.skipped
+        reason, start, skipped = ExitReason.NONE, self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
             round_due = self.rounds is not None and self.rounds.is_round_overdue(start)
             if start < self.train_iters or self._left_behind or round_due:
@@ -125,9 +124,8 @@ class Trainer:
 
     def _train(self) -> ExitReason:
         assert self.train_set is not None
-        config, progress = self.config, self.progress
+        config, progress, reason = self.config, self.progress, ExitReason.NONE
         listening = ExitSignals() if config.training.exit_signal_handler else nullcontext()
-        reason = ExitReason.NONE
         with listening as signals:
             self.reporter.start_training()
             self.checkpoints.begin_certificate()
@@ -140,6 +138,8 @@ class Trainer:
                 self._run_round(lambda rounds: rounds.catch_up(self.progress.iteration))
             if self.config.validation.eval_at_start and progress.iteration == 0:
                 self._validate()
+            if self.loss_guard is not None and self.loss_guard.due_at_start:
+                self._check_loss()
             while reason is ExitReason.NONE and (self._left_behind or progress.iteration < self.train_iters):
                 if self._left_behind:
                     self._join()

@@ -241,6 +241,7 @@ def test_a_run_on_slower_links_chooses_again_and_goes_on(adapted: tuple[Path, st
     losses = _losses(folder / "log.jsonl")
     assert sorted(losses) == list(range(1, 41))
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [event["iteration"] for event in events if event["kind"] == "loss_check"] == [paused]  # before it goes on
     slowdowns = [event for event in events if event["kind"] == "slowdown"]
     assert slowdowns[-1]["iteration"] == paused - 1
     assert slowdowns[-1]["measured_s"] > 1.5 * slowdowns[-1]["expected_s"]

@@ -54,8 +54,10 @@ class ScaledCodec(CastCodec):
 
 
 def register(registry):
-    rungs = (Rung("factor=1.0", {1000: (0.001, 0.001)}), Rung("factor=0.02", {1000: (0.002, 0.002)}))
-    registry.register("scaled", Registration(ScaledConfig, codec=ScaledCodec, ladder={Point.PP_FWD: rungs}))
+    factors = (1.0, 0.02, 0.3)
+    rungs = tuple(Rung(f"factor={factor}", {1000: (0.001 + i / 1000,) * 2}) for i, factor in enumerate(factors))
+    ladder = dict.fromkeys((Point.PP_FWD, Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD), rungs)
+    registry.register("scaled", Registration(ScaledConfig, codec=ScaledCodec, ladder=ladder))
 """
 
 
@@ -307,12 +309,57 @@ def test_a_run_that_resumes_right_after_a_change_is_exact(tmp_path: Path, goes_b
             assert not warnings
 
 
+def _check_joint_harm(module: str) -> tuple[dict[str, Any], dict[str, float], dict[str, Any], str | None]:
+    """A check of two forward points, with what they cost by plain evaluations of engines with the same weights; and a
+    check of losses that are far higher with both than with each."""
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32}
+    layout = {"parallel": {"expert_model_parallel_size": 2}, "model": experts}
+    points = Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD
+    specs = {point.value: f"{point.value}=scaled,factor=0.3" for point in points}
+    engines = tiny_engines(merge(layout, _auto([*specs.values()], module, 100.0)))
+    tiny_train(engines, 7)
+    losses = {}
+    for name, used in {"exact": [], **{key: [spec] for key, spec in specs.items()}, "both": [*specs.values()]}.items():
+        compress = [f"{spec},eval=on" for spec in used]
+        other = tiny_engines(merge(layout, {"compression": {"compress": compress, "compress_module": [module]}}))
+        _copy_weights(engines, other)
+        batches = tiny_batches(other.config, other.topology, False, start=5000)
+        losses[name] = evaluate(other, batches, 1, 2, 0).losses["lm loss"]
+    increases = {name: 100.0 * (loss / losses["exact"] - 1.0) for name, loss in losses.items()}
+    guard = _guard(engines)
+    values = dict(guard.check().values)
+    guard._budget = 1.0
+    made_up_losses = {(): 1.0, points[:1]: 1.002, points[1:]: 1.003, points: 1.02}
+    guard._evaluate_loss = made_up_losses.__getitem__  # type: ignore[assignment, method-assign]
+    finding = guard.check()
+    return values, increases, dict(finding.values), finding.line
+
+
+def test_forward_points_are_also_measured_together(tmp_path: Path) -> None:
+    """What they cost together counts if it is more than the sum of what each costs by itself."""
+    module = tmp_path / "scaled.py"
+    module.write_text(HARMFUL)
+    results = run_ranks(2, _check_joint_harm, str(module))
+    values, increases, made_up, line = results[0]
+    for point, cost in values["points"].items():
+        assert cost == pytest.approx(increases[point], rel=1e-6)
+    assert values["joint_increase"] == pytest.approx(increases["both"], rel=1e-6)
+    assert values["expected_increase"] == sum(values["points"].values())
+    assert made_up["expected_increase"] == made_up["joint_increase"] == pytest.approx(2.0)
+    assert made_up["eased"] == "ep-combine-forward"
+    assert line is not None
+    costs = "ep-dispatch-forward 0.20%, ep-combine-forward 0.30%"
+    together = "ep-dispatch-forward and ep-combine-forward together more"
+    assert f"the loss is expected to be 2.00% higher ({costs}; {together}), above" in line
+    assert results[1] == results[0]
+
+
 def _check_losses_that_are_not_finite(module: str) -> list[dict[str, Any]]:
     engines = tiny_engines(merge(STAGES, _auto(["pp-forward=scaled,factor=1.0"], module)))
     values = []
     for exact_loss, compressed_loss in ((math.nan, 1.0), (1.0, math.nan)):
         guard = _guard(engines)
-        losses = {None: exact_loss, Point.PP_FWD: compressed_loss}
+        losses = {(): exact_loss, (Point.PP_FWD,): compressed_loss}
         guard._evaluate_loss = losses.__getitem__  # type: ignore[assignment, method-assign]
         values.append(dict(guard.check().values))
     return values

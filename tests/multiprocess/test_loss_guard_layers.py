@@ -43,7 +43,7 @@ def _ease_to_exact(name: str) -> dict[str, tuple[list[float], list[list[str]], l
         count = 4 // engines.topology.layout.dp
         guard = LossGuard(engines, take_batches(batches, count, engines.topology.device), RunLength(30))
         guard._budget = 0.0
-        measured = [each.value for each in guard._measure()[0]]
+        measured = [each.value for each in guard._measure().costs]
         shares, used, costs = [], [], []
         for step in range(4):
             engines.ledger.clear()  # of the checks' traffic
