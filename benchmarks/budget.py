@@ -38,6 +38,18 @@ TRAINING: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {"num-layers": 2, "hidden-size": 64, "lr": 3e-3, "min-lr": 3e-4}
 DEEP: dict[str, Any] = {"num-layers": 6, "hidden-size": 32, "lr": 6e-3, "min-lr": 6e-4}
+GATED: dict[str, Any] = {
+    **WIDE,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+}
+GROUPED: dict[str, Any] = {**WIDE, "group-query-attention": True, "num-query-groups": 2}
+LONG: dict[str, Any] = {**WIDE, "seq-length": 128, "max-position-embeddings": 128}
+MUON: dict[str, Any] = {**WIDE, "optimizer": "muon", "lr": 1e-3, "min-lr": 1e-4}
+HALF_PRECISION: dict[str, Any] = {**WIDE, "bf16": True}
+FOUR_LAYERS: dict[str, Any] = {**WIDE, "num-layers": 4}
 WITH_EXPERTS: dict[str, Any] = {"num-experts": 8, "moe-ffn-hidden-size": 128, "moe-aux-loss-coeff": 0.01}
 SHARDED: dict[str, Any] = {"use-distributed-optimizer": True}
 STAGES: dict[str, Any] = {"pipeline-model-parallel-size": 2}
@@ -73,6 +85,13 @@ ROWS = {
     "2 stages x 2 replicas, 0.2%": Row(0.2, STAGES, hosts=4),
     "2 stages x 2 replicas, 1%": Row(1.0, STAGES, hosts=4),
     "deep, 2 replicas, 0.5%": Row(0.5, model=DEEP),
+    "gated, 2 replicas, 1%": Row(1.0, model=GATED),
+    "grouped queries, 2 replicas, sharded, 1%": Row(1.0, SHARDED, GROUPED),
+    "long, 2 stages, 1%": Row(1.0, STAGES, LONG),
+    "muon, 2 replicas, 1%": Row(1.0, model=MUON),
+    "bf16, 2 replicas, 0.5%": Row(0.5, model=HALF_PRECISION),
+    "4 replicas, 1%": Row(1.0, hosts=4),
+    "4 stages, 2%": Row(2.0, {"pipeline-model-parallel-size": 4}, FOUR_LAYERS, hosts=4),
     "2 tensors, 0.5%": Row(0.5, TENSORS),
     "2 tensors, 2%": Row(2.0, TENSORS),
     "2 expert ranks, 0.5%": Row(0.5, {"expert-model-parallel-size": 2}, WIDE | WITH_EXPERTS),
@@ -88,7 +107,8 @@ def paths_of(out: Path, name: str, seed: int) -> tuple[Path, Path]:
 
 def twin_of(row: Row) -> str:
     """Name of a row's uncompressed twin."""
-    return f"twin {row.model['num-layers']}x{row.model['hidden-size']}{' experts' * ('num-experts' in row.model)}"
+    others = "".join(f", {name}" for name in row.model if name not in WIDE)
+    return f"twin {row.model['num-layers']}x{row.model['hidden-size']}{others}"
 
 
 def train_twin(out: Path, row: Row, seed: int) -> None:
@@ -112,7 +132,7 @@ def train_auto(out: Path, name: str, seed: int) -> None:
     log.unlink(missing_ok=True)
     values = {**TRAINING, **row.model, **row.layout, "seed": seed, "max-loss-increase": row.budget}
     flags = runs.flags(values, ["auto"], out, log)
-    with Lab([row.rate] * row.hosts) as lab, _output_to(output):
+    with Lab([row.rate] * row.hosts) as lab, output_to(output):
         threading.Thread(target=_speed_up, args=[lab, output], daemon=True).start()
         status = lab.run(["pretrain_gpt.py", *flags], timeout=600)
     if status:
@@ -120,7 +140,7 @@ def train_auto(out: Path, name: str, seed: int) -> None:
 
 
 @contextmanager
-def _output_to(path: Path) -> Iterator[None]:
+def output_to(path: Path) -> Iterator[None]:
     """Write this process's output, and that of its children, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

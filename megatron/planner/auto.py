@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
@@ -67,6 +67,7 @@ class AutoChoice:
         points: choice at each point that has traffic and no spec of the user.
         settings: choice of each setting that was predicted to gain.
         considered: number of sets of compressors within the budget.
+        search: the search that found the sets.
         trials: sets whose iterations were timed; empty if the choice is by prediction.
     """
 
@@ -75,6 +76,7 @@ class AutoChoice:
     points: Sequence[PointChoice]
     settings: Sequence[SettingChoice]
     considered: int
+    search: AutoSearch
     trials: Sequence[CompressorSet] = ()
 
 
@@ -168,7 +170,7 @@ class AutoSearch:
             for name, flag in zip(self.searches[-1].settings, flags_of(self.searches[-1].settings), strict=True)
         ]
         considered = sum(search.considered for search in self.searches)
-        return AutoChoice(sets[0], chosen, points, settings, considered, trials)
+        return AutoChoice(sets[0], chosen, points, settings, considered, self, trials)
 
     def _search_with(self, settings: Settings) -> CompressorSearch:
         for search in self.searches:
@@ -264,6 +266,11 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
+    card_specs = " ".join(
+        candidate.spec for point, candidate in result.chosen.candidates.items() if point not in EXPERT_POINTS
+    )
+    if card_specs:
+        lines.append(f"  to try them on small models: make safety-card ARGS=\"--short --spec '{card_specs}'\"")
     if result.chosen.flags:
         lines.append(f"  the same by hand: {' '.join(result.chosen.flags)}")
     return "\n".join(lines)

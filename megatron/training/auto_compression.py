@@ -156,7 +156,7 @@ def choose_compressors(
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
     search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, free_settings))
-    contenders = _agree_on_sets(group, search.contenders(), search)
+    contenders = agree_on_sets(group, search.contenders(), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
@@ -170,7 +170,7 @@ def choose_compressors(
     suggested = suggestions(search.predictor, result.chosen.prediction, free_settings)
     log(report(result, config.compression.max_loss_increase, suggested))
     log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
-    (chosen,) = _agree_on_sets(group, [result.chosen], search)
+    (chosen,) = agree_on_sets(group, [result.chosen], search)
     return with_choice(config, chosen.specs, chosen.settings, topology), result
 
 
@@ -341,11 +341,13 @@ def _search(
     return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, free_settings)
 
 
-def _agree_on_sets(
+def agree_on_sets(
     group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: AutoSearch
 ) -> list[CompressorSet]:
-    """The sets that rank 0 has selected. All ranks predict by the same rates, but their libraries may round
-    differently."""
+    """The sets that rank 0 has selected. A collective call.
+
+    All ranks predict by the same rates, but their libraries may round differently.
+    """
     texts = gather_texts(group, json.dumps([(each.specs, dict(each.settings)) for each in selected]))
     return run_together(group, lambda: [search.find_set(*entry) for entry in json.loads(texts[0])])
 

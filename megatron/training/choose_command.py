@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = replace(parsed.config.checkpoint, save=None, load=None)
         parsed.config = replace(parsed.config, compression=compression, checkpoint=checkpoint)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        train(ranks, resolve(parsed, env), parsed.notes, parsed.flag_fields, Job(chooses_only=True))
+        job = Job(after_choice=lambda _parts, _chosen: None)
+        train(ranks, resolve(parsed, env), parsed.notes, parsed.flag_fields, job)
 
     return run_program(body)

@@ -50,7 +50,7 @@ from megatron.training.machine_check import check_machine, check_room
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.run_plan import Judge, RunPlan
-from megatron.training.run_segment import RunParts, choose_or_keep, resuming_config, train_segment
+from megatron.training.run_segment import ChosenRun, RunParts, choose_or_keep, resuming_config, train_segment
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
 from megatron.training.signals import ExitReason
 from megatron.training.trial_steps import free_memory
@@ -66,14 +66,14 @@ class Job:
         pretrained: folder and iteration of a language model that a new run starts from.
         judge: see ``RunPlan``.
         sections: more sections of the flags, by name, in which all ranks must agree.
-        chooses_only: whether to end once the compressors are chosen.
+        after_choice: work once the compressors are chosen, in place of training.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
     pretrained: tuple[str, Iteration] | None = None
     judge: Judge | None = None
     sections: Mapping[str, Any] = field(default_factory=dict)
-    chooses_only: bool = False
+    after_choice: Callable[[RunParts, ChosenRun], None] | None = None
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
@@ -236,7 +236,8 @@ def run(
             log,
         )
         chosen = choose_or_keep(parts, config, saved)
-        if job.chooses_only:
+        if job.after_choice is not None:
+            job.after_choice(parts, chosen)
             return
     while train_segment(parts, chosen) is ExitReason.CHOICE:
         free_memory()

@@ -75,7 +75,7 @@ def time_sets(
     """
     # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
     all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
-    trials = [_Trial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
+    trials = [SetTrial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
     rounds = TrialRounds(predicted_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
@@ -99,7 +99,7 @@ def _agree(topology: Topology, numbers: list[int]) -> list[int]:
     return agreed
 
 
-class _Trial:
+class SetTrial:
     """Training steps with a configuration. All methods are collective calls.
 
     Args:
@@ -166,7 +166,7 @@ class _Trial:
         self.engines, self._batches = None, ()
 
 
-def _drop_engines(trials: Sequence[_Trial]) -> None:
+def _drop_engines(trials: Sequence[SetTrial]) -> None:
     """Free the memory of the engines of some trials, where there are any."""
     trials = [trial for trial in trials if trial.engines is not None]
     for trial in trials:

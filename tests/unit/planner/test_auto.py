@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.safety.settings import read_card_specs
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
@@ -300,6 +301,9 @@ def test_the_report_names_each_point_and_the_flags() -> None:
     text = report(result, 0.5)
     flags = " ".join(f"--compress {spec}" for spec in _chosen(result).values())
     assert f"the same by hand: {flags}" in text
+    (card_specs,) = re.findall(r"make safety-card ARGS=\"--short --spec '(.*)'\"", text)
+    assert card_specs == " ".join(_chosen(result).values())
+    assert read_card_specs(card_specs, 150).keys() == _chosen(result).keys()
     for choice in result.points:
         assert f"\n  {choice.point.value} " in text
     assert "\n  not switched on: --flag would save 4%" in report(result, 0.5, ["--flag would save 4%"])
