@@ -234,6 +234,17 @@ def test_compressors_are_chosen_for_the_runs_layout(tmp_path: Path, capsys: pyte
     assert "(--max-loss-increase 0.5)" in capsys.readouterr().out
 
 
+def test_the_choice_of_compressors_is_compared_with_one_node_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = _files(tmp_path)
+    for gpus_per_node, count in ((CLUSTER.gpus // 2, 1), (CLUSTER.gpus, 0)):
+        cluster = replace(CLUSTER, gpus_per_node=gpus_per_node, across=LinkSpec(0.05, 20.0))
+        (tmp_path / "cluster.yaml").write_text(write_cluster(cluster))
+        assert main([*words, "--compress", "auto"]) == 0
+        assert capsys.readouterr().out.count("\none node alone, with the same global batch: ") == count
+
+
 def test_a_run_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     (tmp_path / "cluster.yaml").write_text("gpus: 8\ndevice: {memory_gib: 0.0001}\n")
