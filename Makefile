@@ -1,5 +1,5 @@
 # The commands of the project; each prepares the environment it needs first (see tools/setup_env.py).
-#   PYTHON=/path/to/python   use this Python, or the environment it belongs to
+#   PYTHON=/path/to/python   use this Python, or the environment it belongs to, unless another checkout is installed there
 #   ARGS="..."               further arguments of the command, as in: make test ARGS="-k tokenizer -x"
 
 BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v python || echo python3))

@@ -9,9 +9,10 @@ An installed torch in the supported range is used as it is:
 - a system or conda Python with such a torch gets a ``.venv`` that sees the system's packages;
 - otherwise ``.venv`` is created from the first usable Python, and torch is installed into it.
 
-torch is never replaced: later installations are constrained to its version. A second call finds its stamp and
-has nothing to do. Standard library only; a Python too old to train with can run this script, which then looks
-for another one.
+torch is never replaced: later installations are constrained to its version. An environment outside this checkout in
+which another checkout is installed (``pip install -e``) is refused, since its commands would then run this checkout's
+code. A second call finds its stamp and has nothing to do. Standard library only; a Python too old to train with can run
+this script, which then looks for another one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 REPO = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -39,12 +42,14 @@ try:
     torch = m.version("torch") if u.find_spec("torch") else None
 except m.PackageNotFoundError:
     torch = None
+origins = [d.read_text("direct_url.json") for d in m.distributions(name="megatron-cc")]
 print(json.dumps({
     "executable": sys.executable, "version": sys.version_info[:2], "prefix": sys.prefix,
     "base_prefix": sys.base_prefix, "torch": torch,
     "is_venv": sys.prefix != sys.base_prefix,
     "has_venv": bool(u.find_spec("venv")), "has_ensurepip": bool(u.find_spec("ensurepip")),
     "has_pip": bool(u.find_spec("pip")),
+    "origin": next(filter(None, origins), None),
 }))
 """
 
@@ -65,6 +70,8 @@ class Interpreter:
         self.is_venv: bool = facts["is_venv"]
         self.can_make_venv: bool = facts["has_venv"] and (facts["has_ensurepip"] or facts["has_pip"])
         self.has_ensurepip: bool = facts["has_ensurepip"]
+        self.origin: str | None = facts["origin"]
+        """pip's record of where the installed Megatron-CC comes from, in JSON."""
 
     @property
     def has_suitable_torch(self) -> bool:
@@ -212,8 +219,31 @@ def expected_stamp(python: Interpreter) -> dict[str, Any]:
     return {"project": hashlib.sha256(text.encode()).hexdigest(), "repo": str(REPO), "torch": python.torch}
 
 
+def find_other_checkout(python: Interpreter) -> Path | None:
+    """Find the other checkout whose code an environment runs; None for an environment that this one may be
+    installed into: one of its own, without Megatron-CC, or with that of a folder which is gone."""
+    try:
+        origin = json.loads(python.origin or "{}")
+        is_editable, url = origin.get("dir_info", {}).get("editable", False), urlsplit(origin.get("url", ""))
+    except (ValueError, AttributeError):
+        return None
+    checkout = Path(url2pathname(url.path))
+    is_other = url.scheme == "file" and (checkout / "pyproject.toml").is_file() and checkout.resolve() != REPO
+    return checkout if is_editable and is_other and REPO not in Path(python.prefix).resolve().parents else None
+
+
 def install(python: Interpreter, extras: set[str]) -> None:
-    """Install torch if missing, then the project and its dependencies; do nothing if all are installed."""
+    """Install torch if missing, then the project and its dependencies; do nothing if all are installed.
+
+    Raises:
+        SetupError: when something cannot be installed, or the environment runs another checkout's code.
+    """
+    if other := find_other_checkout(python):
+        raise SetupError(
+            f"{python.prefix} runs the code of {other}, and would run this checkout's code instead; leave PYTHON out, "
+            f"or deactivate the environment, to use {REPO / '.venv'}; or first: {python.executable} -m pip uninstall "
+            "megatron-cc"
+        )
     stamp, expected = read_stamp(python), expected_stamp(python)
     installed_extras = set(stamp.get("extras", ()))
     current = {name: stamp.get(name) for name in expected} == expected

@@ -9,6 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+from venv import EnvBuilder
 
 import pytest
 
@@ -27,6 +29,7 @@ def interpreter(**changes: Any) -> Interpreter:
         "has_venv": True,
         "has_ensurepip": True,
         "has_pip": True,
+        "origin": None,
     }
     return Interpreter({**facts, **changes})
 
@@ -156,6 +159,55 @@ def test_a_second_call_installs_nothing_until_something_changes(
     assert installs({"lint"}) == [".[lint]"]
     stamp.write_text("{")
     assert installs({"lint"}) == [".[lint]"]
+
+
+def _origin(folder: Path, editable: bool = True, scheme: str = "file") -> str:
+    """pip's record of an installation from a folder, which becomes a checkout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder != REPO:
+        (folder / "pyproject.toml").touch()
+    return json.dumps({"dir_info": {"editable": editable}, "url": f"{scheme}://{quote(str(folder))}"})
+
+
+def test_an_environment_of_another_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands would run the code of this checkout from then on, even if a stamp says that all is installed."""
+    pip, other = Recorder(monkeypatch), tmp_path / "another checkout"
+    facts = {"prefix": str(tmp_path), "torch": "2.13.0+cpu", "executable": "/env/bin/python"}
+    setup_env.install(interpreter(**facts), set())
+    pip.calls.clear()
+    for extras in (set(), {"test"}):
+        with pytest.raises(SetupError) as error:
+            setup_env.install(interpreter(**facts, origin=_origin(other)), extras)
+        assert str(error.value).startswith(f"{tmp_path} runs the code of {other}, ")
+        assert str(error.value).endswith("/env/bin/python -m pip uninstall megatron-cc")
+        assert "\n" not in str(error.value)
+    assert pip.calls == []
+
+
+def test_an_environment_without_another_checkout_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, gone = _origin(tmp_path / "other"), _origin(tmp_path / "gone")
+    (tmp_path / "gone" / "pyproject.toml").unlink()
+    own_folder = str(REPO / ".venv")
+    copy_of_own = interpreter(prefix=own_folder, origin=other)  # a copied checkout
+    accepted = [None, gone, _origin(REPO), "{}", "[]", "no JSON", '{"url": "https://example.org/x.whl"}']
+    accepted += [_origin(tmp_path / "other", editable=False), _origin(tmp_path / "other", scheme="ssh")]
+    pythons = [copy_of_own, *(interpreter(prefix="/env", origin=origin) for origin in accepted)]
+    assert [python.origin for python in pythons if setup_env.find_other_checkout(python)] == []
+    assert setup_env.find_other_checkout(interpreter(prefix="/env", origin=other)) == tmp_path / "other"
+
+
+def test_probe_finds_an_installed_checkout(tmp_path: Path) -> None:
+    site = tmp_path / "env" / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    EnvBuilder().create(tmp_path / "env")
+    record = site / "megatron_cc-0.1.0.dist-info"
+    python = str(tmp_path / "env" / "bin" / "python")
+    assert (none := probe(python)) is not None
+    assert none.origin is None
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-cc\nVersion: 0.1.0\n")
+    (record / "direct_url.json").write_text(origin := _origin(tmp_path / "checkout"))
+    assert (found := probe(python)) is not None
+    assert found.origin == origin
 
 
 def test_oracles_are_optional(
