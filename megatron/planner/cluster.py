@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.base.documents import dump_yaml, read_yaml
+from megatron.base.documents import dump_yaml, read_json, read_yaml
 from megatron.base.errors import UserError
 
 
@@ -243,12 +244,12 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a YAML file.
+    """Read a cluster from a file in JSON, if its name ends in .json, or else in YAML.
 
     Raises:
         UserError: when the file is invalid; the message names the file and the mistake.
     """
-    values = read_yaml(path)
+    values = _read_values(path)
     nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec, "between_sites": LinkSpec}
     built = {
         name: _section(nested[name], content, f"{path}: {name}") if name in nested else content
@@ -270,7 +271,7 @@ def format_assumed_rates(path: str | Path, cluster: Cluster) -> str:
     Raises:
         UserError: when the file describes no device at all.
     """
-    values = read_yaml(path)
+    values = _read_values(path)
     if "device" not in values:
         raise UserError(
             f"{path}: no device; add device: {{name: ..., peak_tflops: ..., efficiency: ..., memory_gib: ..., "
@@ -307,9 +308,19 @@ def check_sites(cluster: Cluster) -> None:
         )
 
 
-def write_cluster(cluster: Cluster) -> str:
-    """Serialize a cluster as YAML for ``read_cluster``."""
-    return dump_yaml(dataclasses.asdict(cluster))
+def write_cluster(cluster: Cluster, path: str | Path = "cluster.yaml") -> str:
+    """Serialize a cluster as the text of a file for ``read_cluster``."""
+    values = dataclasses.asdict(cluster)
+    return json.dumps(values, indent=2) + "\n" if _is_json(path) else dump_yaml(values)
+
+
+def _read_values(path: str | Path) -> dict[str, Any]:
+    # YAML's loader refuses tabs, and takes numbers such as 1e9 for text.
+    return read_json(path, str(path)) if _is_json(path) else read_yaml(path)
+
+
+def _is_json(path: str | Path) -> bool:
+    return Path(path).suffix.lower() == ".json"
 
 
 def _section(kind: type[Any], content: object, context: str) -> Any:

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the command-line parser."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
-    cli.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
+    cli.add_argument("--cluster", required=True, metavar="FILE", help="description of the cluster, in YAML or JSON")
     cli.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
     cli.add_argument("--gpus", type=int, metavar="N", help="number of devices (the cluster file's)")
     cli.add_argument("--no-search", action="store_true", help="only predict the run as it is")
@@ -147,7 +147,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         if env.rank:
             return None
     machine = fill_in_measured(values, cluster)
-    write_whole(path, write_cluster(machine).encode(), "--cluster")
+    write_whole(path, write_cluster(machine, path).encode(), "--cluster")
     outliers = [f"{k} {v:.3g}" for k, v in values.items() if k in machine.corrections and v > MAX_USUAL_RATIO]
     if outliers:
         print(f"note: measured over predicted time: {', '.join(outliers)}; is the machine busy, or the model tiny?")

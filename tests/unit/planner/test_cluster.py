@@ -26,14 +26,24 @@ from megatron.planner.costs import wires_of
 REPO = Path(__file__).parents[3]
 
 
-def test_a_written_cluster_is_read_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["cluster.yaml", "cluster.json"])
+def test_a_written_cluster_is_read_back(name: str, tmp_path: Path) -> None:
     cluster = Cluster(
         "two nodes", 16, 8, Device("x", 100.0, 0.5, 24.0, 900.0, 4.0), LinkSpec(900.0, 2.0), LinkSpec(50.0, 9.0),
         {"layer forward": 1.25, "coding dp-grad=powersgd,rank=32": 0.7},
     )  # fmt: skip
-    path = tmp_path / "cluster.yaml"
-    path.write_text(write_cluster(cluster))
+    path = tmp_path / name
+    path.write_text(write_cluster(cluster, path))
     assert read_cluster(path) == cluster
+
+
+def test_a_file_in_json_may_have_tabs_and_exponents(tmp_path: Path) -> None:
+    """Neither is YAML."""
+    path = tmp_path / "cluster.json"
+    path.write_text('{\n\t"gpus": 4,\n\t"device": {"peak_tflops": 1e2},\n\t"across": {"gbit_per_s": 5e-1}\n}\n')
+    cluster = read_cluster(path)
+    assert (cluster.gpus, cluster.device.peak_tflops, cluster.across.gbit_per_s) == (4, 100.0, 0.5)
+    assert "device memory_gib" in format_assumed_rates(path, cluster)
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "examples" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
@@ -76,6 +86,29 @@ def test_counts_become_integers(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("gpus: 8.0\ngpus_per_node: 4.0\n")
     assert isinstance(read_cluster(path).gpus, int)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cluster.json", b"gpus: 4\n", "is not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("cluster.json", b"[4]", "expected names and values, not a list"),
+        ("cluster.yaml", b"[4]", "expected names and values, not a list"),
+        ("cluster.yaml", b"gpus:\t4\n\tname: x\n", "is not valid YAML (line 1"),
+        ("cluster.png", b"\x89PNG\r\n\x1a\n", "is not UTF-8 text; give a YAML file"),
+        ("cluster.sh", b"#!/bin/sh\necho 4\n", "expected names and values, not a str"),
+        ("", b"", "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_in_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_cluster(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
