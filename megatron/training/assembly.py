@@ -17,7 +17,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState, end_states
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.training import no_compile_reason
+from megatron.config.training import can_compile_by_default
 from megatron.diloco.outer_sync import OuterSync
 from megatron.distributed.clock import clock_of
 from megatron.distributed.layout import Layout
@@ -300,12 +300,8 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
     if choice == "on" and not has_compiler:
         requirement = "the package triton" if cuda else "a C++ compiler (g++, clang++ or the value of CXX)"
         raise UserError(f"--compile on: {requirement} is missing; install it or leave the flag out")
-    compiles = choice == "on" or (
-        choice == "auto"
-        and cuda
-        and has_compiler
-        and no_compile_reason(config.training, config.parallel, config.model) is None
-    )
+    by_default = can_compile_by_default(config.training, config.parallel, config.model)
+    compiles = choice == "on" or (choice == "auto" and has_compiler and by_default)
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)
         if compiles:
