@@ -7,10 +7,11 @@
 
 Each host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
 inside communicate over loopback. `--cpus-per-host 0.5` gives each host its own share of the processors. The command
-runs under torchrun, with a node per host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links
-even if several ranks share a GPU. When the command has ended or timed out (but not after Ctrl-C), the interfaces' byte
-counters are printed. In any case, all hosts are removed, and ranks that do not react to SIGTERM within seconds are
-killed. Only SIGKILL leaves hosts behind; `clean` removes them. Concurrent laboratories do not interfere.
+runs under tools/launch.py, with a node per host, over gloo; with `--device cuda` over NCCL, whose sockets use the
+hosts' links even if several ranks share a GPU. When the command has ended or timed out (but not after Ctrl-C), the
+interfaces' byte counters are printed; the exit status is the command's. In any case, all hosts are removed, and ranks
+that do not react to SIGTERM within seconds are killed. Only SIGKILL leaves hosts behind; `clean` removes them.
+Concurrent laboratories do not interfere.
 """
 
 from __future__ import annotations

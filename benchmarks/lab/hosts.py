@@ -1,4 +1,4 @@
-"""Hosts as network namespaces on a bridge, with shaped links, and torchrun commands on them. Linux, root."""
+"""Hosts as network namespaces on a bridge, with shaped links, and launched commands on them. Linux, root."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from benchmarks import REPO
 from benchmarks.lab.cpu_limit import CpuLimit, CpuLimitError
 from benchmarks.lab.removal import kill, remove
+from megatron.base.start import ONE_TERMINAL
 from megatron.data.interrupt import ignore_signals, interrupt_on_signals
 
 SUBNET = "10.77.0"
@@ -157,7 +159,7 @@ class Lab:
         return counters
 
     def run(self, command: Sequence[str], ranks_per_host: int = 1, timeout: float | None = None) -> int:
-        """Run a Python command on all hosts under torchrun; return as ``run_each``."""
+        """Run a Python command on all hosts under their launchers; return as ``run_each``."""
         hosts = range(len(self.rates))
         return self.run_each([(host, self.node(host, len(hosts), command, ranks_per_host)) for host in hosts], timeout)
 
@@ -185,17 +187,17 @@ class Lab:
                 self._running.remove(process)
 
     def node(self, number: int, nodes: int, command: Sequence[str], ranks: int) -> list[str]:
-        """Return the words after Python's name that start a node of torchrun, whose master is the first host."""
-        launcher = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
-        launcher += ["--master-addr", self.address(0), "--master-port", str(PORT)]
+        """Return the words after Python's name that start a node's launcher, whose master is the first host."""
+        launcher = [str(REPO / "tools" / "launch.py"), "--nnodes", str(nodes), "--node-rank", str(number)]
+        launcher += ["--nproc-per-node", str(ranks), "--master-addr", self.address(0), "--master-port", str(PORT)]
         if self.device == "cuda":
             launcher += ["--no-python", "sh", "-c", _OWN_HOST, self.host(number), sys.executable, "-u"]
             command = ["-m" if word == "--module" else word for word in command[:1]] + list(command[1:])
-        return ["-m", "torch.distributed.run", *launcher, *command]
+        return [*launcher, *command]
 
     def _start(self, host: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
         # Hosts have no names; the rendezvous would warn about that once per connection.
-        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", ONE_TERMINAL: "1"}
         env = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         if self.device == "cuda":
             env = {"NCCL_BUFFSIZE": NCCL_BUFFER, **env, **NCCL}
@@ -212,7 +214,7 @@ class Lab:
             host, bad = next(((host, code) for (host, _), code in zip(started, codes, strict=True) if code), (0, None))
             if bad is not None and failed is None:
                 failed = bad if bad > 0 else 128 - bad
-                kill([self.host(host)])  # ranks that outlive their torchrun would keep the others waiting
+                kill([self.host(host)])  # ranks that outlive their launcher would keep the others waiting
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if None in codes:
                     say(
@@ -303,7 +305,7 @@ def _shape(namespace: Sequence[str], device: str, rate: int | None, frame: int) 
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the torchruns of all hosts at once: by SIGTERM, then by SIGKILL."""
+    """End the launchers of all hosts at once: by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + END_SECONDS
         for process in started:

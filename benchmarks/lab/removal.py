@@ -31,7 +31,7 @@ def _processes(host: str) -> list[int]:
 
 
 def kill(hosts: Sequence[str]) -> list[str]:
-    """Kill all processes on some hosts; torchrun's workers have left its session and outlive it.
+    """Kill all processes on some hosts; a launcher's ranks have left its session and may outlive it.
 
     Returns:
         A line for each host that keeps processes.

@@ -21,6 +21,8 @@ from megatron.base.user_text import spell
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands; each island's launcher ends with it."""
+ONE_TERMINAL = "MEGATRON_ONE_TERMINAL"
+"""Variable that is set if the launchers of all machines print to the same terminal."""
 _PARENT_LOST = 3
 _MAX_TOOLS = 6
 """Number of tool ids of sys.monitoring."""

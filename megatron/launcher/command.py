@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.base.errors import UserError, first_line
+from megatron.base.start import ONE_TERMINAL
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.health import EXIT_PEER_LOST, parse_blamed_ranks
 from megatron.distributed.rendezvous import STATIC, rendezvous_address, use_rendezvous
@@ -155,14 +156,14 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
     """Explain why a rank failed; None if the last line on the screen already gives the reason."""
     message = str(_error_file_content(failure).get("message", ""))
     reason = message.removeprefix("error: ")
-    # A reason common to all ranks is printed by a single rank, as its last line, perhaps with the name of the failing
-    # rank. Other reasons are printed among the lines of other ranks.
+    # A reason common to all ranks is printed by a single rank, perhaps of another machine, as its last line, perhaps
+    # with the name of the failing rank. Other reasons are printed among the lines of other ranks.
     error_files = [_error_file_content(each) for each in error.failures.values()]
     printed = any(
         content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
         for content in error_files
     )
-    if message.startswith("error: ") and printed:
+    if message.startswith("error: ") and (printed or ONE_TERMINAL in os.environ):
         return None
     if message:
         return reason

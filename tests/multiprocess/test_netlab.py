@@ -151,11 +151,33 @@ def test_messages_of_a_host_to_itself_are_shaped_too(tmp_path: Path) -> None:
     assert 0.85 * limit < seconds < 5 * limit  # other work may slow it
 
 
+REFUSE = f"""
+import sys
+sys.path.insert(0, {str(REPO)!r})
+from megatron.base.errors import UserError
+from megatron.training.program import run_program
+
+def body(ranks):
+    raise UserError("--lr: 'x' is not a number")
+
+sys.exit(run_program(body))
+"""
+
+
 def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path) -> None:
-    with _started(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2") as lab:
+    with _started(tmp_path, "import os; os._exit(7)", "--hosts", "2") as lab:
         _, err = lab.communicate(timeout=120)
-        assert lab.returncode == 1, err
+        assert lab.returncode == 7, err
+        assert re.search(r"^error: rank \d \(process \d+\) ended with status 7$", err, re.MULTILINE), err
         assert _remains_of(lab.pid) == ""
+
+
+def test_a_refused_command_prints_its_line_once(tmp_path: Path) -> None:
+    """Besides the laboratory's own line, should the hosts not end at the same time."""
+    with _started(tmp_path, REFUSE, "--hosts", "2", "--ranks-per-host", "2") as lab:
+        _, err = lab.communicate(timeout=120)
+    lines = [line for line in err.splitlines() if not line.startswith("netlab: host ")]
+    assert (lab.returncode, lines) == (2, ["error: --lr: 'x' is not a number"])
 
 
 SLEEP = """
@@ -251,7 +273,7 @@ def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespace
 def test_hosts_do_not_wait_long_for_a_failed_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A host fails, by its rank or by its torchrun, and leaves no rank; the other host would wait for ever."""
+    """A host fails, by its rank or by its launcher, and leaves no rank; the other host would wait for ever."""
     mark = tmp_path / "mark"
     fail = "import os, signal\nif os.environ['GROUP_RANK'] == '1': "
     (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
@@ -262,8 +284,8 @@ def test_hosts_do_not_wait_long_for_a_failed_host(
     with netlab.Lab([None, None]) as hosts:
         assert hosts.run([str(tmp_path / "exit.py")], timeout=0.1) == 124
         assert "netlab: timeout after 0.1 s" in capfd.readouterr().err
-        for script, status in (("exit.py", 1), ("killed.py", 137)):
-            if script == "killed.py":  # a rank's parent must be its torchrun
+        for script, status in (("exit.py", 7), ("killed.py", 137)):
+            if script == "killed.py":  # a rank's parent must be its launcher
                 monkeypatch.delenv("PYTHON_EXEC")
                 monkeypatch.setattr(sys, "executable", INTERPRETER)
             assert hosts.run([str(tmp_path / script)]) == status
@@ -310,7 +332,7 @@ def test_ranks_end_when_another_machine_vanishes(
     thread.join(30)
     err = capfd.readouterr().err
     name = re.escape(socket.gethostname())
-    for remaining, lost in (("01", "23"), ("23", "01")):  # torchrun may end a host's other rank before it has spoken
+    for remaining, lost in (("01", "23"), ("23", "01")):  # a launcher may end a host's other rank before it has spoken
         assert re.search(
             rf"rank [{remaining}]: ranks? [{lost}, ]+ on {name} stopped answering: no sign of life", err
         ), err

@@ -17,6 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.base.start import ONE_TERMINAL
 from megatron.distributed.process_group import write_error_file
 from megatron.launcher import command as launch
 from megatron.launcher.signals import list_stopped_children
@@ -168,6 +169,21 @@ def test_an_unprinted_reason_is_the_last_line(
     failures[0].timestamp = failures[5].timestamp + 5
     assert launch_failing(ChildFailedError("x", failures)) == 2
     assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(("reason", "is_printed"), [("error: --lr: 'x'", False), ("rank 5 failed: bad", True)])
+def test_launchers_of_one_terminal_print_a_common_reason_once(
+    reason: str,
+    is_printed: bool,
+    tmp_path: Path,
+    launch_failing: Callable[[BaseException], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 0, which another launcher has started, prints it."""
+    monkeypatch.setenv(ONE_TERMINAL, "1")
+    assert launch_failing(ChildFailedError("x", {5: _failure(tmp_path, 2, reason, False)})) == 2
+    assert capsys.readouterr().err == (f"error: {reason}\n" if is_printed else "")
 
 
 @pytest.mark.parametrize(
