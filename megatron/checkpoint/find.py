@@ -15,11 +15,12 @@ from megatron.checkpoint.files import (
     read_tracker_text,
     saved_iterations,
 )
-from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.save import Log, silent
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.checkpoint.save import COMMON, Log, silent
 from megatron.checkpoint.storage import check_file_sizes
 
 SHOWN_ITERATIONS = 4
+_CONVERT = "tools/ckpt_convert.py --to megatron-cc"
 
 
 def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
@@ -41,14 +42,53 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
         text = read_tracker_text(path.parent)
     except FileNotFoundError:
         return _newest_complete(path, log)
+    except NotADirectoryError:
+        raise UserError(f"{root} {describe_absence(path.parent)}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     iteration = parse_iteration(text)
     if iteration is None:
         raise UserError(f"{path} holds {text[:30]!r} instead of an iteration or 'release'{fallback(path.parent, None)}")
-    if not checkpoint_folder(path.parent, iteration).is_dir():
+    folder = checkpoint_folder(path.parent, iteration)
+    if not folder.is_dir():
         raise UserError(f"{path} names iteration {iteration}, which is not there{fallback(path.parent, iteration)}")
+    if (other := _find_other_format(folder)) is not None:
+        raise UserError(f"{folder} {other}")
     return iteration
+
+
+def find_other_content(root: Path) -> str | None:
+    """Find what a path without checkpoints is instead, as a predicate with advice; None if that is not known."""
+    if root.is_file():
+        return f"is a file; name the folder that --save wrote to ({_CONVERT} reads folders of other formats)"
+    if (root / MANIFEST).is_file() and (root / COMMON).is_file():
+        iteration = parse_iteration(root.name.removeprefix("iter_"))
+        selected = f", {root.parent} (--ckpt-step {iteration} selects it)" if isinstance(iteration, int) else ""
+        return f"is a single checkpoint; name the folder that holds it{selected}"
+    return _find_other_format(root)
+
+
+def _find_other_format(folder: Path) -> str | None:
+    """Find the format of another program's checkpoint, as ``find_other_content``."""
+    if (folder / ".metadata").is_file():
+        return (
+            "is a torch_dist checkpoint of Megatron-LM, which cannot be read here; export it there as a Hugging Face "
+            f"model, and convert that with {_CONVERT}"
+        )
+    hf_files = ("model*.safetensors", "pytorch_model*.bin") if (folder / "config.json").is_file() else ()
+    if any(path for pattern in hf_files for path in folder.glob(pattern)):
+        name = "Hugging Face model"
+    elif any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        name = "classic Megatron checkpoint"
+    else:
+        return None
+    return f"is a {name}; convert it ({_CONVERT} --load {folder} --save FOLDER), and name that FOLDER"
+
+
+def describe_absence(root: str | Path) -> str:
+    """Describe a folder without checkpoints: a predicate with advice."""
+    absent = "" if Path(root).exists() else " (there is no such folder)"
+    return find_other_content(Path(root)) or f"holds no checkpoint{absent}; name the folder that --save wrote to"
 
 
 def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
@@ -61,6 +101,8 @@ def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
         if _looks_complete(root, iteration):
             log(f"warning: {tracker} is missing; taking iteration {iteration}, the newest complete checkpoint there")
             return iteration
+    if saved and (other := _find_other_format(checkpoint_folder(root, saved[0]))) is not None:
+        raise UserError(f"{checkpoint_folder(root, saved[0])} {other}")
     if saved:
         names = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
         raise UserError(

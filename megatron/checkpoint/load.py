@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.base.documents import parse_yaml
 from megatron.base.errors import UserError, first_line
 from megatron.checkpoint.files import Iteration, checkpoint_folder
-from megatron.checkpoint.find import fallback, read_tracker
+from megatron.checkpoint.find import describe_absence, fallback, read_tracker
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.plain import decode_plain
@@ -153,7 +153,7 @@ def saved_config(
         raise UserError(f"{flag} {iteration}: iterations count from 0")
     chosen = read_tracker(root) if iteration is None else iteration
     if chosen is None:
-        raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+        raise UserError(f"--load {root} {describe_absence(root)}")
     text = load_config_yaml(root, chosen, None if iteration is None else flag)
     config = RunConfig.from_yaml(text, f"{root}, iteration {chosen}")
     return replace(config, model=fill_rotary_scaling(config.model)), chosen

@@ -13,7 +13,7 @@ from megatron.base.errors import UserError
 from megatron.base.stateful import migrate_saved_values
 from megatron.base.user_text import Note
 from megatron.checkpoint.files import Iteration, checkpoint_folder, parse_iteration
-from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.find import describe_absence, find_other_content, read_tracker
 from megatron.checkpoint.load import load_common, saved_kind, saved_sections, saved_shapes
 from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
@@ -54,10 +54,10 @@ def with_pretrained(config: RunConfig, note: Note) -> RunConfig:
     if folder is None or checkpoint.ckpt_step is not None or _holds_any(checkpoint.load, config.islands):
         return config
     if not _holds_any(folder, config.islands):
-        raise UserError(
-            f"--pretrained-checkpoint {folder} holds no checkpoint; name the folder that --save, or "
-            "tools/ckpt_convert.py --to megatron-cc, wrote to"
+        absence = (
+            "holds no checkpoint; name the folder that --save, or tools/ckpt_convert.py --to megatron-cc, wrote to"
         )
+        raise UserError(f"--pretrained-checkpoint {folder} {find_other_content(Path(folder)) or absence}")
     note(f"no checkpoint in --load yet: beginning with the weights of --pretrained-checkpoint {folder}")
     return replace(config, checkpoint=replace(checkpoint, load=folder, finetune=True))
 
@@ -86,11 +86,11 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     iteration: Iteration | None = config.ckpt_step
     if iteration is None:
         # Use rank 0's result, since file systems may show the ranks different things.
-        tracker_value = run_together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
+        tracker_value = run_together(group, lambda: _read_tracker(config, log) if topology.rank == 0 else None)
         iteration = parse_iteration(gather_texts(group, "" if tracker_value is None else str(tracker_value))[0])
     if iteration is None:
         if config.exit_on_missing_checkpoint or config.finetune:
-            raise UserError(f"{config.source} holds no checkpoint; name the folder that --save wrote to")
+            raise UserError(f"{config.source} {describe_absence(root)}")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
     common = run_together(group, lambda: migrate_saved_values(load_common(root, iteration, flag)))
@@ -101,6 +101,19 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     if not config.finetune:
         progress.load_state_dict(common["progress"])
     return SavedRun(iteration, common, counters, progress)
+
+
+def _read_tracker(config: CheckpointConfig, log: Callable[[str], None]) -> Iteration | None:
+    """Find the newest checkpoint of ``--load``; None if the folder is new.
+
+    Raises:
+        UserError: when it cannot be used, or the folder holds something else to start from.
+    """
+    assert config.load is not None
+    iteration = read_tracker(config.load, log)
+    if iteration is None and (other := find_other_content(Path(config.load))) is not None:
+        raise UserError(f"{config.source} {other}")
+    return iteration
 
 
 def check_saved_model_type(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
