@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from megatron.config.training import TrainingConfig
+from megatron.training.assembly import Engines
+from megatron.training.compressor_probe import CompressorProbe
 from megatron.training.metrics import StepMetrics
 from megatron.training.progress_state import Progress
 
@@ -19,14 +21,20 @@ class DivergenceCheck:
     Args:
         config: the limits.
         progress: counters of the run; skipped steps in a row are counted in them.
+        probe: search for a compressor at fault, in the steps after a skipped step; None for no search.
 
     ``problem`` says why the run has diverged; None while it has not.
     """
 
-    def __init__(self, config: TrainingConfig, progress: Progress) -> None:
-        self._config, self._progress = config, progress
+    def __init__(self, config: TrainingConfig, progress: Progress, probe: CompressorProbe | None = None) -> None:
+        self._config, self._progress, self._probe = config, progress, probe
         self._highest_loss, self._reference_steps = 0.0, 0
         self.problem: str | None = None
+
+    @classmethod
+    def of_run(cls, engines: Engines, progress: Progress) -> DivergenceCheck:
+        """Make the check of a run with these engines."""
+        return cls(engines.config.training, progress, CompressorProbe(engines))
 
     def after_step(self, step: StepMetrics) -> str | None:
         """Count a step; return a warning, if any. Steps after a problem do not count."""
@@ -48,6 +56,8 @@ class DivergenceCheck:
             self.problem = f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
         elif config.max_skipped_steps and progress.consecutive_skips >= config.max_skipped_steps:
             self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
+        if self._probe is not None:
+            self._probe.watch(progress.consecutive_skips > 0)
         if not config.check_for_spiky_loss or not math.isfinite(step.loss):
             return None
         if self._reference_steps < SPIKE_SAMPLES:
@@ -61,15 +71,23 @@ class DivergenceCheck:
         return None
 
     def explain(self, checkpoint: str | None) -> str:
-        """The last line of a diverged run.
+        """The last line of a diverged run. A collective call if there is a probe.
 
         Args:
             checkpoint: flags that load the newest checkpoint before the last update; None if there is none.
         """
-        updated = self._progress.last_update
+        updated, cause, change = self._progress.last_update, "", "with a lower --lr or other data"
         last = f"the last update was that of iteration {updated}" if updated else "no update was ever taken"
         advice = f"go on from before it ({checkpoint})" if checkpoint is not None else "begin anew"
-        return f"the run has diverged: {self.problem}; {last}; {advice} with a lower --lr or other data"
+        spec = None if self._probe is None else self._probe.find_faulty_spec()
+        if spec is not None:
+            cause = f"; {spec} turned finite numbers into NaN or infinity"
+            change = f"without --compress {spec}, or with a lower --lr"
+        elif self._probe is not None and self._probe.compressed_points:
+            change += f", or without --compress ({', '.join(self._probe.compressed_points)})"
+            if self._config.check_for_nan_in_loss_and_grad:
+                change += "; without --check-for-nan-in-loss-and-grad, this line would name a compressor at fault"
+        return f"the run has diverged: {self.problem}{cause}; {last}; {advice} {change}"
 
     def note_at_end(self) -> str | None:
         """A warning if steps are being skipped at the end of a run."""

@@ -61,7 +61,7 @@ class Trainer:
         self.progress, self.schedule = checkpoints.progress, checkpoints.schedule
         self.checkpoints, self.reporter = checkpoints, reporter
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
-        self.divergence = DivergenceCheck(config.training, self.progress)
+        self.divergence = DivergenceCheck.of_run(engines, self.progress)
         self._unreported: StepMetrics | None = None  # of a step whose last backward passes have not run
         self.timers = reporter.timers
         self.policy = ExitPolicy(

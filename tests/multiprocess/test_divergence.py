@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import nan_codes
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
 
@@ -77,6 +78,30 @@ def test_the_first_non_finite_number_ends_a_run_that_checks(prefix: Path, tmp_pa
     assert overflow.returncode == 5, overflow.text()
     line = r"error: the run has diverged: a gradient of iteration 1 is not finite .*--check-for-nan-in-loss-and-grad"
     assert re.search(line, overflow.stderr), overflow.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("spec", "layout", "words"),
+    [
+        ("dp-grad=nan-codes,warmup=2,error-feedback=on", {}, "dp-grad=nan-codes turned finite numbers into NaN"),
+        ("pp-forward=nan-codes,warmup=2", {"pipeline_model_parallel_size": 2}, "pp-forward=nan-codes turned finite"),
+        (
+            "param-gather=nan-codes,warmup=2",
+            {"use_distributed_optimizer": True},
+            r"with a lower --lr or other data, or without --compress \(param-gather\)$",
+        ),
+    ],
+)
+def test_a_compressor_that_makes_a_run_diverge_is_named(
+    spec: str, layout: dict[str, object], words: str, prefix: Path
+) -> None:
+    flags = {"compress_module": nan_codes.MODULE, "compress": [spec], "max_skipped_steps": 3, "train_iters": 8}
+    with launch_ranks_cli(2, [SCRIPT, *tiny_flags(prefix, **flags, **layout)]) as processes:
+        results = processes.wait(60)
+    assert [result.returncode for result in results] == [5, 5], results[0].text()
+    line = rf"^error: the run has diverged: 3 steps in a row were skipped .*{words}"
+    assert re.search(line, results[0].stderr, re.MULTILINE), results[0].stderr
 
 
 @pytest.mark.multiprocess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,9 +21,30 @@ SEARCHING = replace(SKIPPED, searches_loss_scale=True)
 NOTHING_COUNTED = replace(SKIPPED, finite_gradients=True)
 
 
-def _check(**options: object) -> tuple[DivergenceCheck, Progress]:
-    progress = Progress()
-    return DivergenceCheck(TrainingConfig(micro_batch_size=1, **options), progress), progress  # type: ignore[arg-type]
+def _check(probe: _Probe | None = None, **options: object) -> tuple[DivergenceCheck, Progress]:
+    progress, config = Progress(), TrainingConfig(micro_batch_size=1, **options)  # type: ignore[arg-type]
+    return DivergenceCheck(config, progress, probe), progress  # type: ignore[arg-type]
+
+
+class _Probe:
+    """Stands for a probe that finds a compressor at fault, or none."""
+
+    def __init__(self, spec: str | None, points: Sequence[str] = ("dp-grad", "pp-forward")) -> None:
+        self.spec, self.compressed_points = spec, points
+        self.watched: list[bool] = []
+
+    def watch(self, is_needed: bool) -> None:
+        self.watched.append(is_needed)
+
+    def find_faulty_spec(self) -> str | None:
+        return self.spec
+
+
+def _explain(probe: _Probe, *steps: StepMetrics, **options: object) -> str:
+    """The last line of a run with these steps."""
+    check, progress = _check(probe, max_skipped_steps=2, **options)
+    _problems(check, progress, *steps)
+    return check.explain("--load x --ckpt-step 7")
 
 
 def _problems(check: DivergenceCheck, progress: Progress, *steps: StepMetrics) -> list[bool]:
@@ -88,6 +110,29 @@ def test_the_first_problem_is_the_one_that_ends_the_run(last: StepMetrics) -> No
     assert "the loss of iteration 2 is not finite" in check.explain(None)
     # Without a flush, an update goes with it, but it was computed with the parameters of the update before.
     assert "the last update was that of iteration 1;" in check.explain(None)
+
+
+def test_steps_after_a_skipped_step_are_watched() -> None:
+    check, progress = _check(probe := _Probe(None), max_skipped_steps=4)
+    _problems(check, progress, STEP, SKIPPED, SKIPPED, STEP, SEARCHING, NOTHING_COUNTED, SKIPPED)
+    assert probe.watched == [False, True, True, False, False, False, True]
+
+
+def test_a_compressor_at_fault_is_named() -> None:
+    text = _explain(_Probe("dp-grad=mine"), STEP, SKIPPED, SKIPPED)
+    assert text == (
+        "the run has diverged: 2 steps in a row were skipped (--max-skipped-steps); dp-grad=mine turned finite numbers "
+        "into NaN or infinity; the last update was that of iteration 1; go on from before it (--load x --ckpt-step 7) "
+        "without --compress dp-grad=mine, or with a lower --lr"
+    )
+
+
+def test_without_a_compressor_at_fault_the_compressed_points_are_listed() -> None:
+    text = _explain(_Probe(None), SKIPPED, SKIPPED)
+    assert text.endswith(" with a lower --lr or other data, or without --compress (dp-grad, pp-forward)")
+    text = _explain(_Probe(None), SKIPPED, check_for_nan_in_loss_and_grad=True)
+    assert "or without --compress (dp-grad, pp-forward); without --check-for-nan-in-loss-and-grad, this line" in text
+    assert _explain(_Probe(None, []), SKIPPED, SKIPPED).endswith(" with a lower --lr or other data")
 
 
 def test_losses_ten_times_above_the_first_hundred_are_spikes() -> None:

@@ -1,0 +1,78 @@
+"""Search for the compressor that makes a run diverge."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
+from megatron.compression.identity import IdentityRounds
+from megatron.compression.points import Point
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.observer import Observer
+from megatron.training.assembly import Engines
+from megatron.training.certificate import why_not_sampled
+
+C = TypeVar("C", Codec, RoundCompressor)
+
+
+class CompressorProbe(Observer):
+    """Samples of what compressors make of finite numbers, in steps that follow a skipped step.
+
+    It joins the observers for these steps only, since observers slow every operation down.
+
+    Args:
+        engines: engines of this rank.
+    """
+
+    launches_kernels = True
+
+    def __init__(self, engines: Engines) -> None:
+        self._observers, self._plan = engines.ledger.observers, engines.plan
+        self._group = engines.topology.control.pg
+        self._samples = 0
+        self._faults: dict[Point, Tensor] = {}
+        self._faulty_point: Point | None = None
+
+    @property
+    def compressed_points(self) -> list[str]:
+        """Points with a compressor."""
+        return [point.value for point in self._plan.specs if self._plan.is_compressed(point)]
+
+    def watch(self, is_needed: bool) -> None:
+        """Sample the next step, or stop sampling."""
+        if is_needed and self not in self._observers:
+            self._observers.append(self)
+        elif not is_needed and self in self._observers:
+            self._observers.remove(self)
+
+    def find_faulty_spec(self) -> str | None:
+        """Find the compressor that turned finite numbers into others on any rank, as POINT=NAME. A collective call."""
+        point = self._faulty_point
+        spec = "" if point is None else f"{point.value}={self._plan.specs[point].name}"
+        return next(filter(None, gather_texts(self._group, spec)), None)
+
+    def audit(self, point: Point, compressor: C) -> C:
+        if isinstance(compressor, IdentityRounds) or why_not_sampled(compressor) is not None:
+            return compressor
+        self._samples += 1  # the next sample is of another part
+        if isinstance(compressor, Codec):
+            return AuditedCodec(compressor, self._samples, partial(self._record, point, False))
+        # All ranks know that these gradients are finite; a residual that is not is the compressor's fault, too.
+        knows_input = compressor.finalizes and point in (Point.DP_GRAD, Point.EMBED_GRAD)
+        return AuditedRounds(compressor, self._samples, partial(self._record, point, knows_input))
+
+    def _record(self, point: Point, knows_input: bool, sample: Sample) -> None:
+        fault = ~sample.sent.isfinite().all()
+        if not knows_input:
+            fault &= sample.intended.isfinite().all()
+        self._faults[point] = self._faults.get(point, fault) | fault
+
+    def end_step(self) -> None:
+        for point, fault in self._faults.items():
+            if self._faulty_point is None and bool(fault):
+                self._faulty_point = point
+        self._faults = {}
