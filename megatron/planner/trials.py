@@ -12,6 +12,9 @@ MAX_SECONDS = 15.0
 """Seconds of the rounds after the first, of which there must be at least ``_SETTLED_ROUNDS``, after which a gain that
 is still uncertain counts as none."""
 
+_MAX_SHARE = 0.01
+"""Share of the run's predicted time that these rounds may take."""
+
 _SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
 """Rounds after which gains above ``WORTHWHILE`` can be certain. If they were predicted, two rounds suffice after this
 many seconds. Before that, only gains above ``_CLEAR`` can be certain."""
@@ -44,10 +47,12 @@ class TrialRounds:
 
     Args:
         predicted_s: predicted seconds of an iteration with each set.
+        train_iters: iterations of the run.
     """
 
-    def __init__(self, predicted_s: Sequence[float]) -> None:
+    def __init__(self, predicted_s: Sequence[float], train_iters: int) -> None:
         self._predicted_s = predicted_s
+        self._max_seconds = _MAX_SHARE * train_iters * predicted_s[0] if predicted_s else 0.0
         self._rounds: list[dict[int, float]] = []
         self._given_up: set[int] = set()
 
@@ -62,7 +67,9 @@ class TrialRounds:
     def next_round(self) -> list[int]:
         """Return the sets of the next round, in order; empty when the comparison has ended."""
         gaining, uncertain = self.gaining(), self._uncertain_sets()
-        if uncertain and (len(self._rounds) < _SETTLED_ROUNDS or _total_seconds(self._rounds[1:]) < MAX_SECONDS):
+        seconds = _total_seconds(self._rounds[1:])
+        has_settled = len(self._rounds) >= _SETTLED_ROUNDS and seconds >= MAX_SECONDS
+        if uncertain and not has_settled and (not self._rounds or seconds < self._max_seconds):
             return [*sorted(gaining + uncertain), 0]
         # Steps after the first have no warm-up. Several sets with short steps are compared by two such steps.
         steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2

@@ -76,7 +76,7 @@ def time_sets(
     # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
     all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
     trials = [SetTrial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
-    rounds = TrialRounds(predicted_s)
+    rounds = TrialRounds(predicted_s, plan.train_iters)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
         times: dict[int, float] = {}

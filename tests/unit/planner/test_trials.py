@@ -15,10 +15,10 @@ StepTime = Callable[[int, int], float]
 
 
 def _compare(
-    count: int, step_time: StepTime, predicted_s: Sequence[float] | None = None
+    count: int, step_time: StepTime, predicted_s: Sequence[float] | None = None, train_iters: int = 1_000_000
 ) -> tuple[TrialRounds, list[list[int]]]:
     """The times of all rounds, and the sets of each round; by default no gain is predicted."""
-    rounds = TrialRounds(predicted_s or [1.0] * count)
+    rounds = TrialRounds(predicted_s or [1.0] * count, train_iters)
     taken: list[list[int]] = []
     while numbers := rounds.next_round():
         rounds.add({number: step_time(len(taken), number) for number in numbers})
@@ -74,6 +74,14 @@ def test_a_small_gain_in_noise_takes_more_rounds() -> None:
     quiet, taken = _compare(2, _noisy((0.4, 0.36), 0.005, 0))
     assert quiet.gaining() == [1]
     assert 5 <= len(taken) <= 7
+
+
+@pytest.mark.parametrize(("train_iters", "count"), [(100, 2), (1000, 4), (2000, 7), (1_000_000, 9)])
+def test_rounds_take_at_most_a_hundredth_of_a_run(train_iters: int, count: int) -> None:
+    """Of its predicted time, and at most 15 s; rounds of 1.97 s, of which the first does not count."""
+    rounds, taken = _compare(2, lambda number_of_round, number: 1.0 - 0.03 * number, [0.5, 0.5], train_iters)
+    assert rounds.gaining() == []
+    assert len(taken) == count
 
 
 def test_the_time_is_bounded_but_not_below_five_rounds() -> None:
