@@ -82,15 +82,11 @@ def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) 
 def check_writable(path: str | Path, flag: str = "") -> Path:
     """Check that ``atomic_write`` will be able to write a file, before its content is computed.
 
-    Args:
-        path: path of the file.
-        flag: flag that names the file, for the message.
-
     Returns:
         The real path of the file, links followed.
 
     Raises:
-        UserError: when it cannot be written; the message names the flag and the file.
+        UserError: when it cannot be written; the message names ``flag`` and the file.
     """
     target = Path(os.path.realpath(path))
     label = f"{flag} {path or target}".strip()
@@ -134,15 +130,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
-    """Write a file atomically, after ``check_writable`` has checked its path.
-
-    Args:
-        path: path of the file; links are followed.
-        data: content of the file.
-        flag: flag that names the file, for the message.
+    """Write a file atomically, after ``check_writable`` has checked its path; links are followed.
 
     Raises:
-        UserError: when it cannot be written; the message names the flag and the file.
+        UserError: when it cannot be written; the message names ``flag`` and the file.
     """
     try:
         with atomic_write(Path(path)) as stream:

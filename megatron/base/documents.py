@@ -19,15 +19,10 @@ _MAX_DIGITS = 400
 
 
 def read_settings(path: str | Path, location: str, kind: str) -> str:
-    """Read the text of a file.
-
-    Args:
-        path: path of the document.
-        location: start of error messages, which names the file.
-        kind: kind of the document: "YAML" or "JSON".
+    """Read the text of a "YAML" or "JSON" document.
 
     Raises:
-        UserError: when it cannot be read, is too large, or is not text.
+        UserError: when it cannot be read, is too large, or is not text; the message starts with ``location``.
     """
     try:
         data = read_regular(path, _MAX_BYTES + 1)

@@ -70,12 +70,9 @@ def picture_format(path: Path) -> str:
 def check_picture(path: str | Path, flag: str) -> None:
     """Check that a picture can be drawn to a file, before its content is computed.
 
-    Args:
-        path: path of the file.
-        flag: flag that names the file, for the message.
-
     Raises:
-        UserError: when the extension is unknown, the file cannot be written, or matplotlib is missing.
+        UserError: when the extension is unknown, the file cannot be written, or matplotlib is missing; the message
+            starts with ``flag``.
     """
     try:
         picture_format(Path(path))

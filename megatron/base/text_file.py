@@ -20,12 +20,8 @@ _MAX_DIGITS = 18
 def read_utf8(path: str | Path, flag: str) -> str:
     """Read a text file, without the byte order mark that some editors add.
 
-    Args:
-        path: path of the file.
-        flag: flag that names the file, for the message.
-
     Raises:
-        UserError: when it cannot be read; the message names the line that is not UTF-8.
+        UserError: when it cannot be read; the message names ``flag``, the file, and the line that is not UTF-8.
     """
     try:
         contents = Path(path).read_bytes()
@@ -46,11 +42,7 @@ def read_lines(path: str | Path, flag: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Numeral:
-    """A JSON number that Python would write differently, or cannot represent.
-
-    Args:
-        text: the number as written.
-    """
+    """A JSON number as written, if Python would write it differently or cannot represent it."""
 
     text: str
 

@@ -48,9 +48,9 @@ def _differ_by_typos(name: str, other: str) -> bool:
     return not missing or all(difflib.get_close_matches(word, list(missing), cutoff=0.65) for word in additional)
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """A text for a message, truncated to ``most`` characters."""
-    return text if len(text) <= most else f"{text[:most]}..."
+def shortened(text: str) -> str:
+    """A text for a message, truncated to 60 characters."""
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def format_value(value: Any) -> str:

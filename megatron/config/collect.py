@@ -55,10 +55,6 @@ class FlagTable:
         """Target of a flag, in any spelling."""
         return self._by_flag.get(spell(flag))
 
-    def all_flags(self) -> list[str]:
-        """All spellings, normalized, without dashes, sorted."""
-        return sorted(self._by_flag)
-
     def nearest_flag(self, flag: str) -> str:
         """Hint for an unknown flag: the nearest known flag, preferably with an effect."""
         effective_flags = [name for name, target in self._by_flag.items() if not _is_hidden(target)]

@@ -60,12 +60,6 @@ class ParsedRun:
     explicit: set[str]
     flag_fields: set[str]
 
-    @classmethod
-    def from_sections(cls, parsed: ParsedSections) -> ParsedRun:
-        """The run of the sections of a command line."""
-        config = RunConfig(**parsed.sections)
-        return cls(config=config, notes=parsed.notes, explicit=parsed.explicit, flag_fields=parsed.flag_fields)
-
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
         """Resolve the configuration; automatic choices and settings without effect are added to `notes`."""
         resolved = self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)

@@ -24,9 +24,9 @@ class MemoryItem:
     flags: tuple[str, ...]
 
 
-def format_bytes(nbytes: int) -> str:
+def format_bytes(nbytes: float) -> str:
     """Human-readable number of bytes, such as 1.5 GB."""
-    size, unit = float(nbytes), 0
+    size, unit = nbytes, 0
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.3g} {_UNITS[unit]}" if size < 1e6 else f"{size:.1e} {_UNITS[unit]}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
+from megatron.base.documents import dump_yaml, parse_yaml
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields, missing_flags, section_from_plain
 from megatron.base.option import field_options
@@ -185,18 +184,13 @@ class RunConfig:
         return cls(**section_values)
 
     def to_yaml(self) -> str:
-        """YAML text with a block per section, as read by `--config` and `load_yaml`."""
+        """YAML text with a block per section, as read by `--config` and `from_yaml`."""
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str, location: str = "configuration") -> RunConfig:
         """Inverse of `to_yaml`. Raises UserError starting with `location` for invalid text."""
         return cls.from_dict(parse_yaml(text, location), location)
-
-    @classmethod
-    def load_yaml(cls, path: str | Path) -> RunConfig:
-        """Read a YAML file with the text of `to_yaml`. Raises UserError with the file's name if it cannot be read."""
-        return cls.from_dict(read_yaml(path), location=str(path))
 
     def describe(self, *, defaults: bool = True) -> str:
         """Table of the values by section, for the log; without `defaults`, only non-default values."""
@@ -263,12 +257,7 @@ def notes_without_effect(
 
 
 def minimal_run_config(model: ModelConfig, **sections: Any) -> RunConfig:
-    """Unresolved configuration with a model, and minimal values for other fields that `resolve` requires.
-
-    Args:
-        model: the model section.
-        sections: other sections by name, which replace the minimal sections.
-    """
+    """Unresolved configuration of a model and other sections; fields that `resolve` requires have minimal values."""
     minimal_sections: dict[str, Any] = {
         "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
         "optimizer": OptimizerConfig(lr=1e-4),

@@ -24,8 +24,17 @@ class SkippedIterations:
         Raises:
             UserError: when a word is neither.
         """
+        pairs = []
+        for word in words:
+            match = _WORD.fullmatch(word)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+            if not 1 <= first <= last:
+                raise UserError(
+                    f"--iterations-to-skip {word}: expected iterations from 1 on, or ranges of them such as 100-120"
+                )
+            pairs.append((first, last))
         ranges: list[tuple[int, int]] = []
-        for first, last in sorted(_range(word) for word in words):
+        for first, last in sorted(pairs):
             if ranges and first <= ranges[-1][1] + 1:
                 ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
             else:
@@ -43,13 +52,3 @@ class SkippedIterations:
         """Next iteration count, above ``done``, at which a skipped range begins or ends; None if there is none."""
         ends = (end for first, last in self.ranges for end in (first - 1, last))
         return next((end for end in ends if end > done), None)
-
-
-def _range(word: str) -> tuple[int, int]:
-    match = _WORD.fullmatch(word)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise UserError(
-            f"--iterations-to-skip {word}: expected iterations from 1 on, or ranges of them such as 100-120"
-        )
-    return first, last

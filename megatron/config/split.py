@@ -9,13 +9,7 @@ _FLAG = "--pipeline-model-parallel-split-rank"
 
 
 def split_rank(configured: int | None, pipeline: int, model: ModelConfig) -> int | None:
-    """First stage of the decoder, by default in the middle; None for a pipeline without a split.
-
-    Args:
-        configured: --pipeline-model-parallel-split-rank.
-        pipeline: number of stages.
-        model: the model, for its decoder layers.
-    """
+    """First stage of the decoder, by default in the middle; None for a pipeline without a split."""
     if pipeline == 1 or not model.decoder_layers:
         return None
     return pipeline // 2 if configured is None else configured
@@ -56,7 +50,7 @@ def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: Mode
 
 
 def single_chunk_reason(model: ModelConfig) -> str:
-    """Reason reason the model cannot have several chunks on a stage; empty if it can."""
+    """Reason why the model cannot have several chunks on a stage; empty if it can."""
     if model.decoder_layers:
         return (
             "a stage of an encoder-decoder holds layers of either the encoder or the decoder, and cannot hold several "

@@ -6,13 +6,7 @@ from megatron.base.errors import UserError
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Check that every tensor-parallel rank has vocabulary entries after padding; raise UserError otherwise.
-
-    Args:
-        vocab_size: entries without padding.
-        multiple: --make-vocab-size-divisible-by.
-        tensor: tensor-parallel size.
-    """
+    """Check that every tensor-parallel rank has entries after padding to a multiple of ``multiple``; else UserError."""
     if _fills_all_ranks(vocab_size, multiple, tensor):
         return
     powers = [1 << power for power in range(multiple.bit_length())]

@@ -152,7 +152,7 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     )
     train(4, flags, env={"LOCAL_WORLD_SIZE": "2"})
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
-    config = RunConfig.load_yaml(next(saved.glob("iter_*/config.yaml"))).resolve(4)
+    config = RunConfig.from_yaml(next(saved.glob("iter_*/config.yaml")).read_text()).resolve(4)
     predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), count_vocab_entries(config))
     prediction = predictor.predict(make_choice(config, 4))
     total = {point: 4 * nbytes for point, nbytes in prediction.sent.items()}
@@ -188,7 +188,7 @@ def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: di
     run_islands(2, ranks, tiny_flags(write_documents(tmp_path / "tiny"), **changes))
     counted = [event["comm"].get("outer", {}) for event in events(tmp_path / "log.island_0.jsonl")]
     assert len(counted) == 9
-    config = RunConfig.load_yaml(next((saved / "island_0").glob("iter_*/config.yaml")))
+    config = RunConfig.from_yaml(next((saved / "island_0").glob("iter_*/config.yaml")).read_text())
     predictor = Predictor(config, Cluster(gpus=2 * ranks), count_vocab_entries(config))
     prediction = predictor.predict(make_choice(config, 2 * ranks))
     sent = sum(account.get("wire_bytes", 0) for account in counted)

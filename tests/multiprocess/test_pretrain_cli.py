@@ -71,7 +71,7 @@ def test_four_ranks_write_the_same_as_one_process(prefix: Path, tmp_path: Path) 
     saved = tmp_path / "four"
     assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     assert {"iter_0000003", "iter_0000006"} <= {path.name for path in saved.iterdir()}
-    config = RunConfig.load_yaml(saved / "iter_0000006" / "config.yaml")
+    config = RunConfig.from_yaml((saved / "iter_0000006" / "config.yaml").read_text())
     assert config.parallel.pipeline_model_parallel_size == 2
     assert config.resolve(4) == config
 

@@ -24,7 +24,7 @@ ARGUMENT = "{value}"
 
 
 class ExplicitValues(dict[str, Any]):
-    """ExplicitValues values: dotted field -> value.
+    """Values that the user gave: dotted field -> value.
 
     levels: dotted field -> precedence of its source; higher levels win.
     """

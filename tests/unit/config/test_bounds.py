@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron.base.documents import parse_yaml, read_yaml
 from megatron.base.errors import ErrorList
 from megatron.base.option import FieldOption, field_options
+from megatron.base.user_text import spell
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
@@ -39,6 +40,7 @@ FIELDS = [
     for field in PARSER.table.fields.values()
     if field.section in (*run_sections(), *build_translator().sections())
 ]
+FLAGS = sorted({spell(flag) for flag, _ in PARSER.table.spellings()})
 NUMBERS = [field for field in FIELDS if field.element in (int, float)]
 SECONDS = 10.0
 """Limit for an example, which takes milliseconds on a quiet machine."""
@@ -126,7 +128,7 @@ def test_any_text_in_a_flag(field: FieldOption, text: str) -> None:
     _within(lambda: _prepare([*MINIMAL, "--train-iters=100", *_word(field, text)]))
 
 
-@given(st.lists(st.one_of(st.sampled_from([f"--{f}" for f in PARSER.table.all_flags()]), TEXTS), max_size=6))
+@given(st.lists(st.one_of(st.sampled_from([f"--{f}" for f in FLAGS]), TEXTS), max_size=6))
 def test_any_words_on_the_command_line(words: list[str]) -> None:
     if any(word.startswith(("--help", "-h", "--list")) for word in words):
         return
@@ -149,7 +151,7 @@ PLAIN: Any = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=6,
 )
-KEYS = st.sampled_from([field.name for field in FIELDS] + PARSER.table.all_flags() + list(run_sections()))
+KEYS = st.sampled_from([field.name for field in FIELDS] + FLAGS + list(run_sections()))
 
 
 def _read(text: str) -> None:
@@ -306,7 +308,7 @@ def test_invalid_flags_are_refused(line: str, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-OPPOSITES = [flag for flag in PARSER.table.all_flags() if f"no-{flag}" in PARSER.table.all_flags()]
+OPPOSITES = [flag for flag in FLAGS if f"no-{flag}" in FLAGS]
 
 
 @pytest.mark.parametrize("flag", OPPOSITES)

@@ -227,7 +227,7 @@ def test_compressors_are_chosen_for_the_runs_layout(tmp_path: Path, capsys: pyte
     assert before["choice"]["specs"] == []
     assert f"the same by hand: {' '.join(f'--compress {spec}' for spec in after['choice']['specs'])}" in output
     assert "the fastest of each" not in output
-    assert RunConfig.load_yaml(best).compression.compress == after["choice"]["specs"]
+    assert RunConfig.from_yaml(best.read_text()).compression.compress == after["choice"]["specs"]
     small_budget = small_run(specs=("auto",), model=TWO_LAYERS, parallel={"pipeline_model_parallel_size": 2})
     (tmp_path / "run.yaml").write_text(small_budget.to_yaml())
     assert main(words) == 0
@@ -348,7 +348,7 @@ def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsy
     assert main([*words, "--specs", "", "--top", "1", "--write", str(best), "--json", str(tmp_path / "p.json")]) == 0
     output = capsys.readouterr().out
     choice = json.loads((tmp_path / "p.json").read_text())[1]["choice"]
-    written = RunConfig.load_yaml(best)
+    written = RunConfig.from_yaml(best.read_text())
     assert make_choice(written.resolve(8), 8).tp == choice["tp"]
     assert written.parallel.sequence_parallel == choice["sequence_parallel"]
     assert written.recompute.recompute_granularity is None
