@@ -22,12 +22,7 @@ class BertDataset(MaskedDataset):
 
     A sample is [CLS] A [SEP] B [SEP]: sentences of a single document, split at a random sentence, with the halves
     swapped in 50 % of the samples. Excess tokens are removed from either end of the longer half. Of the target tokens,
-    80 % are replaced by [MASK], 10 % by a random token, and 10 % are left unchanged.
-
-    Args:
-        seq_length: tokens per sample, padding included.
-        binary_head: whether the model predicts the order of the two halves.
-        indexed, order, ids, masker: see ``MaskedDataset``.
+    80 % are replaced by [MASK], 10 % by a random token, and 10 % are left unchanged. ``seq_length`` includes padding.
     """
 
     def __init__(

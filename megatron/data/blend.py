@@ -45,10 +45,14 @@ class LazyBlend:
         prefix = [Fraction(0)]
         for weight in self._weights:
             prefix.append(prefix[-1] + weight)
-        self._shares = {
-            (low, high): (prefix[(low + high) // 2] - prefix[low]) / (prefix[high] - prefix[low])
-            for low, high in _inner_nodes(0, len(weights))
-        }
+        self._shares: dict[tuple[int, int], Fraction] = {}
+        stack = [(0, len(weights))]
+        while stack:
+            low, high = stack.pop()
+            middle = (low + high) // 2
+            if high - low > 1:
+                self._shares[low, high] = (prefix[middle] - prefix[low]) / (prefix[high] - prefix[low])
+                stack += [(low, middle), (middle, high)]
 
     def __len__(self) -> int:
         return self._num_samples
@@ -79,26 +83,13 @@ class LazyBlend:
         return result
 
 
-def _inner_nodes(low: int, high: int) -> list[tuple[int, int]]:
-    if high - low < 2:
-        return []
-    middle = (low + high) // 2
-    return [(low, high), *_inner_nodes(low, middle), *_inner_nodes(middle, high)]
-
-
 def _round_half_up(draws: int, share: Fraction) -> int:
     """round(draws * share), halves up, in integers."""
     return (2 * draws * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 class MegatronBlend:
-    """megatron-core's blend, identical draw by draw.
-
-    Args:
-        weights: weights; normalized to sum to 1, as in megatron-core.
-        num_samples: number of draws.
-        cache_path: cache folder for the arrays, or None.
-    """
+    """megatron-core's blend, identical draw by draw. Weights are normalized to sum to 1, as there."""
 
     def __init__(self, weights: Sequence[float], num_samples: int, cache_path: str | Path | None = None) -> None:
         if len(weights) > np.iinfo(np.int16).max:

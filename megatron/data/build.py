@@ -79,8 +79,6 @@ def build_datasets(
         UserError: when files are damaged or missing, token ids exceed the vocabulary, flags contradict each other, or
             there is no document to train on.
     """
-    if seq_length < 1:
-        raise UserError(f"--seq-length {seq_length} must be at least 1")
     options = CollateOptions(eod_token, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
     def make_part(indexed: IndexedDataset, bounds: tuple[float, float], name: str) -> DatasetPart:

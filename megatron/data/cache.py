@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -117,12 +115,12 @@ def _checksum(array: NDArray[Any]) -> int:
 def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
     """Load the arrays of a manifest; None if any file is missing or fails its checksum."""
     try:
-        if not _is_file(manifest):
+        if not manifest.is_file():  # reading from a pipe could block forever
             return None
         arrays: Arrays = {}
         for name, (dtype, shape, checksum) in json.loads(manifest.read_text())["arrays"].items():
             path = folder / f"{kind}-{digest}-{name}.npy"
-            if not _is_file(path):
+            if not path.is_file():
                 return None
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.dtype.str != dtype or list(array.shape) != shape or _checksum(array) != checksum:
@@ -131,8 +129,3 @@ def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None
         return arrays
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, SyntaxError):
         return None
-
-
-def _is_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file; reading from a pipe could block forever."""
-    return stat.S_ISREG(os.stat(path).st_mode)

@@ -20,12 +20,8 @@ _STREAM = 4
 class _Passes(Generic[Epoch]):
     """Passes over the samples of an epoch, in a different order in each pass.
 
-    The order of a pass depends only on the seed and the pass number, not on the length of the run.
-
-    Args:
-        epoch: sample order of a single epoch.
-        seed: seed of the shuffles.
-        num_samples: maximum number of draws; None is a single pass.
+    The order of a pass depends only on the seed and the pass number, not on ``num_samples``, the maximum number of
+    draws (None: a single pass).
     """
 
     def __init__(self, epoch: Epoch, seed: int, num_samples: int | None) -> None:
@@ -38,11 +34,7 @@ class _Passes(Generic[Epoch]):
         return self._num_samples if self.epoch_samples else 0
 
     def _sample_index(self, index: int) -> int:
-        """Index of a draw's sample within the epoch.
-
-        Raises:
-            IndexError: when the index is outside the order.
-        """
+        """Index of a draw's sample within the epoch."""
         number, offset = divmod(check_index(index, len(self)), self.epoch_samples)
         return Permutation(self.epoch_samples, mix(self._seed, number, _STREAM))(offset)
 

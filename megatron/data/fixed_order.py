@@ -18,10 +18,6 @@ class Lanes:
     lane i modulo ``lanes``. A data-parallel replica therefore sees the same samples in every epoch, on any layout where
     micro-batch size times replicas divides ``lanes``. Samples that do not fill the lanes (less than 1/16) are never
     drawn.
-
-    Args:
-        samples: number of samples in the epoch.
-        seed: seed of the shuffles.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -40,12 +36,7 @@ class Lanes:
 
 
 class FixedOrder:
-    """The first epoch of ``LazyOrder``, drawn repeatedly in the order of ``Lanes``.
-
-    Args:
-        documents, seq_length, seed: the arguments of ``LazyOrder``.
-        num_samples: maximum number of draws; None is an epoch.
-    """
+    """The first epoch of ``LazyOrder``, with its arguments, drawn repeatedly in the order of ``Lanes``."""
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
         self._epoch = LazyOrder(documents, seq_length, seed, None)

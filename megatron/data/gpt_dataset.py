@@ -13,14 +13,7 @@ from megatron.data.source import RowIndexing
 
 
 class GPTDataset(RowIndexing):
-    """GPT samples of an indexed file.
-
-    Args:
-        indexed: the tokens.
-        order: the sample order.
-        seq_length: tokens per sample, without the extra label token.
-        collate_options: collation options.
-    """
+    """GPT samples of an indexed file, of ``seq_length`` tokens and an extra label token."""
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ drawn in shuffled order; k, the index before that shuffle, is the ``sample_id``.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays, check_memory
-from megatron.data.permute import Permutation, check_index, mix
+from megatron.data.permute import Permutation, check_index, mix, random_state
 
 # Approximate number of cached document-order entries, over all epochs.
 _DOCUMENTS_KEPT = 1 << 22
@@ -100,12 +100,12 @@ class LazyOrder:
         self._seed = seed
         self._epoch_tokens = documents.tokens_per_epoch()
         # Sequential reads need two epochs at a time; small files cache more, which is cheap.
-        self._epochs_kept = min(64, max(2, _DOCUMENTS_KEPT // len(documents.lengths)))
+        kept = min(64, max(2, _DOCUMENTS_KEPT // len(documents.lengths)))
+        self._document_order = lru_cache(kept)(self._shuffle_documents)
+        self._sample_order = lru_cache(kept)(self._shuffle_samples)
+        self._lock = threading.Lock()  # no two threads shuffle the documents of the same epoch
         self.epoch_samples = self._epoch_start(1)
         self._num_samples = self.epoch_samples if num_samples is None else num_samples
-        self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
-        self._shuffles: OrderedDict[int, Permutation] = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._num_samples
@@ -113,20 +113,14 @@ class LazyOrder:
     def sample_id(self, index: int) -> int:
         epoch = (check_index(index, self._num_samples) + 1) * self._seq_length // self._epoch_tokens
         start = self._epoch_start(epoch)
-        with self._lock:
-            shuffle = self._shuffles.get(epoch)
-            if shuffle is None:
-                shuffle = Permutation(self._epoch_start(epoch + 1) - start, mix(self._seed, epoch, 1))
-                self._shuffles[epoch] = shuffle
-                if len(self._shuffles) > self._epochs_kept:
-                    self._shuffles.popitem(last=False)
-        return start + shuffle(index - start)
+        return start + self._sample_order(epoch)(index - start)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         position, remaining_tokens = sample_id * self._seq_length, self._seq_length + 1
         while remaining_tokens:
             epoch, offset = divmod(position, self._epoch_tokens)
-            order, ends = self._epoch(epoch)
+            with self._lock:
+                order, ends = self._document_order(epoch)
             order_index = int(np.searchsorted(ends, offset, side="right"))
             while remaining_tokens and order_index < len(order):
                 end = int(ends[order_index])
@@ -144,23 +138,17 @@ class LazyOrder:
         """Number of samples that end before epoch ``epoch``, extra token included."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
 
-    def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def _shuffle_documents(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Documents in the order of an epoch, and their cumulative lengths in tokens."""
-        with self._lock:
-            cached_epoch = self._epochs.get(epoch)
-            if cached_epoch is not None:
-                self._epochs.move_to_end(epoch)
-                return cached_epoch
-            lengths = self._documents.lengths
-            order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
-            # NumPy guarantees that the stream of the legacy generator never changes, so old runs can be resumed.
-            key = mix(self._seed, epoch, 0)
-            np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
-            cached_epoch = order, np.cumsum(lengths[order], dtype=np.int64)
-            self._epochs[epoch] = cached_epoch
-            if len(self._epochs) > self._epochs_kept:
-                self._epochs.popitem(last=False)
-            return cached_epoch
+        lengths = self._documents.lengths
+        order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
+        random_state(self._seed, epoch, 0).shuffle(order)
+        return order, np.cumsum(lengths[order], dtype=np.int64)
+
+    def _shuffle_samples(self, epoch: int) -> Permutation:
+        """Order of the samples that end in an epoch."""
+        samples = self._epoch_start(epoch + 1) - self._epoch_start(epoch)
+        return Permutation(samples, mix(self._seed, epoch, 1))
 
 
 class MegatronOrder:

@@ -17,14 +17,7 @@ from megatron.tokenizer.wordpiece import WordPieceIds
 
 
 class MaskedDataset(RowIndexing, ABC):
-    """Samples of an indexed file of sentences; subclasses mask the sentences.
-
-    Args:
-        indexed: the tokens.
-        order: the sample order.
-        ids: ids of the special tokens.
-        masker: selects the words to mask.
-    """
+    """Samples of an indexed file of sentences; subclasses mask the words that ``masker`` selects."""
 
     row_length: int
     resets_positions = False

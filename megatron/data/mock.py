@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.data.idx_format import DTYPES, IndexTable, byte_offsets
 from megatron.data.indexed import IndexedDataset
-from megatron.data.permute import mix
+from megatron.data.permute import hash_array, mix
 
 SEQUENCES = 1 << 18
 SEQUENCE_TOKENS = 128
@@ -22,10 +22,6 @@ class MockDataset(IndexedDataset):
     """In-memory documents: token p depends only on the seed and p, so all ranks read the same data.
 
     A sequence counts up from a random token in random steps of 1 to 5, so that a model has something to learn.
-
-    Args:
-        seed: seed of the run.
-        vocab_size: number of token ids.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -50,14 +46,6 @@ class MockDataset(IndexedDataset):
         positions_t = np.arange(first, first + length, dtype=np.uint64)
         sequences_t = positions_t // np.uint64(SEQUENCE_TOKENS)
         counted_t = positions_t % np.uint64(SEQUENCE_TOKENS) * np.uint64(_STEPS)
-        tokens_t = _hashes(sequences_t, mix(self._seed, 0)) % np.uint64(self._vocab_size) + counted_t
-        tokens_t += _hashes(positions_t, mix(self._seed, 1)) % np.uint64(_STEPS)
+        tokens_t = hash_array(sequences_t, mix(self._seed, 0)) % np.uint64(self._vocab_size) + counted_t
+        tokens_t += hash_array(positions_t, mix(self._seed, 1)) % np.uint64(_STEPS)
         return (tokens_t % np.uint64(self._vocab_size)).astype(self.dtype)
-
-
-def _hashes(values_t: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """A 64-bit hash of each value: the finalizer of ``permute.mix``."""
-    state_t = values_t * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    state_t = (state_t ^ (state_t >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state_t = (state_t ^ (state_t >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state_t ^ (state_t >> np.uint64(31))

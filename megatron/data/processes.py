@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, connection, get_context, parent_process
@@ -31,16 +31,13 @@ _worker: dict[str, Any] = {}
 """State of a worker process, set at startup."""
 
 
-def _start_worker(
-    function: Callable[[Any], Any], prepare: Callable[..., None] | None, arguments: Sequence[Any]
-) -> None:
-    """Initialize a worker process; the parent handles the signals of the terminal, and end the worker."""
+def _start_worker(function: Callable[[Any], Any]) -> None:
+    """Initialize a worker process; the parent handles the signals of the terminal, and ends the worker."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Thread(target=_exit_with_parent, daemon=True).start()  # the executor's workers would outlive a killed parent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes use the cores
     _worker["function"] = function
-    if prepare is not None:
-        prepare(*arguments)
 
 
 def _call(item: Any) -> Any:
@@ -58,17 +55,14 @@ def map_in_processes(
     function: Callable[[T], R],
     items: Iterable[T],
     workers: int,
-    prepare: Callable[..., None] | None = None,
-    arguments: Sequence[Any] = (),
     idle: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
     """Map a function over items in parallel; yield results in order, with a bounded number of items in flight.
 
     Args:
-        function: picklable function of a module.
+        function: picklable; sent once to each process, where an object may keep state between calls.
         items: arguments of the calls.
         workers: number of processes; 1 runs everything in this process.
-        prepare, arguments: initializer and its arguments, called once per process.
         idle: called periodically while waiting for a result.
 
     Raises:
@@ -76,13 +70,10 @@ def map_in_processes(
         Exception: from the function.
     """
     if workers == 1:
-        if prepare is not None:
-            prepare(*arguments)
         yield from map(function, items)
         return
     other_children = set(active_children())
-    startup = (function, prepare, arguments)  # sent once to each process, not with each item
-    executor = ProcessPoolExecutor(workers, get_context("forkserver"), _start_worker, startup)
+    executor = ProcessPoolExecutor(workers, get_context("forkserver"), _start_worker, (function,))
     result_queue: Any = executor._result_queue
     processes: set[BaseProcess] = set()
     pending: deque[Future[R]] = deque()

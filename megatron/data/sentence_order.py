@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.data.cache import cached_arrays
 from megatron.data.fixed_order import Lanes
 from megatron.data.mersenne import mersenne_64, shuffle_range
-from megatron.data.permute import Permutation, check_index, mix
+from megatron.data.permute import Permutation, check_index, mix, random_state
 from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order, no_samples_error
 
 
@@ -83,9 +83,7 @@ class LazySentences:
         return Sentences(*row.tolist())
 
     def random(self, sample_id: int) -> np.random.RandomState:
-        key = mix(self._seed, sample_id, 2)
-        # NumPy guarantees that the stream of the legacy generator never changes.
-        return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
+        return random_state(self._seed, sample_id, 2)
 
 
 class FixedSentences(LazySentences):

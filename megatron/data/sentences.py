@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import UserError
 from megatron.data.cache import check_memory
 from megatron.data.mersenne import mersenne_32
+from megatron.data.permute import hash_array
 
 # Maximum length of a sentence in tokens, as in megatron-core.
 _MAX_SENTENCE = 512
@@ -132,13 +133,7 @@ def check_split(documents: SentenceDocuments, max_tokens: int) -> None:
 
 
 def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> NDArray[Any]:
-    """megatron-core's samples before the shuffle: complete epochs, until there are enough samples.
-
-    Args:
-        documents: the documents.
-        cut: parameters of the cut.
-        seed: seed of the targets.
-        num_samples: minimum number of samples; None is an epoch.
+    """megatron-core's samples before the shuffle: complete epochs, until there are ``num_samples`` (None: an epoch).
 
     Returns:
         uint32 or int64 [samples, 3]: first sentence, end of the last sentence, target length.
@@ -211,11 +206,7 @@ def _cut_chunk_in_parallel(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[n
     begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
     columns: list[list[NDArray[np.int64]]] = [[], [], []]
     while len(begin_d):
-        positions = begin_d + chunk.offset
-        numbers = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-        numbers ^= numbers >> np.uint64(31)
+        numbers = hash_array((begin_d + chunk.offset).astype(np.uint64), seed)
         # The upper bits decide whether a target is short, the lower bits set its length.
         short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
         lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.max_tokens - 1)

@@ -22,11 +22,7 @@ class T5Dataset(MaskedDataset):
 
     The encoder reads the text with a sentinel in place of each span. The decoder reads [BOS], then each sentinel
     followed by its span; its labels are the same tokens shifted left by 1, then [EOS]. Spans stay in the text when the
-    sentinels or the decoder's positions run out.
-
-    Args:
-        encoder_length, decoder_length: tokens per encoder and decoder sequence, padding included.
-        indexed, order, ids, masker: see ``MaskedDataset``.
+    sentinels or the decoder's positions run out. The lengths of both sequences include padding.
     """
 
     def __init__(

@@ -27,12 +27,7 @@ class PaddedSource(Protocol):
 
 
 class WholeBatches(RowIndexing):
-    """All draws of a dataset, followed by padding draws up to a full batch, which do not count.
-
-    Args:
-        dataset: dataset with at least 1 sample.
-        batch: global batch size.
-    """
+    """All draws of a dataset, at least 1, followed by padding draws up to a full global batch, which do not count."""
 
     def __init__(self, dataset: SampleSource, batch: int) -> None:
         self._dataset = dataset

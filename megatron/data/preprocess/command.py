@@ -179,7 +179,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Preprocesse the input according to the parsed flags.
+    """Preprocess the input according to the parsed flags.
 
     Raises:
         UserError: when the input is invalid, or a file cannot be read or written.

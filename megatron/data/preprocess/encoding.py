@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.data.idx_format import best_dtype
 from megatron.data.lines import BYTE_ORDER_MARK
 from megatron.data.preprocess.reading import Block, InputRange
 from megatron.data.preprocess.sentences import sentence_splitter
+from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 
 
@@ -105,13 +107,28 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
 
 
 class Encoder:
-    """Encoder of blocks of lines; built once per worker."""
+    """Encoder of blocks of lines; each process builds its own tokenizer."""
 
     def __init__(self, options: EncodeOptions) -> None:
         self.options = options
-        self.tokenizer = build_tokenizer(options.tokenizer)
-        self.dtype = best_dtype(self.tokenizer.vocab_size)
-        self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
+
+    def __reduce__(self) -> tuple[type[Encoder], tuple[EncodeOptions]]:
+        return Encoder, (self.options,)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the texts."""
+        return build_tokenizer(self.options.tokenizer)
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the token ids."""
+        return best_dtype(self.tokenizer.vocab_size)
+
+    @cached_property
+    def _split(self) -> Callable[[str], list[str]] | None:
+        options = self.options
+        return sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
         """Encode a block; lines that are not documents are listed as bad, and blank lines are skipped."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
     Each part writes shards, which are merged in input order and removed.
     """
     shards = [[f"{prefix}.part{number}" for prefix in prefixes] for number in range(len(parts))]
-    partition_job = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
+    partition_job = replace(job, workers=max(1, job.workers // len(parts)))
     context = multiprocessing.get_context("spawn")
     messages, stop = context.SimpleQueue(), context.Event()
     latest = [Totals() for _ in parts]
@@ -93,13 +93,10 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
             number, latest[number], skipped = messages.get()
             report(_sum_totals(latest), skipped)
 
-    partitions = [_Partition(number, partition_job, sources, shards[number]) for number, sources in enumerate(parts)]
+    run_partition = partial(_run_partition, partition_job, messages, stop)
+    partitions = [_Partition(number, sources, shards[number]) for number, sources in enumerate(parts)]
     try:
-        results = list(
-            map_in_processes(
-                _run_partition, partitions, len(parts), _start_partition, (messages, stop), idle=forward_reports
-            )
-        )
+        results = list(map_in_processes(run_partition, partitions, len(parts), idle=forward_reports))
         forward_reports()
         errors = [result for result in results if not isinstance(result, Totals)]
         if errors:
@@ -127,11 +124,8 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
 
 def _encode_blocks(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
     """Encode blocks in order, in this process or in ``job.workers`` processes."""
-    if job.workers == 1:
-        yield from map(encoder, blocks)
-        return
     try:
-        yield from map_in_processes(_encode_block, blocks, job.workers, _start_worker, (job.options,))
+        yield from map_in_processes(encoder, blocks, job.workers)
     except ProcessKilled:
         raise UserError("a worker process died (out of memory?): use fewer --workers") from None
 
@@ -151,26 +145,11 @@ def _require_tokens(options: EncodeOptions, writers: Sequence[IndexedWriter]) ->
             )
 
 
-# State of a worker process, set at startup.
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(options: EncodeOptions) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["encoder"] = Encoder(options)
-
-
-def _encode_block(block: Block) -> Encoded:
-    encoded: Encoded = _worker["encoder"](block)
-    return encoded
-
-
 @dataclass(frozen=True)
 class _Partition:
     """A part of the input."""
 
     number: int
-    job: EncodingJob
     sources: list[InputRange]
     prefixes: list[str]
 
@@ -179,23 +158,18 @@ class _Stopped(UserError):
     """Raised in a partition after another partition failed."""
 
 
-def _start_partition(messages: Any, stop: Any) -> None:
-    _worker["messages"] = messages
-    _worker["stop"] = stop
-
-
-def _run_partition(partition: _Partition) -> Totals | UserError | OSError:
-    """Encode a part; return the totals, or the error, after which the other parts stop as well."""
+def _run_partition(job: EncodingJob, messages: Any, stop: Any, partition: _Partition) -> Totals | UserError | OSError:
+    """Encode a part, and send its running totals; return the totals, or the error, after which all parts stop."""
 
     def report(totals: Totals, skipped: list[str]) -> None:
-        if _worker["stop"].is_set():
+        if stop.is_set():
             raise _Stopped("stopped because of another part of the input")
-        _worker["messages"].put((partition.number, Totals(**vars(totals)), skipped))
+        messages.put((partition.number, replace(totals), skipped))
 
     try:
-        return run(partition.job, partition.sources, partition.prefixes, report, may_be_empty=True)
+        return run(job, partition.sources, partition.prefixes, report, may_be_empty=True)
     except (UserError, OSError) as error:
-        _worker["stop"].set()
+        stop.set()
         return error
 
 

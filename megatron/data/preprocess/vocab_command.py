@@ -36,12 +36,7 @@ Watch = Callable[[Totals, list[str]], None]
 
 
 def read_texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
-    """Read the texts of JSON-lines files.
-
-    Args:
-        files: files, as returned by ``expand_inputs``.
-        keys: keys of the texts.
-        watch: called after each block with the running totals.
+    """Read the texts of JSON-lines files; ``watch`` is called after each block with the running totals.
 
     Raises:
         UserError: when a line is not a valid record, or a file cannot be read.

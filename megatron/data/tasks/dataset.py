@@ -64,15 +64,8 @@ def join_texts(
 class TaskDataset(RowIndexing):
     """Samples of a fine-tuning task, with padding draws that do not count.
 
-    A draw is a single sequence; a sample with several sequences takes consecutive draws.
-
-    Args:
-        examples: the samples.
-        epochs: order of the samples.
-        num_epochs: number of epochs that can be drawn.
-        tokenizer: tokenizer of the model.
-        model: model configuration.
-        max_first_tokens: maximum tokens of a first text; None for no limit.
+    A draw is a single sequence; a sample with several sequences takes consecutive draws. The tokens of a first text are
+    limited to ``max_first_tokens``, if given.
 
     Raises:
         UserError: when the model needs another tokenizer, or the sequence length is too small.

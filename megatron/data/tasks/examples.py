@@ -23,13 +23,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """The samples of a file or folder.
-
-    Args:
-        path: path as specified.
-        examples: samples, in file order.
-        note: description of skipped lines; empty if none.
-    """
+    """The samples of a file or folder, in file order, with a note on skipped lines, if any."""
 
     path: str
     examples: Sequence[Example]

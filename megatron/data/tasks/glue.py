@@ -53,15 +53,10 @@ FORMATS: Mapping[str, GlueFormat] = {
 
 
 def read_glue(task: str, path: str, flag: str) -> ExampleFile:
-    """Read a published GLUE TSV file.
-
-    Args:
-        task: a key of ``FORMATS``.
-        path: path of the file.
-        flag: flag of the path, for messages.
+    """Read the published TSV file of a task of ``FORMATS``.
 
     Raises:
-        UserError: when the file cannot be read, or has another format; the message names file and line.
+        UserError: when the file cannot be read, or has another format; the message names flag, file and line.
     """
     form, location = FORMATS[task], f"{flag} {path}"
     lines = read_lines(path, flag)

@@ -16,16 +16,12 @@ _LETTERS = "ABCD"
 
 
 def read_race(path: str, flag: str) -> ExampleFile:
-    """Read a folder of ``.txt`` files of JSON lines, each with a passage and its questions.
+    """Read a folder of ``.txt`` files of JSON lines, each with a passage and its questions, such as RACE/train/middle.
 
     The answer replaces the blank (``_``) of a question, or follows the question if it has no blank.
 
-    Args:
-        path: path of the folder, such as RACE/train/middle.
-        flag: flag of the path, for messages.
-
     Raises:
-        UserError: when a file cannot be read, or has another format; the message names file and line.
+        UserError: when a file cannot be read, or has another format; the message names flag, file and line.
     """
     try:
         files = sorted(entry for entry in Path(path).iterdir() if entry.suffix == ".txt")
