@@ -111,28 +111,23 @@ class CompressorCheckpoint:
         if not saved:
             return
         device = self.sync.buffers[0].params_flat.device
-        entries = [
-            _CombinedSlice(item)
-            for state_slice in self._slices()
-            for item in _loadable_states(saved, state_slice, device)
-        ]
-        most_sources = max([len(entry.item.sources) for entry in entries] + [1])
+        entries = [entry for state_slice in self._slices() for entry in _loadable_states(saved, state_slice, device)]
+        most_sources = max([len(entry.sources) for entry in entries] + [1])
         for turn in range(max(int(text) for text in gather_texts(group, str(most_sources)))):
-            slices = {entry.item.name: entry.item.allocate() for entry in entries if turn < len(entry.item.sources)}
-            active = [entry for entry in entries if entry.item.name in slices]
-            read = {
-                entry.item.name: entry.item.shard(slices[entry.item.name], entry.item.sources[turn]) for entry in active
-            }
+            slices = {entry.name: entry.allocate() for entry in entries if turn < len(entry.sources)}
+            active = [entry for entry in entries if entry.name in slices]
+            read = {entry.name: entry.shard(slices[entry.name], entry.sources[turn]) for entry in active}
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
             for entry in active:
-                entry.add_slice(slices[entry.item.name], slices.get(entry.item.counts))
-        for item in (entry.item for entry in entries if entry.item.kind.startswith(COUNTER)):
-            item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
+                entry.add_slice(slices[entry.name], slices.get(entry.counts))
+        for entry in entries:
+            if entry.kind.startswith(COUNTER):
+                entry.state_slice.state.counters.pop(entry.kind.removeprefix(COUNTER), None)
         for entry in entries:
             if entry.value is not None:
-                entry.item.write(entry.value)
+                entry.write(entry.value)
         restored: set[str] = set()  # by any rank
-        for text in gather_texts(group, json.dumps(sorted({entry.item.name for entry in entries}))):
+        for text in gather_texts(group, json.dumps(sorted({entry.name for entry in entries}))):
             restored.update(json.loads(text))
         lost = [name for name in sorted(set(saved) - restored) if f"|{COUNTER}" not in name]
         if lost:
@@ -226,7 +221,7 @@ class CompressorCheckpoint:
                 yield "receiver", direction.received, incoming
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _LoadableState:
     """A checkpoint tensor that this rank can restore, in full or in part.
 
@@ -235,6 +230,7 @@ class _LoadableState:
         kind: name of the tensor in the state.
         shape, dtype: shape (with the holder dimensions) and dtype in the checkpoint.
         device: device of the run's parameters.
+        value: this rank's slice, combined from those of the holders read so far; None before the first.
     """
 
     state_slice: StateSlice
@@ -242,6 +238,8 @@ class _LoadableState:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    value: Tensor | None = None
+    _weights: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -307,6 +305,22 @@ class _LoadableState:
         columns = self.state_slice.holders[1] if self._has_param_shape else self.shape[1]
         return replace(self.state_slice, holders=(self.shape[0], columns)).shard(self.kind, values, at)
 
+    def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
+        """Add a holder's slice; ``counts`` are the counts of a table of means.
+
+        Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
+        """
+        if self.value is None:
+            self.value, self._weights = values, counts
+        elif counts is not None and self._weights is not None:
+            self._weights = self._weights + counts
+            share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (values.dim() - 1))
+            self.value.add_(share * (values - self.value))
+        elif self.kind == RESIDUAL:
+            self.value.add_(values)
+        else:
+            self.value = torch.maximum(self.value, values)
+
     def write(self, values: Tensor) -> None:
         """Write a slice into the state, allocating the whole stack or bucket first if needed."""
         target, state = self.state_slice, self.state_slice.state
@@ -333,37 +347,12 @@ class _LoadableState:
         target.read_slice(self.kind, state.tensors[self.kind]).copy_(values)
 
 
-@dataclass(eq=False)
-class _CombinedSlice:
-    """A rank's slice, combined from those of several saved holders."""
-
-    item: _LoadableState
-    value: Tensor | None = None
-    _weights: Tensor | None = None
-
-    def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
-        """Add a holder's slice; ``counts`` are the counts of a table of means.
-
-        Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
-        """
-        if self.value is None:
-            self.value, self._weights = values, counts
-        elif counts is not None and self._weights is not None:
-            self._weights = self._weights + counts
-            share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (values.dim() - 1))
-            self.value.add_(share * (values - self.value))
-        elif self.item.kind == RESIDUAL:
-            self.value.add_(values)
-        else:
-            self.value = torch.maximum(self.value, values)
-
-
 def _loadable_states(
     saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], state_slice: StateSlice, device: torch.device
 ) -> Iterator[_LoadableState]:
     """Saved tensors of a slice that this layout can restore."""
     for name, (shape, dtype) in saved.items():
         for candidate in (state_slice, state_slice.stage_specific) if state_slice.stage[1] > 1 else (state_slice,):
-            item = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
-            if name == item.name and item.fits:
-                yield item
+            entry = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
+            if name == entry.name and entry.fits:
+                yield entry

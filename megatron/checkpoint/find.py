@@ -26,12 +26,8 @@ _CONVERT = "tools/ckpt_convert.py --to megatron-cc"
 def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
     """Find the checkpoint to resume from: the tracker's, or the newest complete checkpoint if there is no tracker.
 
-    Args:
-        root: the folder of all checkpoints.
-        log: called when there is no tracker.
-
     Returns:
-        An iteration, "release", or None when nothing has been saved.
+        An iteration, "release", or None when nothing has been saved below ``root``.
 
     Raises:
         UserError: when the tracker is unreadable or names a checkpoint that is not there, or there is no tracker and

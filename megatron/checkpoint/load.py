@@ -37,12 +37,9 @@ _FLAGS_OF_SHAPES = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
-    """Find the folder of a checkpoint and read its manifest.
+    """Find the folder of a checkpoint below ``root``, the folder of all checkpoints, and read its manifest.
 
-    Args:
-        root: folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-        flag: flag that selected the iteration; None for the tracker.
+    ``flag`` selected the iteration; None for the tracker.
 
     Raises:
         UserError: when the checkpoint is missing or damaged; the message names a complete checkpoint.
@@ -72,16 +69,7 @@ def _read_document(root: Path, iteration: Iteration, name: str, flag: str | None
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
-    """Read the ``common`` values of a checkpoint.
-
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-        flag: flag that named it; None for the tracker's.
-
-    Raises:
-        UserError: when the checkpoint is missing or damaged.
-    """
+    """Read the ``common`` values of a checkpoint. Arguments and errors as for ``open_checkpoint``."""
     root = Path(root)
     data = _read_document(root, iteration, COMMON, flag)
     try:
@@ -96,16 +84,7 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
 
 
 def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
-    """Read the configuration in a checkpoint as YAML.
-
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-        flag: flag that named it; None for the tracker's.
-
-    Raises:
-        UserError: when the checkpoint is missing or damaged.
-    """
+    """Read the configuration in a checkpoint as YAML. Arguments and errors as for ``open_checkpoint``."""
     data = _read_document(Path(root), iteration, CONFIG, flag)
     try:
         return data.decode()

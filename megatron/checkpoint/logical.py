@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -77,10 +78,7 @@ class LogicalShard:
                 start >= 0 and start + size <= extent
                 for start, size, extent in zip(starts, sizes, box.tensor.shape, strict=True)
             ):
-                view = box.tensor.detach()
-                for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                    view = view.narrow(dim, start, size)
-                return view
+                return narrow_tensor_by_index(box.tensor.detach(), starts, sizes)
         raise KeyError(f"no piece holds the box of sizes {tuple(sizes)} at {tuple(offsets)}")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
@@ -123,7 +121,9 @@ def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Se
     """
     extent = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
     clipped = clip(((0,) * local.dim(), tuple(local.shape)), extent)
-    boxes = [] if clipped is None else [TensorBox(tuple(local_offsets), _corner(local.detach(), clipped[1]))]
+    boxes = []
+    if clipped is not None:
+        boxes = [TensorBox(tuple(local_offsets), local.detach()[tuple(map(slice, clipped[1]))])]
     return LogicalShard(tuple(global_shape), local.dtype, boxes)
 
 
@@ -134,7 +134,6 @@ def boxes_of_flat_range(
     flat_tensor: Tensor,
     start: int,
     stop: int,
-    valid: Sequence[int] | None = None,
 ) -> list[TensorBox]:
     """Describe a slice of a rank's flattened block, as the distributed optimizer holds it.
 
@@ -148,7 +147,6 @@ def boxes_of_flat_range(
         flat_tensor: 1-D, ``stop - start`` elements: the slice's memory.
         start: first position of the slice in the flattened block.
         stop: the position after its last.
-        valid: the block's extent without padding; None: the extent inside ``global_shape``.
 
     Returns:
         Boxes whose tensors are views of ``flat_tensor``; padding belongs to none.
@@ -158,22 +156,14 @@ def boxes_of_flat_range(
     """
     if flat_tensor.numel() != stop - start:
         raise ValueError(f"the memory has {flat_tensor.numel()} elements for the range {start}:{stop}")
-    if valid is None:
-        valid = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
+    extent = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
     memory = flat_tensor.detach()
     boxes = []
     for offsets, sizes, flat_start in flat_range_to_boxes(local_shape, start, stop):
-        clipped = clip((offsets, sizes), valid)
+        clipped = clip((offsets, sizes), extent)
         if clipped is None:
             continue
         box = memory[flat_start - start : flat_start - start + math.prod(sizes)].view(sizes)
         box_offsets = tuple(o + p for o, p in zip(local_offsets, offsets, strict=True))
-        boxes.append(TensorBox(box_offsets, _corner(box, clipped[1])))
+        boxes.append(TensorBox(box_offsets, box[tuple(map(slice, clipped[1]))]))
     return boxes
-
-
-def _corner(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The first ``sizes`` elements along each dimension, as a view."""
-    for dim, size in enumerate(sizes):
-        x = x.narrow(dim, 0, size)
-    return x

@@ -18,10 +18,6 @@ from megatron.config.checkpoint import CheckpointConfig
 def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> Iterator[FolderLock | None]:
     """Create and lock the folder of ``--save`` for the duration of a run.
 
-    Args:
-        config: flags of loading and saving.
-        log: prints lines for the user.
-
     Raises:
         UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not
             continue from.
@@ -51,11 +47,7 @@ def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> I
 
 
 def _check_free_to_save(config: CheckpointConfig) -> None:
-    """Check that a run replaces only its own earlier checkpoints.
-
-    Raises:
-        UserError: when it would replace others; the message names the flags to continue from and to replace them.
-    """
+    """Check that a run replaces only its own earlier checkpoints; else raise UserError, naming the flags to give."""
     if config.overwrite_checkpoints or (config.saves_where_it_loads and not config.finetune):
         return
     assert config.save is not None

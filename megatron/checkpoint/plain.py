@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.storage import tensor_bytes
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
 TUPLE, BYTES, TENSOR, DICT = "$tuple", "$bytes", "$tensor", "$dict"
@@ -54,8 +55,7 @@ def _to_json(value: Any, location: str) -> Any:
     if isinstance(value, bytes | bytearray):
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        data = base64.b64encode(raw.numpy().tobytes()).decode()
+        data = base64.b64encode(tensor_bytes(value)).decode()
         return {TENSOR: [name_of_dtype(value.dtype), list(value.shape), data]}
     raise TypeError(f"{location} is a {type(value).__name__}; a checkpoint holds plain types and tensors only")
 

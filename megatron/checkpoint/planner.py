@@ -86,10 +86,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """Assign each box to a single rank.
-
-    Args:
-        plans: plans of the boxes that each rank holds, by rank.
+    """Assign each box to a single rank, given the plan of the boxes that each rank holds.
 
     Raises:
         ValueError: when ranks disagree on a tensor's shape or type, or together do not hold all of it.

@@ -6,9 +6,9 @@ and then updates the tracker. After an interruption, the tracker still names the
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe_error
 from megatron.distributed.agreement import first_problem, rank_of, run_communication, size_of
+from megatron.distributed.work import Caller
 
 COMMON, CONFIG = "common.json", "config.yaml"
 Log = Callable[[str], None]
@@ -36,38 +37,6 @@ def silent(line: str) -> None:
 def ignore_single_process_warning() -> None:
     """Ignore torch's warning about saving or loading without a process group, which is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
-
-class SaveHandle:
-    """A pending save in a background thread."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._run = run
-        # A daemon thread does not delay the exit of a process. An exit loses only the checkpoint that is being written.
-        self._thread = threading.Thread(target=self._main, name="checkpoint-save", daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether ``wait`` would not block."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete.
-
-        Raises:
-            UserError: when saving has failed.
-            CommunicationError: when a peer is gone.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 @dataclass
@@ -167,7 +136,7 @@ def save_checkpoint(
     last_update: int | None = None,
     log: Log = silent,
     statements: Statements | None = None,
-) -> SaveHandle | None:
+) -> Future[None] | None:
     """Save ``root/iter_<iteration>`` and update the tracker. A collective call on the group.
 
     Args:
@@ -207,6 +176,7 @@ def save_checkpoint(
         Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log, statements
     )
     if async_:
-        return SaveHandle(job.run)
+        # Its thread does not delay the exit of a process, which loses only the checkpoint that is being written.
+        return Caller("checkpoint-save").start(job.run)
     job.run()
     return None

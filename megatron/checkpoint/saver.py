@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.certificate import Statements
 from megatron.checkpoint.logical import LogicalShard
-from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
+from megatron.checkpoint.save import Log, save_checkpoint, silent
 from megatron.distributed.agreement import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
@@ -19,17 +20,10 @@ WRITE_TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointSaver:
-    """Writer of a run's checkpoints.
+    """Writer of a run's checkpoints, in the background with ``async_``; see ``save_checkpoint``.
 
     With ``async_`` and a group, the constructor creates a process group, so every process of the world must call it.
     All methods are called by every rank of the group, in the same order.
-
-    Args:
-        root: the folder of all checkpoints.
-        group: a gloo group; None for this process only.
-        async_: whether to write in the background.
-        keep_last: number of checkpoints to keep; None to keep all.
-        log: prints progress lines, on rank 0.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class CheckpointSaver:
             # A separate group: collectives of the training thread must not match those of the background thread.
             ranks = dist.get_process_group_ranks(group)
             self._write_group = dist.new_group(ranks, timeout=WRITE_TIMEOUT, backend="gloo")
-        self._pending: SaveHandle | None = None
+        self._pending: Future[None] | None = None
 
     def save(
         self,
@@ -95,4 +89,4 @@ class CheckpointSaver:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
+            pending.result()

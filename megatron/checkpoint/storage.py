@@ -172,12 +172,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reader of boxes of tensors, after ``check_file_sizes`` and ``check_items`` have checked the files.
-
-    Args:
-        folder: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-    """
+    """Reader of boxes of tensors, after ``check_file_sizes`` and ``check_items`` have checked the files."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder

@@ -17,10 +17,6 @@ from megatron.checkpoint.storage import read_into, tensor_bytes
 class StoredTensors:
     """The tensors of a checkpoint, read on demand and checked against their checksums.
 
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-
     Raises:
         UserError: when the checkpoint is missing or its table of contents damaged.
     """

@@ -107,21 +107,17 @@ def _check_files(folder: Path, certificate: Certificate) -> str:
             f"{folder}: the checkpoint is of iteration {manifest.iteration} and {manifest.world_size} ranks, the "
             f"certificate of iteration {certificate.iteration} and {certificate.ranks}"
         )
-    for name, digest in certificate.files.items():
-        if _file_digest(folder / name) != digest:
+    for name, certified in certificate.files.items():
+        digest = sha256()
+        try:
+            with open_regular(folder / name) as stream:
+                while block := stream.read(READ_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            raise UserError(f"{folder / name}: {error.strerror}") from error
+        if digest.hexdigest() != certified:
             raise UserError(f"{folder / name} differs: its SHA-256 is not the certificate's")
     return f"all {len(names)} ({format_bytes(sum(manifest.files.values()))}) match their SHA-256"
-
-
-def _file_digest(path: Path) -> str:
-    digest = sha256()
-    try:
-        with open_regular(path) as stream:
-            while block := stream.read(READ_BYTES):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def _check_statements(folder: Path, certificate: Certificate) -> str:

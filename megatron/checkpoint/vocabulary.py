@@ -15,12 +15,8 @@ EMBEDDING = MODEL + "embedding.word_embeddings.weight"
 def saved_vocab_size(root: str | Path, iteration: Iteration) -> int:
     """Number of vocabulary entries of a checkpoint's model, without padding.
 
-    Args:
-        root: the folder of all checkpoints.
-        iteration: iteration of the checkpoint.
-
     Raises:
-        UserError: when it is damaged, or holds no embedding.
+        UserError: when the checkpoint is damaged, or holds no embedding.
     """
     folder, manifest = open_checkpoint(Path(root), iteration)
     if EMBEDDING not in manifest.tensors:

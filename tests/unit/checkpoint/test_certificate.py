@@ -63,7 +63,7 @@ def _save(root: Path, statements: Statements, choice: Any = None, **options: Any
     common = {"iteration": 3, "certificate": statements.to_dict(), "compression_choice": choice}
     handle = save_checkpoint(root, 3, shards(model(3.0)), common, "seed: 1\n", statements=statements, **options)
     if handle is not None:
-        handle.wait()
+        handle.result()
     return root / "iter_0000003"
 
 

@@ -86,11 +86,11 @@ def test_flat_slices_leave_padding_out(a: int, b: int) -> None:
         assert int(piece.tensor.reshape(-1)[0]) == (piece.offsets[0] - 4) * 4 + piece.offsets[1]
 
 
-def test_padding_of_columns_and_an_explicit_extent() -> None:
+def test_padding_of_columns_and_rows() -> None:
     flat = torch.arange(12)
     pieces = boxes_of_flat_range((3, 4), (0, 0), (3, 3), flat, 0, 12)
     assert [piece.tensor.tolist() for piece in pieces] == [[[0, 1, 2], [4, 5, 6], [8, 9, 10]]]
-    pieces = boxes_of_flat_range((3, 4), (0, 0), (3, 4), flat, 0, 12, valid=(1, 2))
+    pieces = boxes_of_flat_range((3, 4), (0, 0), (1, 2), flat, 0, 12)
     assert [piece.tensor.tolist() for piece in pieces] == [[[0, 1]]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.compressor_state import _CombinedSlice, _LoadableState
+from megatron.checkpoint.compressor_state import _LoadableState
 from megatron.checkpoint.state_slice import StateSlice
 from megatron.compression.state import CompressorState
 from megatron.compression.token_means import COUNTS, MEANS
@@ -21,16 +21,14 @@ def _item(kind: str, saved: Ranks, current: Ranks, at: Ranks, cut: bool) -> _Loa
 
 
 def _merged(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    merged_means, merged_counts = (
-        _CombinedSlice(_item(kind, (len(tables), 1), (1, 1), (0, 0), False)) for kind in (MEANS, COUNTS)
-    )
+    merged_means, merged_counts = (_item(kind, (len(tables), 1), (1, 1), (0, 0), False) for kind in (MEANS, COUNTS))
     for table, count in zip(tables, counts, strict=True):
         merged_means.add_slice(table.clone(), count.clone())
         merged_counts.add_slice(count.clone(), None)
     for loaded in (merged_means, merged_counts):
         assert loaded.value is not None
-        loaded.item.write(loaded.value)
-    tensors = [loaded.item.state_slice.state.tensors[loaded.item.kind] for loaded in (merged_means, merged_counts)]
+        loaded.write(loaded.value)
+    tensors = [loaded.state_slice.state.tensors[loaded.kind] for loaded in (merged_means, merged_counts)]
     return tensors[0], tensors[1]
 
 
