@@ -22,11 +22,7 @@ Tell = Callable[[float], object]
 
 
 class HostClock:
-    """A clock of the host: marks moments and reports the time between them, which is known when a call returns.
-
-    Args:
-        read_seconds: seconds of a monotonic clock.
-    """
+    """A clock of the host: marks moments and reports the time between them, which is known when a call returns."""
 
     def __init__(self, read_seconds: Callable[[], float] = time.perf_counter) -> None:
         self._now = read_seconds
@@ -58,13 +54,7 @@ Clock = HostClock
 
 
 class DeviceClock(HostClock):
-    """A clock of a CUDA device: events on the current stream of the calling thread.
-
-    Args:
-        event: makes an event that records the time.
-        synchronize: waits for the device.
-        read_seconds: seconds of the host's clock.
-    """
+    """A clock of a CUDA device: events on the current stream of the calling thread."""
 
     def __init__(
         self,

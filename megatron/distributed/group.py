@@ -148,24 +148,19 @@ class Group:
         rank: this process's position in ``ranks``.
         name: name in error messages.
         backend: "gloo", "nccl" or "none".
-        split: ranks by node, if requested.
+
+    ``split`` are its ranks by node, if requested; see ``split_by_node``.
     """
 
     def __init__(
-        self,
-        pg: dist.ProcessGroup | None,
-        ranks: tuple[int, ...],
-        rank: int,
-        name: str,
-        backend: str,
-        split: NodeSplit | None = None,
+        self, pg: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, name: str, backend: str
     ) -> None:
         self.pg = pg
         self.ranks = ranks
         self.rank = rank
         self.name = name
         self.backend = backend
-        self.split = split
+        self.split: NodeSplit | None = None
         self._spare: list[Tensor] = []
         self._exchanges: Caller | None = None
 

@@ -144,12 +144,7 @@ class FailureDetector:
         return self._verdict
 
     def _spread_verdict(self, verdict: str, grace: float) -> None:
-        """Spread a verdict; a rank keeps the first verdict that it hears.
-
-        Args:
-            verdict: the diagnosis, in words.
-            grace: seconds until this process is ended, if it does not end by itself.
-        """
+        """Spread a verdict, unless an earlier one is known; this process has ``grace`` seconds to end by itself."""
         with self._lock:
             if self._verdict is None:
                 self._verdict = verdict

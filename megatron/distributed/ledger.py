@@ -63,12 +63,9 @@ class _Accounts:
 
 
 class _Timed:
-    """Context that times a block; a class, because a generator context takes longer than some blocks.
+    """Context that tells the seconds of a block; a class, because a generator context takes longer than some blocks.
 
-    Args:
-        ledger: ledger that keeps the open blocks.
-        tell: callback that receives the seconds.
-        span: the observers' span of the block; None without observers.
+    ``span`` is the observers' span of the block; None without observers.
     """
 
     __slots__ = ("_ledger", "_span", "_tell", "since")

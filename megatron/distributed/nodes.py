@@ -9,6 +9,8 @@ from megatron.distributed.group import Group, NodeSplit
 
 Positions = tuple[tuple[int, ...], ...]
 """Positions in a group, by node."""
+MakeGroups = Callable[[Iterable[tuple[int, ...]], str], Group | None]
+"""Makes the groups of these ranks, and returns this rank's group; all ranks must make the same calls."""
 
 
 def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str]) -> tuple[Positions, str]:
@@ -62,7 +64,7 @@ def split_by_node(
     group: Group | None,
     groups: Sequence[tuple[int, ...]],
     node_of: Sequence[str],
-    make: Callable[[Iterable[tuple[int, ...]], str], Group | None],
+    make: MakeGroups,
 ) -> None:
     """Set the group's ranks by node. Every rank of the world must call this, even if it is in none of the groups.
 
@@ -72,7 +74,7 @@ def split_by_node(
         group: this rank's group of the kind; None if it is in none.
         groups: all groups of the kind.
         node_of: the node of each global rank.
-        make: makes groups, and returns this rank's group; all ranks must make the same calls.
+        make: makes the groups of the parts.
     """
     positions, why = positions_by_node(groups, node_of)
     columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # sorted like torch's groups

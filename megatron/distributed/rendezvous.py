@@ -187,11 +187,7 @@ class Rendezvous(RendezvousHandler):
 
 
 def use_rendezvous(arguments: argparse.Namespace, begin: Callable[[], None]) -> None:
-    """Make torch's launcher use this rendezvous.
-
-    Args:
-        arguments: the launcher's flags, which are changed.
-        begin: the argument of ``Rendezvous``.
+    """Make torch's launcher use this rendezvous: change its flags. ``begin`` is the argument of ``Rendezvous``.
 
     Raises:
         ValueError: as ``rendezvous_address``.

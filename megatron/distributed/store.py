@@ -102,12 +102,8 @@ def check_reachable(host: str, remedy: str) -> None:
     Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host written as a loopback address or as
     localhost is accepted: several machines may be simulated on this machine.
 
-    Args:
-        host: the name.
-        remedy: the setting to change.
-
     Raises:
-        UserError: when other machines cannot reach it.
+        UserError: when other machines cannot reach it; the message ends with ``remedy``, the setting to change.
     """
     addresses: list[Any] = []
     with suppress(OSError):  # serving the store reports an unknown name

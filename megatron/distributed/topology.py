@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.group import Group
 from megatron.distributed.layout import Coordinates, Layout, Tie
-from megatron.distributed.nodes import split_by_node
+from megatron.distributed.nodes import MakeGroups, split_by_node
 from megatron.distributed.pipeline_group import PipelineGroup
 
 
@@ -124,9 +124,17 @@ def build_topology(
         ranks = next(r for r in ranks_of_groups if rank in r)
         return Group(mesh.get_group(dim), ranks, ranks.index(rank), name, backend)
 
+    def make(groups: Iterable[tuple[int, ...]], name: str, backend: str = backend) -> Group | None:
+        """Make all groups of a kind; return this rank's. All ranks must make the same calls in the same order."""
+        local_group = None
+        for ranks in groups:
+            pg = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            if rank in ranks:
+                local_group = Group(pg, ranks, ranks.index(rank), name, backend)
+        return local_group
+
     everyone = tuple(range(layout.world_size))
     world = Group(dist.group.WORLD, everyone, rank, "world", backend)
-    make = _GroupMaker(rank, backend, timeout)
     control = make([everyone], "control", "gloo")
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
@@ -150,10 +158,12 @@ def build_topology(
         ep=experts,
         expert_dp=expert_replicas,
         pp=pipeline,
-        embedding=_drop_missing({tie: make(layout.embedding_groups(tie), tie.value) for tie in layout.ties}),
-        fused_embedding=_drop_missing(
-            {tie: make(layout.fused_embedding_groups(tie), f"{tie.value} replicas") for tie in layout.ties}
-        ),
+        embedding={tie: group for tie in layout.ties if (group := make(layout.embedding_groups(tie), tie.value))},
+        fused_embedding={
+            tie: group
+            for tie in layout.ties
+            if (group := make(layout.fused_embedding_groups(tie), f"{tie.value} replicas"))
+        },
         forward_link=_make_link(pipeline, layout, device, make, "pipeline-forward"),
         backward_link=_make_link(pipeline, layout, device, make, "pipeline-backward"),
     )
@@ -172,30 +182,7 @@ def build_topology(
     return topology
 
 
-@dataclass(frozen=True)
-class _GroupMaker:
-    """Maker of groups outside the mesh. All ranks must make the same calls in the same order."""
-
-    rank: int
-    backend: str
-    timeout: timedelta
-
-    def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
-        """Make all groups of a kind; return this rank's group, or None if the rank is in none of them."""
-        local_group = None
-        for ranks in groups:
-            pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)
-            if self.rank in ranks:
-                local_group = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
-        return local_group
-
-
-def _drop_missing(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
-    """Drop the ties without a group on this rank."""
-    return {tie: group for tie, group in groups.items() if group is not None}
-
-
-def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
+def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: MakeGroups, name: str) -> Group:
     """Make the group for pipeline messages in a direction; with a single stage, reuse the pipeline group."""
     if layout.pp == 1:
         return pipeline

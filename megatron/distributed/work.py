@@ -51,11 +51,7 @@ class JointWork:
 
 
 class Caller:
-    """Thread that runs calls that may hang, in order; it ends some time after this object is deleted.
-
-    Args:
-        name: name of the thread.
-    """
+    """Thread that runs calls that may hang, in order; it ends some time after this object is deleted."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
