@@ -123,9 +123,7 @@ def _find_problem(arguments: argparse.Namespace) -> str | None:
 def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
     """Print the reason why the ranks failed, and return the exit status.
 
-    Args:
-        error: torch's report.
-        received: the signal that asked the ranks to end, if any.
+    ``received`` is the signal that asked the ranks to end, if any.
     """
     rank, failure = find_first_failure(error.failures)
     if received is not None and failure.exitcode == -signal.SIGTERM:

@@ -21,12 +21,12 @@ from torch.distributed import run
 from megatron.base.addresses import EXAMPLE, read_address, write_address
 from megatron.base.start import ISLANDS_LAUNCHER
 from megatron.base.user_text import flag_of
+from megatron.config.islands import ADDRESS_VARIABLE, ISLAND_VARIABLE
 from megatron.diloco.store import note_end, serve
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.store import check_reachable
 from megatron.launcher.signals import STOP_SIGNALS
 
-ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ISLAND_FLAGS = (
     "islands",
@@ -101,10 +101,10 @@ def prepare_island(arguments: argparse.Namespace) -> object:
     """
     end_with_parent()
     if arguments.island is not None:
-        os.environ[ISLAND] = str(arguments.island)
+        os.environ[ISLAND_VARIABLE] = str(arguments.island)
     address = arguments.islands_address or arguments.serve_islands
     if address is not None:
-        os.environ[ADDRESS] = address
+        os.environ[ADDRESS_VARIABLE] = address
     if arguments.islands is not None:
         arguments.training_script_args += ["--islands", str(arguments.islands)]
     if arguments.serve_islands is None:
@@ -116,11 +116,6 @@ def prepare_island(arguments: argparse.Namespace) -> object:
 
 def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, print_error: PrintError) -> int:
     """Start a launcher for each island, and wait for all of them; a failing island does not stop the others.
-
-    Args:
-        argv: words of the command line.
-        arguments: the parsed command line.
-        print_error: prints an error.
 
     Returns:
         0 if any island finished; otherwise the status of the first that failed.
@@ -140,8 +135,8 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, print_err
     for number in range(arguments.islands):
         env = os.environ | {
             ISLANDS_LAUNCHER: str(os.getpid()),
-            ADDRESS: write_address(host, store.port),
-            ISLAND: str(number),
+            ADDRESS_VARIABLE: write_address(host, store.port),
+            ISLAND_VARIABLE: str(number),
         }
         env |= gpus_of(number, processes, gpus)
         islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))

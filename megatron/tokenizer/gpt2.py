@@ -60,10 +60,6 @@ class GPT2BPETokenizer:
     Word ids are cached: the library only tokenizes new words and non-ASCII runs. Texts with many such runs go directly
     to the library.
 
-    Args:
-        vocab_file: path of vocab.json.
-        merge_file: path of merges.txt.
-
     Raises:
         UserError: when the library cannot read the files, or the vocabulary has no "<|endoftext|>".
     """

@@ -18,10 +18,6 @@ class SentencePieceTokenizer:
     end-of-sequence piece. A model with neither gets an additional id at the end of the vocabulary. ``extra_ids``
     sentinel ids follow.
 
-    Args:
-        model_file: path of the .model file.
-        extra_ids: number of sentinel ids at the end of the vocabulary.
-
     Raises:
         UserError: when the file is not a SentencePiece model.
     """
