@@ -14,57 +14,12 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-VAGUE_NAMES = frozenset(
-    {
-        "asked",
-        "begun",
-        "both",
-        "came",
-        "coming",
-        "done",
-        "due",
-        "ended",
-        "found",
-        "given",
-        "going",
-        "gone",
-        "held",
-        "here",
-        "kept",
-        "known",
-        "left",
-        "less",
-        "made",
-        "meant",
-        "more",
-        "one",
-        "ones",
-        "others",
-        "own",
-        "owns",
-        "part",
-        "parts",
-        "place",
-        "rest",
-        "said",
-        "seen",
-        "shown",
-        "sides",
-        "stand",
-        "taken",
-        "then",
-        "there",
-        "told",
-        "waiting",
-        "wanted",
-        "what",
-        "where",
-        "which",
-        "who",
-        "whole",
-        "wish",
-    }
-)
+VAGUE_NAMES = frozenset({
+    "asked", "begun", "both", "came", "coming", "done", "due", "ended", "found", "given", "going", "gone", "held",
+    "here", "kept", "known", "left", "less", "made", "meant", "more", "one", "ones", "others", "own", "owns",
+    "part", "parts", "place", "rest", "said", "seen", "shown", "sides", "stand", "taken", "then", "there", "told",
+    "waiting", "wanted", "what", "where", "which", "who", "whole", "wish",
+})  # fmt: skip
 MAX_VAGUE_NAMES = 1.0
 """Vague names per 1,000 lines."""
 MAX_WHAT = 5.0

@@ -125,15 +125,15 @@ def draw_epilogue() -> Any:
 
 
 def _box(axes: Any, x: float, y: float, title: str, text: str) -> None:
-    axes.add_patch(_rectangle(x, y, 2.3, 1.15, "#F4F6F8"))
+    axes.add_patch(_rectangle(x, y, 2.3, 1.15))
     axes.text(x + 1.15, y + 0.78, title, ha="center", va="center", fontsize=9.5, weight="bold")
     axes.text(x + 1.15, y + 0.36, text, ha="center", va="center", fontsize=9, color="#333333")
 
 
-def _rectangle(x: float, y: float, width: float, height: float, color: str) -> Any:
+def _rectangle(x: float, y: float, width: float, height: float) -> Any:
     from matplotlib.patches import FancyBboxPatch
 
-    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", facecolor=color,
+    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", facecolor="#F4F6F8",
                           edgecolor="#888888", linewidth=1.0)  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def draw_islands() -> Any:
     for island, y in enumerate((2.1, 0.2)):
         axes.text(-0.2, y + 0.4, f"island {island}", ha="right", va="center", fontsize=11)
         for step in range(in_step + every * rounds):
-            axes.add_patch(_rectangle(step * width, y, width - 0.25, 0.8, "#F4F6F8"))
+            axes.add_patch(_rectangle(step * width, y, width - 0.25, 0.8))
             axes.text(step * width + (width - 0.25) / 2, y + 0.4, "step", ha="center", va="center", fontsize=9.5)
     for step in range(in_step + every * rounds):
         at = (step + 1) * width - 0.125

@@ -221,22 +221,15 @@ def summarize(traces: Sequence[RankTrace]) -> str:
     for trace in sorted(traces, key=lambda trace: trace.rank):
         spans = [event for event in trace.events if event.get("ph") == "X"]
         iterations = max(sum(event["name"] == "iteration" for event in spans), 1)
-
-        def milliseconds(name: str, spans: list[dict[str, Any]] = spans, count: int = iterations) -> str:
-            return f"{sum(event['dur'] for event in spans if event['name'] == name) / 1000 / count:.1f}"
-
         sent = sum(event["args"]["sent bytes"] for event in trace.events if event.get("ph") == "b") / iterations
-        figures = [milliseconds(name) for name in ("iteration", *COLUMNS)]
-        rows.append([f"{trace.rank} ({trace.label})", *figures, f"{sent / 1e6:.2f}"])
+        durations = [sum(event["dur"] for event in spans if event["name"] == name) for name in ("iteration", *COLUMNS)]
+        milliseconds = [f"{duration / 1000 / iterations:.1f}" for duration in durations]
+        rows.append([f"{trace.rank} ({trace.label})", *milliseconds, f"{sent / 1e6:.2f}"])
     return markdown_table(["rank", "iteration ms", *COLUMNS, "sent MB"], rows)
 
 
 def read_timeline(traces: Sequence[RankTrace], align: bool = True) -> Timeline:
-    """Collect the passes of the last iteration on the pipeline ranks of a replica.
-
-    Args:
-        traces: traces of a run, which ``merge`` accepts.
-        align: set the clocks of all ranks to that of the first.
+    """Collect the passes of the last iteration on the pipeline ranks of a replica, from traces that ``merge`` accepts.
 
     Raises:
         UserError: when stages are missing, or the passes cannot be drawn.

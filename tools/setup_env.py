@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ from urllib.request import url2pathname
 
 REPO = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = (3, 10), (3, 13)
+STAMP = ".megatron-cc-setup.json"
+"""File in the environment that says what is installed there."""
 ORACLES = {"megatron-core==0.16.1": "MEGATRON_CORE_ORACLE", "transformers==4.17.0": "TRANSFORMERS_ORACLE"}
 """Reference packages for tests -> environment variable for the package's folder."""
 
@@ -202,17 +205,6 @@ def pip_install(python: Interpreter, arguments: list[str], failure: str) -> None
     run([*command, *arguments], failure)
 
 
-def stamp_path(python: Interpreter) -> Path:
-    return Path(python.prefix) / ".megatron-cc-setup.json"
-
-
-def read_stamp(python: Interpreter) -> dict[str, Any]:
-    try:
-        return json.loads(stamp_path(python).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def expected_stamp(python: Interpreter) -> dict[str, Any]:
     kernels = sorted(path for path in (REPO / "megatron/kernels/csrc").rglob("*") if path.is_file())
     text = "".join(path.read_text() for path in (REPO / "pyproject.toml", REPO / "setup.py", *kernels))
@@ -244,7 +236,10 @@ def install(python: Interpreter, extras: set[str]) -> None:
             f"or deactivate the environment, to use {REPO / '.venv'}; or first: {python.executable} -m pip uninstall "
             "megatron-cc"
         )
-    stamp, expected = read_stamp(python), expected_stamp(python)
+    stamp_path, stamp = Path(python.prefix) / STAMP, {}
+    with suppress(OSError, ValueError):
+        stamp = json.loads(stamp_path.read_text())
+    expected = expected_stamp(python)
     installed_extras = set(stamp.get("extras", ()))
     current = {name: stamp.get(name) for name in expected} == expected
     if current and extras <= installed_extras and python.has_suitable_torch:
@@ -267,7 +262,7 @@ def install(python: Interpreter, extras: set[str]) -> None:
     target = ".[" + ",".join(sorted(extras)) + "]" if extras else "."
     arguments = ["--no-build-isolation", "--constraint", str(constraints), "--editable", target]
     pip_install(python, arguments, "cannot install Megatron-CC")
-    stamp_path(python).write_text(json.dumps({**expected_stamp(python), "extras": sorted(extras)}))
+    stamp_path.write_text(json.dumps({**expected_stamp(python), "extras": sorted(extras)}))
     say(f"ready after {time.monotonic() - start:.0f} s: {python}, torch {python.torch}")
 
 

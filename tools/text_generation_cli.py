@@ -22,17 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="address of the server, such as localhost:5000")
-    parser.add_argument("--tokens-to-generate", type=int, metavar="N", help="new tokens (default: ask at each prompt)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="1.0; 0 takes the likeliest token")
-    parser.add_argument("--top-k", "--top_k", type=int, default=0, metavar="N", help="sample from the N likeliest")
-    parser.add_argument("--top-p", "--top_p", type=float, default=0.0, metavar="X", help="their total probability")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="wait for an answer (600)")
-    return parser
-
-
 class Refused(Exception):
     """A prompt is not continued; the message says why."""
 
@@ -107,7 +96,13 @@ def read_request(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: 0 if every prompt was continued, 1 if one was refused, 2 if there is no server."""
-    parser = make_parser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="address of the server, such as localhost:5000")
+    parser.add_argument("--tokens-to-generate", type=int, metavar="N", help="new tokens (default: ask at each prompt)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="1.0; 0 takes the likeliest token")
+    parser.add_argument("--top-k", "--top_k", type=int, default=0, metavar="N", help="sample from the N likeliest")
+    parser.add_argument("--top-p", "--top_p", type=float, default=0.0, metavar="X", help="their total probability")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="wait for an answer (600)")
     options = parser.parse_args(arguments)
     if not options.timeout > 0:
         parser.error(f"--timeout {options.timeout:g}: must be more than 0")

@@ -189,11 +189,11 @@ def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "megatron" / "comm" / "points.py"
     path.parent.mkdir(parents=True)
     path.write_text("def f():\n" + "    pass\n" * MAX_FUNCTION_LINES)
-    assert [problem.split(": ")[1] for problem in check_file(path, tmp_path)] == [
+    assert [problem.split(": ")[1] for problem in check_file(path, tmp_path, {})] == [
         f"f has {MAX_FUNCTION_LINES + 1} lines, more than {MAX_FUNCTION_LINES}"
     ]
     path.write_text("x = 1\n" * (MAX_FILE_LINES + 1))
-    assert "split the file" in check_file(path, tmp_path)[0]
+    assert "split the file" in check_file(path, tmp_path, {})[0]
     path.write_text("def f(:")
     assert "invalid syntax" in check_repository(tmp_path)[0]
 

@@ -67,6 +67,7 @@ def _extract(page: Page) -> dict[str, str]:
     else:
         import trafilatura
 
+        _silence_libraries()
         try:
             text = trafilatura.extract(page.body, include_comments=False, deduplicate=False) or ""
         except Exception:  # pages may trigger any error of lxml and others
@@ -76,10 +77,6 @@ def _extract(page: Page) -> dict[str, str]:
 
 def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
     """Yield rows; those of unreachable hosts wait until another host is reached.
-
-    Args:
-        rows: rows of the record.
-        is_up: whether a host that was reachable still is.
 
     Raises:
         UserError: when the network seems to be down; the waiting rows are left to the next run.
@@ -177,7 +174,7 @@ def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path
         return bool(reached_urls) and fetch(reached_urls[0]).failed not in UNREACHED
 
     pages = fetch_all(missing, fetch, limits.connections, limits.delay, limits.patience)
-    rows = map_in_processes(_extract, pages, options.workers, _silence_libraries)
+    rows = map_in_processes(_extract, pages, options.workers)
     for row in _check_network(progress(rows, "pages", "page"), is_up):
         record.write(encode(row) + b"\n")
         record.flush()
@@ -229,19 +226,6 @@ def limit_flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return counted, free
 
 
-def _limits_of(options: argparse.Namespace) -> Limits:
-    """Limits from the flags of ``add_limits``.
-
-    Raises:
-        UserError: when a flag is invalid.
-    """
-    limits = Limits(**{field.name: getattr(options, field.name) for field in FLAGS})
-    if not limits.agent.isprintable() or not limits.agent.strip() or not limits.agent.isascii():
-        raise UserError(f"--user-agent {limits.agent!r}: give a name of ASCII letters")
-    check_fields("fetching", limits)
-    return limits
-
-
 def _record_of(output: Path) -> Path:
     """Path of the record of fetched pages."""
     return output.with_name(output.name + ".fetched")
@@ -253,7 +237,11 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         UserError: when a flag is invalid.
     """
-    options.limits = _limits_of(options)
+    limits = Limits(**{field.name: getattr(options, field.name) for field in FLAGS})
+    if not limits.agent.isprintable() or not limits.agent.strip() or not limits.agent.isascii():
+        raise UserError(f"--user-agent {limits.agent!r}: give a name of ASCII letters")
+    check_fields("fetching", limits)
+    options.limits = limits
     check_apart([options.input], [options.output, _record_of(Path(options.output)), options.report])
     if Path(options.input).exists() and not Path(options.input).is_file():
         raise UserError(f"{options.input}: is not a regular file, which is needed because it is read twice")

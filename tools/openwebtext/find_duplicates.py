@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,19 +50,12 @@ _BUCKETS = 256
 """Buckets of a work item."""
 
 
-@dataclass(frozen=True)
-class _Fingerprinting:
-    """Function of lines: keys, texts, fingerprints and sizes of their documents, and the number of bad lines."""
-
-    seeds: int
-    seed: int
-    skip_bad: bool
-
-    def __call__(self, part: FilePart) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
-        documents, num_bad = apply_to_lines(
-            lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad
-        )
-        return documents, *signatures([text for _, text in documents], self.seeds, self.seed), num_bad
+def _fingerprints_of(
+    seeds: int, seed: int, skip_bad: bool, part: FilePart
+) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
+    """Keys, texts, fingerprints and sizes of the documents of some lines, and the number of bad lines."""
+    documents, num_bad = apply_to_lines(lambda row, line, where: [row[key] for key in part.keys], part, skip_bad)
+    return documents, *signatures([text for _, text in documents], seeds, seed), num_bad
 
 
 def check(options: argparse.Namespace) -> None:
@@ -117,7 +110,7 @@ def run(options: argparse.Namespace) -> Report:
         lengths = [0] * num_loaded
         inputs = zip(options.inputs[::2], options.inputs[1::2], strict=True)
         parts = (part for path, name in inputs for part in split_file(path, name, options.key))
-        fingerprinting = _Fingerprinting(options.num_seeds, options.seed, options.skip_bad_lines)
+        fingerprinting = partial(_fingerprints_of, options.num_seeds, options.seed, options.skip_bad_lines)
         with progress((), "fingerprints") as bar:
             for documents, part_rows, part_sizes, num_bad in map_in_processes(fingerprinting, parts, options.workers):
                 if num_bad:

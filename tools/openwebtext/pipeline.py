@@ -219,11 +219,7 @@ def stamps_of(steps: Sequence[Step], options: argparse.Namespace) -> list[str]:
 
 
 def _read_report(path: Path) -> dict[str, dict[str, Any]]:
-    """Report of an earlier cleaning, by step.
-
-    Raises:
-        UserError: when the file is not such a report.
-    """
+    """Report of an earlier cleaning, by step; raise UserError if the file is none."""
     try:
         report = json.loads(path.read_text()) if path.exists() else {}
         for name, entry in report.items():

@@ -24,26 +24,20 @@ from tools.openwebtext.cleaning.command import Report, Tool, add_common, check_a
 from tools.openwebtext.cleaning.filtering import Judged, document, judge_all
 
 
-def duplicates_in(groups: str) -> set[str]:
-    """Names of all documents of groups except the first of each.
+def run(options: argparse.Namespace) -> Report:
+    """Remove the duplicates of a file.
 
     Raises:
         UserError: naming the line that is not a group.
     """
-    duplicates: set[str] = set()
-    for number, line in numbered_lines(groups):
-        where = f"{groups}, line {number}"
+    check_apart([options.groups, options.data], [options.output, options.report])
+    duplicates, removed = set[str](), set[str]()
+    for number, line in numbered_lines(options.groups):
+        where = f"{options.groups}, line {number}"
         for names in document(line, where, skippable=False).values():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise UserError(f"{where}: is not a line of group_duplicate_url.py's output")
             duplicates.update(names[1:])
-    return duplicates
-
-
-def run(options: argparse.Namespace) -> Report:
-    """Remove the duplicates of a file."""
-    check_apart([options.groups, options.data], [options.output, options.report])
-    duplicates, removed = duplicates_in(options.groups), set[str]()
 
     def judge(row: dict[str, Any], line: bytes, where: str) -> Judged:
         name = row[options.key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from megatron.base.markdown import markdown_table
@@ -10,7 +9,7 @@ from megatron.base.option import FieldOption
 from megatron.config.flags import run_table
 from megatron.config.help import default_text, metavar_of
 from megatron.config.translate.known import read_known_flags
-from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag
+from megatron.config.translate.rules import SWITCH, VALUE
 from megatron.config.translate.shortcuts import SHORTCUTS
 
 _INTRODUCTION = """\
@@ -37,22 +36,22 @@ def flags_markdown() -> str:
     blocks = [_INTRODUCTION]
     for section, cls in table.sections.items():
         section_fields = [entry for entry in table.fields.values() if entry.section == section]
-        section_table = _table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, section_fields))
-        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{section_table}")
+        section_table = markdown_table(("Flag", "Aliases", "Default", "Meaning"), map(_field_row, section_fields))
+        blocks.append(f"## {section}\n\n{(cls.__doc__ or '').strip()}\n\n{section_table}\n")
     shortcuts = [
         (f"`--{shortcut.name}{' VALUE' if shortcut.arity == VALUE else ''}`", shortcut.help) for shortcut in SHORTCUTS
     ]
-    blocks.append(f"## Shorthand and old names\n\n{_table(('Flag', 'Meaning'), shortcuts)}")
+    blocks.append(f"## Shorthand and old names\n\n{markdown_table(('Flag', 'Meaning'), shortcuts)}\n")
     blocks.append(
         "## Known flags without effect\n\n"
         "Flags of Megatron-LM, Megatron-DeepSpeed, Optimus-CC, Radius, EDGC and AQ-SGD that are accepted, and "
         "reported once, because ignoring them does not change training.\n\n"
-        f"{_known_table(refused=False)}"
+        f"{_known_table(refused=False)}\n"
     )
     blocks.append(
         "## Refused flags\n\n"
         "Flags that would change training if they were silently ignored. They are refused by name, unless they have "
-        f"the value that asks for nothing (in parentheses).\n\n{_known_table(refused=True)}"
+        f"the value that asks for nothing (in parentheses).\n\n{_known_table(refused=True)}\n"
     )
     return "\n".join(blocks)
 
@@ -78,15 +77,10 @@ def _known_table(*, refused: bool) -> str:
     selected_flags = [flag for flag in read_known_flags() if flag.refused == refused]
     rows = []
     for reason, flags in groupby(selected_flags, key=lambda flag: flag.reason):
-        rows.append((", ".join(map(_known_flag, flags)), reason))
-    return _table(("Flags", "Instead" if refused else "Reason"), rows)
-
-
-def _known_flag(flag: KnownFlag) -> str:
-    value = "" if flag.arity == SWITCH else " VALUE"
-    neutral = f" ({', '.join(flag.neutral)})" if flag.neutral else ""
-    return f"`--{flag.name}{value}`{neutral}"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return markdown_table(header, rows) + "\n"
+        spellings = [
+            f"`--{flag.name}{'' if flag.arity == SWITCH else ' VALUE'}`"
+            + (f" ({', '.join(flag.neutral)})" if flag.neutral else "")
+            for flag in flags
+        ]
+        rows.append((", ".join(spellings), reason))
+    return markdown_table(("Flags", "Instead" if refused else "Reason"), rows)

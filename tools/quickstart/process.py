@@ -36,7 +36,9 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
         with log.open("wb") as stream:
             while True:
                 try:
-                    chunk = _read(reader)
+                    chunk = os.read(reader, 65536)
+                except OSError:  # the end of a pseudo-terminal
+                    break
                 except KeyboardInterrupt:
                     # The terminal interrupted the command as well: wait for its end, unless interrupted again.
                     if interrupted:
@@ -69,14 +71,6 @@ def _terminal() -> tuple[int, int]:
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(writer, termios.TCSANOW, attributes)
     return reader, writer
-
-
-def _read(descriptor: int) -> bytes:
-    """Read the next piece of output; empty at the end, which a pseudo-terminal reports as an error."""
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:
-        return b""
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

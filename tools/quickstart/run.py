@@ -14,11 +14,12 @@ import shlex
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.checkpoint.files import TRACKER
 from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.stages import QuickstartStage, digest
 from tools.quickstart.summary import format_summary, summarize
@@ -69,49 +70,19 @@ def flags(values: dict[str, Any]) -> list[str]:
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
-@dataclass(frozen=True)
 class QuickstartPaths:
     """Paths below the output folder."""
 
-    out: Path
-
-    @property
-    def corpus(self) -> Path:
-        return self.out / "corpus"
-
-    @property
-    def vocabulary(self) -> Path:
-        return self.out / "vocabulary"
-
-    @property
-    def run(self) -> Path:
-        return self.out / "run"
-
-    @property
-    def jsonl(self) -> Path:
-        return self.run / "log.jsonl"
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.corpus, self.vocabulary, self.run = out / "corpus", out / "vocabulary", out / "run"
+        self.jsonl = self.run / "log.jsonl"
+        self.checkpoints = self.run / "checkpoints"
+        self.tracker = self.checkpoints / TRACKER
 
     def data(self, part: str) -> Path:
         """Return the prefix of the ``.bin/.idx`` pair of ``train`` or ``heldout``."""
         return self.out / "data" / f"{part}_text_document"
-
-    @property
-    def tracker(self) -> Path:
-        """File with the iteration of the last complete checkpoint."""
-        return self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
-
-    def iterations_done(self) -> int:
-        """Return the iteration of the last complete checkpoint; 0 if there is none."""
-        try:
-            return int(self.tracker.read_text())
-        except (OSError, ValueError):
-            return 0
-
-    def log(self, step: str) -> Path:
-        return self.out / "logs" / f"{step}.log"
-
-    def stamp(self, step: str) -> Path:
-        return self.out / ".done" / f"{step}.json"
 
 
 class Quickstart:
@@ -125,7 +96,10 @@ class Quickstart:
 
     def __init__(self, out: Path, train_iters: int | None = None) -> None:
         self.paths = QuickstartPaths(out)
-        self.train_iters = train_iters or max(TRAIN_ITERS, self.paths.iterations_done())
+        saved = 0
+        with suppress(OSError, ValueError):
+            saved = int(self.paths.tracker.read_text())
+        self.train_iters = train_iters or max(TRAIN_ITERS, saved)
         self.tokenizer_flags = [
             *("--tokenizer-type", "GPT2BPETokenizer"),
             *("--vocab-file", str(self.paths.vocabulary / "vocab.json")),
@@ -147,7 +121,7 @@ class Quickstart:
         vocabulary = [paths.vocabulary / name for name in ("vocab.json", "merges.txt")]
         data = [Path(f"{paths.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
         return [
-            QuickstartStage(title, paths.stamp(stamp), key, outputs, action)
+            QuickstartStage(title, paths.out / ".done" / f"{stamp}.json", key, outputs, action)
             for title, stamp, key, outputs, action in (
                 ("corpus", "corpus", self.corpus_key, corpus, self.make_corpus),
                 ("vocabulary", "vocabulary", self.vocabulary_key, vocabulary, self.train_vocabulary),
@@ -180,7 +154,7 @@ class Quickstart:
 
     def train_flags(self) -> list[str]:
         """Build the command line of ``pretrain_gpt.py``."""
-        paths, run = self.paths, self.paths.run
+        paths = self.paths
         warmup_iters = min(TRAINING["lr-warmup-iters"], self.train_iters - 1)  # less than a short run's whole length
         samples = (unigram(paths.data("heldout")).tokens - 1) // MODEL["seq-length"]
         return [
@@ -192,15 +166,15 @@ class Quickstart:
             *self.tokenizer_flags,
             *flags({"train-data-path": paths.data("train"), "valid-data-path": paths.data("heldout")}),
             *flags({"data-cache-path": paths.out / "data" / "cache", "num-workers": 0}),
-            *flags({"save": run / "checkpoints", "load": run / "checkpoints"}),
-            *flags({"tensorboard-dir": run / "tensorboard", "log-json-file": paths.jsonl}),
+            *flags({"save": paths.checkpoints, "load": paths.checkpoints}),
+            *flags({"tensorboard-dir": paths.run / "tensorboard", "log-json-file": paths.jsonl}),
             *flags({"distributed-backend": "gloo"}),
         ]
 
     def generate(self) -> None:
         prompts = self.paths.out / "prompt.txt"
         prompts.write_text(PROMPT + "\n")
-        arguments = ["--load", str(self.paths.run / "checkpoints"), *self.tokenizer_flags]
+        arguments = ["--load", str(self.paths.checkpoints), *self.tokenizer_flags]
         arguments += flags({"sample-input-file": prompts, "sample-output-file": self.paths.out / "sample.txt"})
         arguments += flags({"out-seq-length": 120, "temperature": 0.7, "top_p": 0.9, "seed": 1})
         self._python("sample", ["tools/generate_samples_gpt.py", *arguments])
@@ -217,7 +191,7 @@ class Quickstart:
         results = {
             "loss curve": paths.out / "loss.png",
             "TensorBoard": paths.run / "tensorboard",
-            "checkpoints": paths.run / "checkpoints",
+            "checkpoints": paths.checkpoints,
             "log": paths.jsonl,
             "summary": paths.out / "summary.json",
             "everything": paths.out,
@@ -239,7 +213,7 @@ class Quickstart:
         path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, *arguments]
-        log = self.paths.log(step)
+        log = self.paths.out / "logs" / f"{step}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".command").write_text(shlex.join(command) + "\n")
         run_logged(command, log, cwd=REPO, env=env, show=show)

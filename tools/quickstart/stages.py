@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,11 @@ class QuickstartStage:
     outputs: Sequence[Path]
     action: Callable[[], None]
 
-    def is_done(self) -> bool:
-        try:
-            return bool(json.loads(self.stamp.read_text()) == self._state())
-        except (OSError, ValueError):
-            return False
-
     def run(self) -> float | None:
         """Run the step if needed; return its seconds, None if it is up to date."""
-        if self.is_done():
-            return None
+        with suppress(OSError, ValueError):
+            if json.loads(self.stamp.read_text()) == self._state():
+                return None
         self.stamp.unlink(missing_ok=True)
         start = time.monotonic()
         self.action()

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.base.atomic import atomic_write
 from megatron.base.errors import UserError
+from megatron.config.memory import format_bytes
 from megatron.training.records import read_records
 from tools.quickstart.unigram import Unigram
 
@@ -71,19 +72,11 @@ def format_summary(summary: Summary, results: Mapping[str, Path], sample: str) -
             f"{summary.unigram_entropy:.4f} nats per token ({summary.heldout_tokens:,} tokens)",
         ),
         ("difference", f"{summary.gain:.4f} nats per token below the unigram entropy{verdict}"),
-        ("bytes moved", f"{_bytes(sum(summary.bytes_per_iteration.values()))} per iteration"),
+        ("bytes moved", f"{format_bytes(sum(summary.bytes_per_iteration.values()))} per iteration"),
     ]
-    rows += [(f"  {point}", _bytes(count)) for point, count in summary.bytes_per_iteration.items()]
+    rows += [(f"  {point}", format_bytes(count)) for point, count in summary.bytes_per_iteration.items()]
     rows += results.items()
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     quoted = [f"  | {line}" for line in sample.strip().splitlines()]
     return "\n".join(["Summary", *lines, "", "  A sample of the model's text:", *quoted])
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

@@ -154,7 +154,7 @@ def test_a_second_call_installs_nothing_until_something_changes(
     assert installs({"test"}) == []
     assert installs({"lint"}) == [".[lint,test]"]
     assert installs({"test", "lint"}) == []
-    stamp = setup_env.stamp_path(python)
+    stamp = tmp_path / setup_env.STAMP
     stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "project": "older"}))
     assert installs({"lint"}) == [".[lint]"]
     stamp.write_text("{")

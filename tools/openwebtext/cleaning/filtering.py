@@ -27,16 +27,11 @@ _CHUNK, _CHUNK_BYTES = 64, 1 << 20
 
 
 def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dict[str, Any]:
-    """Parse the JSON object of a line.
-
-    Args:
-        line: line of a file.
-        where: position of the line, for messages.
-        keys: fields that must be strings.
-        skippable: whether to suggest --skip-bad-lines in the message.
+    """Parse the JSON object of a line, of which some keys must hold strings.
 
     Raises:
-        UserError: when the line is not a valid document.
+        UserError: when the line is not a valid document; the message starts with ``where``, its position, and suggests
+            --skip-bad-lines if it is ``skippable``.
     """
     advice = "remove the line" + (", or give --skip-bad-lines" if skippable else "")
     try:
@@ -56,9 +51,7 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
 def encode(record: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
     """Encode a JSON line in UTF-8; lone surrogates stay escaped, and a ``Numeral`` keeps its original form.
 
-    Args:
-        record: object of the line.
-        default: converts values that JSON cannot represent.
+    ``default`` converts values that JSON cannot represent.
     """
     mark = secrets.token_hex(16)  # random, so it occurs in no text
     numerals: list[str] = []

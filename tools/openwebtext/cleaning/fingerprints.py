@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
+from megatron.data.permute import finalize
 
 SHINGLE = 5
 
@@ -42,10 +43,7 @@ def shingle_hashes(text: str) -> NDArray[np.uint64]:
     x = codes[:count] * _FACTORS[0]
     for offset in range(1, SHINGLE):
         x += codes[offset : offset + count] * _FACTORS[offset]
-    # The finalizer of SplitMix64 (Steele et al. 2014).
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return finalize(x)
 
 
 def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
