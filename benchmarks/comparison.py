@@ -72,7 +72,8 @@ class StepComparison:
             self.log.begin(self.key(names[0]))
             ours = self._start(OURS, workers)
             if OURS in missing:  # before peers compile, which may use up the time limit
-                self._log_ours(ours, in_turns(ours.step, turns=self.turns, warm=self.warm).median())
+                seconds = in_turns(ours.step, turns=self.turns, warm=self.warm).median()
+                self.log.row(self.key(OURS), **self._cells(ours, seconds))
                 missing.remove(OURS)
             for peer in list(missing):
                 try:
@@ -107,24 +108,18 @@ class StepComparison:
         ]
         turns = in_turns(partial(ours.step, steps[0]), partial(theirs.step, steps[1]), turns=self.turns)
         their_gib = theirs.close() / 2**30
-        if with_ours:
-            self._log_ours(ours, turns.median())
-        their_rate = self._tokens() / turns.median(1)
         cells = self._cells(ours, turns.median())
+        if with_ours:
+            self.log.row(self.key(OURS), **cells)
+        their_rate = self.shape.tokens / turns.median(1)
         self.log.row(key, **cells, beside=peer, their_tokens_per_s=their_rate, ratio=turns.ratio(), their_gib=their_gib)
-
-    def _log_ours(self, ours: Side, seconds: float) -> None:
-        self.log.row(self.key(OURS), **self._cells(ours, seconds))
-
-    def _tokens(self) -> int:
-        return self.shape.samples * self.shape.seq
 
     def _cells(self, ours: Side, seconds: float) -> dict[str, object]:
         rate = self.shape.flops() / seconds
         return {
             "shape": self.shape.name,
             "precision": self.precision,
-            "tokens_per_s": self._tokens() / seconds,
+            "tokens_per_s": self.shape.tokens / seconds,
             "tflops": rate / 1e12,
             "of_limit": rate / self.peak_flops if self.peak_flops else None,
             "gib": ours.peak_bytes() / 2**30,

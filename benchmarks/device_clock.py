@@ -23,12 +23,7 @@ _SHORT_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Time:
-    """The time of a call.
-
-    Args:
-        seconds: median time.
-        how: clock, graph (replayed) or events (around each call).
-    """
+    """The median time of a call in seconds, measured by clock, graph (replayed) or events (around each call)."""
 
     seconds: float
     how: str
@@ -111,9 +106,11 @@ class CudaClock:
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
         """Time single calls, in seconds; the host runs ahead while the L2 is overwritten."""
+        if self._flush is None:
+            self._flush = torch.empty(2 * self.l2_bytes, dtype=torch.uint8, device=self.device)
         pairs = []
         for number in range(count):
-            self._evict()
+            self._flush.zero_()  # evicts the inputs
             start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             calls[number % len(calls)]()
@@ -121,11 +118,6 @@ class CudaClock:
             pairs.append((start, end))
         self.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
-
-    def _evict(self) -> None:
-        if self._flush is None:
-            self._flush = torch.empty(2 * self.l2_bytes, dtype=torch.uint8, device=self.device)
-        self._flush.zero_()
 
     def _capture(self, calls: Sequence[Call]) -> Any:
         """Capture all calls in a graph; None if a call waits for the device or cannot be captured."""

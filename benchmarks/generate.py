@@ -100,12 +100,7 @@ def measure(
 ) -> dict[str, float]:
     """Measure tokens per second of ours and theirs, their ratio over pairs, and the share of equal tokens.
 
-    Args:
-        ours, theirs: both models.
-        prompts: the prompts of a batch.
-        new: number of new tokens for each prompt.
-        turns: measured turns of each side.
-        after_turn: called after every turn of a side.
+    Continues the prompts of a batch by ``new`` tokens each, in ``turns`` turns of each side.
     """
     prompt_ids = torch.tensor(prompts, device=ours.device)
     outputs: tuple[list[list[int]], list[list[int]]] = ([], [])

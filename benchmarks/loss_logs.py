@@ -93,7 +93,9 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
     train = [row for row in rows if row[0] == "train"]
     if not train:
         raise UserError(f"{path}: no training losses; give a file of --log-json-file or --log-txt-file")
-    hours, before = 0.0, _start_iteration(train)
+    first = train[0][1]
+    window = train[1][1] - first if len(train) > 1 else first  # the first is taken to be as long as the second
+    hours, before = 0.0, max(first - window, 0)
     starts = LossPoint(before, math.nan, None, 0.0)
     for _, iteration, loss, tokens, seconds in train:
         hours += seconds * max(iteration - before, 0) / 3600.0
@@ -104,12 +106,6 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
             curve = run.valid if kind == "validation" else run.final
             curve.append(_evaluation_point([starts, *run.train], iteration, loss, tokens))
     return run
-
-
-def _start_iteration(train: Sequence[_Row]) -> int:
-    """Return the iteration before a log's first window, whose length is taken from the second."""
-    first = train[0][1]
-    return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
 
 
 def _evaluation_point(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:

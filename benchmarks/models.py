@@ -57,6 +57,11 @@ class Shape:
         """Number of sequences per step."""
         return self.batch * self.micro_batches
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens per step."""
+        return self.samples * self.seq
+
     def flops(self) -> float:
         """Model FLOPs of a step."""
         model = ModelConfig(
@@ -130,6 +135,8 @@ def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    model_class: Any
+    config: Any
     if shape.llama:
         form: dict[str, Any] = {
             "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
@@ -144,18 +151,16 @@ def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
                 "output_router_logits": True,
                 "router_aux_loss_coef": 0.01,
             }
-            mixtral = MixtralConfig(**form, **routing)
-            mixtral._attn_implementation = "sdpa"
-            return MixtralForCausalLM(mixtral)
-        llama = LlamaConfig(**form)
-        llama._attn_implementation = "sdpa"
-        return LlamaForCausalLM(llama)
-    gpt2 = GPT2Config(
-        vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
-        n_head=shape.heads, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=use_cache,
-    )  # fmt: skip
-    gpt2._attn_implementation = "sdpa"
-    return GPT2LMHeadModel(gpt2)
+            model_class, config = MixtralForCausalLM, MixtralConfig(**form, **routing)
+        else:
+            model_class, config = LlamaForCausalLM, LlamaConfig(**form)
+    else:
+        model_class, config = GPT2LMHeadModel, GPT2Config(
+            vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
+            n_head=shape.heads, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=use_cache,
+        )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    return model_class(config)
 
 
 class HuggingFaceLoss(nn.Module):

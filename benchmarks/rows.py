@@ -90,10 +90,7 @@ def _first_line(dependencies: Mapping[str, str]) -> str:
 def open_rows(path: Path, dependencies: Mapping[str, str], again: bool) -> RowFile:
     """Read the earlier rows, and rewrite the file with only these; rows of other sources move to ``.old``.
 
-    Args:
-        path: path of the file.
-        dependencies: hardware, versions and sources.
-        again: whether to measure all rows again.
+    With ``again``, all rows are measured again.
     """
     file = RowFile() if again else earlier_rows(path, dependencies)
     if path.exists() and not file.rows:

@@ -80,14 +80,7 @@ def _tokenizer_flags(out: Path) -> list[str]:
 
 
 def flags(values: Mapping[str, Any], specs: Sequence[str], out: Path, log: Path) -> list[str]:
-    """Flags of a run on the prepared text.
-
-    Args:
-        values: values of the flags, by name; True for a switch.
-        specs: specs of compressors.
-        out: folder of the text.
-        log: file of its JSON lines.
-    """
+    """Flags of a run on the prepared text in ``out``; True is the value of a switch."""
     words = [text for name, value in values.items() for text in (f"--{name}", *([] if value is True else [str(value)]))]
     words += [word for spec in specs for word in ("--compress", spec)]
     for split, name in (("train", "train"), ("valid", "heldout"), ("test", "heldout")):
@@ -103,16 +96,9 @@ def has_ended(log: Path) -> bool:
 def train(
     words: Sequence[str], name: str, log: Path, output: Path, ranks: int, nodes: int = 1, islands: int = 1
 ) -> None:
-    """Run a training from the beginning.
+    """Run a training from the beginning, with one thread per rank.
 
-    Args:
-        words: flags.
-        name: name in messages.
-        log: file of its JSON lines; with islands, the first island's.
-        output: file of its output.
-        ranks: number of processes, each with a thread.
-        nodes: simulated nodes, each with a launcher.
-        islands: islands among the ranks.
+    With islands, ``log`` is the first island's. Each of the simulated nodes has a launcher.
     """
     print(f"{name} ...", flush=True)
     log.unlink(missing_ok=True)

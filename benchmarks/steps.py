@@ -29,16 +29,9 @@ def run_config(
     divisor: int = 1,
     compress: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the resolved configuration of a training with the samples per step of a shape.
+    """Return the resolved configuration of a training in fp32 or bf16 with the samples per step of a shape.
 
-    Args:
-        shape: shape of the model.
-        precision: fp32 or bf16.
-        parallel: values of the ``parallel`` section.
-        micro_batch: samples per micro-batch.
-        world_size: number of ranks.
-        divisor: number that divides the padded vocabulary.
-        compress: specs of compressors.
+    ``parallel`` are values of the ``parallel`` section, and ``divisor`` divides the padded vocabulary.
     """
     architecture: dict[str, Any] = {}
     if shape.llama:

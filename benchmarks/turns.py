@@ -41,12 +41,9 @@ class Turns:
 
 
 def in_turns(*turn_functions: Callable[[], float], turns: int, warm: int = 0) -> Turns:
-    """Let sides take turns.
+    """Let sides take turns: functions that take a turn and return its seconds.
 
-    Args:
-        turn_functions: functions that take a turn and return its seconds.
-        turns: counted turns of each side.
-        warm: earlier turns, which do not count.
+    After ``warm`` turns, which do not count, ``turns`` turns of each side are counted.
     """
     seconds = [[take_turn() for take_turn in turn_functions] for _ in range(warm + turns)][warm:]
     return Turns(tuple(zip(*seconds, strict=True)))
@@ -87,12 +84,7 @@ def _serve(pipe: Connection, build: Callable[[], Step], device: str) -> None:
 
 
 class SideError(Exception):
-    """Raised when a side fails; the message is a single line.
-
-    Args:
-        name: name of the side.
-        reason: reason of the failure.
-    """
+    """Raised when a side fails; the message is a single line."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -100,12 +92,9 @@ class SideError(Exception):
 
 
 class Side:
-    """Worker process of a side. Every request raises a SideError if the process has failed or is gone.
+    """Worker process of a side, which builds its step there.
 
-    Args:
-        name: name of the side in errors.
-        build: builds its step, in the process.
-        device: torch's name of the device.
+    Every request raises a SideError if the process has failed or is gone.
     """
 
     def __init__(self, name: str, build: Callable[[], Step], device: str = "cpu") -> None:

@@ -146,7 +146,7 @@ def _speed_cells(setting: Setting, shape: Shape, seconds: dict[str, list[float]]
     return {
         "model": shape.name,
         "products": products,
-        "tokens_per_s": shape.samples * shape.seq / median,
+        "tokens_per_s": shape.tokens / median,
         "ratio": None if products == BF16 else statistics.median(bf16_s / seconds_s for bf16_s, seconds_s in pairs),
         "tflops": rate / 1e12,
         "of_limit": rate / setting.peak_flops if setting.peak_flops else None,

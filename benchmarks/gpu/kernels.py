@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
 from benchmarks.device_clock import clock_of
 from benchmarks.gpu.setting import Setting
@@ -46,11 +45,6 @@ BITS, ODD_BITS = (2, 4, 8), (1, 3, 5, 6, 7)
 ELEMENTS = (4_000_000, 16_000_000, 100_000_000)
 
 
-def qr(x_nr: Tensor) -> object:
-    """Orthonormal bases by torch's QR decomposition."""
-    return torch.linalg.qr(x_nr)
-
-
 def cases(setting: Setting) -> Iterator[KernelCase]:
     """Return the cases of a device, the most common operations first; fewer for a toy."""
     device, toy = setting.device, setting.toy
@@ -67,20 +61,17 @@ def cases(setting: Setting) -> Iterator[KernelCase]:
     for elements in (1000,) if toy else ELEMENTS:
         for density in DENSITIES:
             yield next(choice_cases("", f"{elements:,}", elements, density, device))  # Top-K alone
-    yield from _low_rank_cases({"toy": 64} if toy else MODELS, (8,) if toy else RANKS, device)
+    for model, hidden in ({"toy": 64} if toy else MODELS).items():
+        sizes = sorted({n for size in matrices(hidden).values() for n in size})
+        for rank in (8,) if toy else RANKS:
+            for n in sizes:
+                if n >= rank:
+                    yield basis_case(model, n, rank, device, torch.linalg.qr, "torch.linalg.qr")
     for model, size in activations.items():
         for dtype in dtypes:
             yield from float8_cases(model, size, device, dtype)
             for bits in () if toy else ODD_BITS:
                 yield from grid_cases(model, size, bits, device, dtype, plain=True)
-
-
-def _low_rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) -> Iterator[KernelCase]:
-    for model, hidden in models.items():
-        sizes = {n for size in matrices(hidden).values() for n in size}
-        for rank in ranks:
-            for n in sorted(size for size in sizes if size >= rank):
-                yield basis_case(model, n, rank, device, qr, "torch.linalg.qr")
 
 
 def key_of(case: KernelCase) -> str:

@@ -76,13 +76,7 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], file: RowFile,
 
 
 class SectionProcess:
-    """The process of a section.
-
-    Args:
-        name: name of the section.
-        setting: its setting.
-        row_keys: keys of the rows to measure.
-    """
+    """The process of a section, which measures the rows of some keys."""
 
     def __init__(self, name: str, setting: Setting, row_keys: Sequence[str]) -> None:
         self.name, self.overdue = name, False

@@ -51,17 +51,6 @@ TOY = (
 """The same without compilation, which would take most of a toy's time on a CPU."""
 
 
-def comparison_of(setting: Setting, shape: Shape, log: RowLog) -> StepComparison:
-    """Return the comparison of a shape on the device of a setting."""
-    cuda = setting.device == "cuda"
-    threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
-    turns, seconds = (7, 0.4) if cuda else (1, 0.0)
-    peak = setting.peak_flops
-    return StepComparison(
-        shape, "bf16", threads, setting.device, peak, log, divisor=128, turns=turns, turn_seconds=seconds
-    )
-
-
 def keys(setting: Setting) -> list[str]:
     """Keys of each shape alone and beside its peers, the most important pairs first."""
     return [row_key(shape, "bf16", side) for shape, names in (TOY if setting.toy else REAL) for side in names]
@@ -69,8 +58,13 @@ def keys(setting: Setting) -> list[str]:
 
 def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
     """Measure one pair after another."""
+    cuda, peak = setting.device == "cuda", setting.peak_flops
+    threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
+    turns, seconds = (7, 0.4) if cuda else (1, 0.0)
     for shape, names in TOY if setting.toy else REAL:
-        comparison = comparison_of(setting, shape, log)
+        comparison = StepComparison(
+            shape, "bf16", threads, setting.device, peak, log, divisor=128, turns=turns, turn_seconds=seconds
+        )
         missing = [side for side in names if comparison.key(side) in row_keys]
         for side in list(missing):
             if side.startswith(HUGGING_FACE) and importlib.util.find_spec("transformers") is None:

@@ -168,19 +168,15 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def _clean() -> int:
-    check_permission()
-    removed, problems = clean()
-    print("\n".join(f"removed {key}" for key in removed) or "nothing to remove")
-    for line in problems:
-        say(f"error: {line}")
-    return 1 if problems else 0
-
-
 def _run() -> int:
     options = parse_options()
     if options.command == ["clean"]:
-        return _clean()
+        check_permission()
+        removed, problems = clean()
+        print("\n".join(f"removed {key}" for key in removed) or "nothing to remove")
+        for line in problems:
+            say(f"error: {line}")
+        return 1 if problems else 0
     command = check_command(options.command)
     with Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab:
         before, start = lab.traffic(), time.monotonic()

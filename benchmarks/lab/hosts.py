@@ -267,12 +267,7 @@ def say(text: str, name: str = "netlab") -> None:
 
 
 def run_with_hosts(name: str, body: Callable[[], int]) -> int:
-    """Run a program that creates hosts; return its exit status. Signals end it once the hosts are removed.
-
-    Args:
-        name: name of the program in messages.
-        body: the program, which returns its status.
-    """
+    """Run a program that creates hosts; return its exit status. Signals end it once the hosts are removed."""
     try:
         with interrupt_on_signals(even_ignored=True):
             return body()
@@ -285,14 +280,7 @@ def run_with_hosts(name: str, body: Callable[[], int]) -> int:
 
 
 def _shape(namespace: Sequence[str], device: str, rate: int | None, frame: int) -> None:
-    """Give a device a rate in bits per second, or none.
-
-    Args:
-        namespace: words of tc for the namespace.
-        device: the device.
-        rate: the rate.
-        frame: bytes of its full frames.
-    """
+    """Give a device a rate in bits per second, or none; ``frame`` is the size of its full frames in bytes."""
     if rate is None:
         with contextlib.suppress(LabError):  # there was none
             call("tc", *namespace, "qdisc", "del", "dev", device, "root")

@@ -36,6 +36,7 @@ from benchmarks.network.cases import BENCHES, CUDA_BENCHES, FP32, Bench, Network
 from benchmarks.network.setups import Setup
 from benchmarks.network.worker import config_of
 from benchmarks.report import Column, Table, device_name, header, write_record
+from megatron.base.atomic import write_whole
 from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.planner.choice import make_choice
 from megatron.planner.cluster import Cluster, write_cluster
@@ -127,9 +128,7 @@ class Workers:
         Raises:
             LabError: when the ranks are gone, or too slow.
         """
-        partial_file = self.folder / "command.partial"
-        partial_file.write_text(json.dumps(command))
-        os.replace(partial_file, self.folder / f"command{self._number}.json")
+        write_whole(self.folder / f"command{self._number}.json", json.dumps(command).encode())
         answer_file, deadline = self.folder / f"result{self._number}.json", time.monotonic() + timeout
         self._number += 1
         while not answer_file.exists():
@@ -173,10 +172,7 @@ def start_workers(bench: Bench) -> Iterator[Workers]:
 def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     """Return the rate in bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
 
-    Args:
-        bench: the layout.
-        setup: the published set-up.
-        computed: figures of an uncompressed step on unshaped links.
+    ``computed`` are the figures of an uncompressed step on unshaped links.
     """
     if setup.rate is not None:
         return setup.rate

@@ -33,9 +33,9 @@ class Setup:
     rate: float | None = None
 
 
-def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
-    """FLOPs of a layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation."""
-    return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
+def _layer_flops(tokens: int, hidden: int) -> float:
+    """FLOPs of a layer on sequences of 1,024: 24 T h^2 + 4 T s h forward, times 4 with backward and recomputation."""
+    return 4 * (24.0 * tokens * hidden**2 + 4.0 * tokens * 1024 * hidden)
 
 
 def as_named() -> list[Setup]:
@@ -49,7 +49,7 @@ def as_named() -> list[Setup]:
 
 def aqsgd_pipeline() -> list[Setup]:
     """AQ-SGD: GPT-2 XL in fp32 on 8 V100, 6 layers a stage, micro-batches of a sequence, activations recomputed."""
-    compute = 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
+    compute = 6 * _layer_flops(1024, 1600) / V100_FP32
     message = 1024 * 1600 * 4 * 8
     return [
         Setup(
@@ -64,7 +64,7 @@ def aqsgd_pipeline() -> list[Setup]:
 
 def aqsgd_data(replicas: int, micro_batches: int = 32) -> list[Setup]:
     """AQ-SGD with data parallelism: a stage's fp32 gradients after its 32 micro-batches of a sequence, or fewer."""
-    compute = micro_batches * 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
+    compute = micro_batches * 6 * _layer_flops(1024, 1600) / V100_FP32
     sent = 2 * (replicas - 1) / replicas * 6 * 12 * 1600**2 * 4 * 8
     fewer = "" if micro_batches == 32 else f", {micro_batches} micro-batches"
     return [
@@ -116,7 +116,7 @@ def mixtral_experts() -> list[Setup]:
 def optimus_pipeline() -> Setup:
     """Optimus-CC: GPT-8.3B on 128 A100, TP 8 in a node, PP 4, 18 layers a stage, 200 Gb/s a node, micro-batch 8."""
     tokens, hidden = 8 * 1024, 3072
-    compute = 18 * _layer_flops(tokens, hidden, 1024, 4) / (8 * A100_BF16)
+    compute = 18 * _layer_flops(tokens, hidden) / (8 * A100_BF16)
     seconds = tokens * hidden * 4 * 8 / 200e9
     arithmetic = f"a micro-batch: 101 MB in {1e3 * seconds:.1f} ms, computed in {1e3 * compute:.0f} ms"
     return Setup("Optimus-CC 200 Gb/s", seconds / compute, arithmetic)
