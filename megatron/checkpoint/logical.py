@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -78,7 +77,7 @@ class LogicalShard:
                 start >= 0 and start + size <= extent
                 for start, size, extent in zip(starts, sizes, box.tensor.shape, strict=True)
             ):
-                return narrow_tensor_by_index(box.tensor.detach(), starts, sizes)
+                return box.tensor.detach()[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))]
         raise KeyError(f"no piece holds the box of sizes {tuple(sizes)} at {tuple(offsets)}")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
