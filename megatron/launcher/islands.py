@@ -133,11 +133,7 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, print_err
     islands = []
     gpus = visible_gpus()
     for number in range(arguments.islands):
-        env = os.environ | {
-            ISLANDS_LAUNCHER: str(os.getpid()),
-            ADDRESS_VARIABLE: write_address(host, store.port),
-            ISLAND_VARIABLE: str(number),
-        }
+        env = os.environ | {ISLANDS_LAUNCHER: str(os.getpid()), ADDRESS_VARIABLE: write_address(host, store.port)}
         env |= gpus_of(number, processes, gpus)
         islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
 
