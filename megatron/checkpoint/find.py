@@ -54,7 +54,7 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
 
 
 def find_other_content(root: Path) -> str | None:
-    """Find what a path without checkpoints is instead, as a predicate with advice; None if that is not known."""
+    """Describe a path without checkpoints, with advice; None if its kind is not known."""
     if root.is_file():
         return f"is a file; name the folder that --save wrote to ({_CONVERT} reads folders of other formats)"
     if (root / MANIFEST).is_file() and (root / COMMON).is_file():

@@ -54,6 +54,7 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
     """
     registry = build_registry(config.compression.compress_module)
     length = RunLength(config.training.planned_iters or 1_000_000)
+    boundaries = choice.pp * choice.chunks - 1
     two_levels = 1 < wires_of(cluster, choice).dp.per_node < choice.dp
     user_points = named_points(choice.specs)
     ladders: dict[Point, list[CandidateSpec]] = {}
@@ -63,7 +64,7 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         if no_traffic_reason(config.model, config.parallel, choice.world_size, point):
             continue
         for name in registry.names:
-            for candidate in list_candidates(registry, name, point, config.model.hidden_size, length):
+            for candidate in list_candidates(registry, name, point, config.model.hidden_size, length, boundaries):
                 spec = read_specs([candidate.spec], registry, length)[point]
                 is_accepted = accepts_candidate(config, choice, candidate)
                 if is_accepted and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
@@ -77,15 +78,18 @@ def accepts_candidate(config: RunConfig, choice: Choice, candidate: CandidateSpe
 
 
 def list_candidates(
-    registry: Registry, name: str, point: Point, hidden_size: int, length: RunLength
+    registry: Registry, name: str, point: Point, hidden_size: int, length: RunLength, boundaries: int
 ) -> list[CandidateSpec]:
-    """List the settings of a compressor that may be chosen at a point, with their costs in a run of a length."""
-    iterations = length.train_iters
+    """List the settings of a compressor that may be chosen at a point, with their costs in a run of a length.
+
+    Costs of pipeline messages were measured between two stages; those of ``boundaries`` between virtual stages add up.
+    """
+    iterations, factor = length.train_iters, boundaries if point in (Point.PP_FWD, Point.PP_BWD) else 1
     return [
         CandidateSpec(
             rung.spec(point, name, hidden_size),
-            rung.highest_increase(iterations),
-            rung.mean_increase(iterations),
+            factor * rung.highest_increase(iterations),
+            factor * rung.mean_increase(iterations),
             rung.residual,
         )
         for rung in registry[name].ladder.get(point, ())

@@ -20,7 +20,7 @@ C = TypeVar("C", Codec, RoundCompressor)
 
 
 class CompressorProbe(Observer):
-    """Samples of what compressors make of finite numbers, in steps that follow a skipped step.
+    """Samples of compressed finite numbers, in steps that follow a skipped step.
 
     It joins the observers for these steps only, since observers slow every operation down.
 

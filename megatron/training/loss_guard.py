@@ -99,11 +99,10 @@ class LossGuard:
     - at reductions with error feedback, if the residual's energy is a greater share of the gradient's than it was when
       the mean increase was measured: the increase then grows in proportion.
 
-    If the sum over the points, or what the forward points cost together and the others beside them, exceeds the budget,
-    the point with the greatest increase takes the next gentler setting
-    of its compressor, or exact traffic if there is none. If instead ``CALM_CHECKS`` checks in a row find room for the
-    setting before, the point goes back to it: never beyond the setting that was chosen, and not to a setting that has
-    exceeded the budget twice.
+    If the sum over the points, or the joint cost of the forward points plus the costs of the others, exceeds the
+    budget, the point with the greatest increase takes the next gentler setting of its compressor, or exact traffic if
+    there is none. If instead ``CALM_CHECKS`` checks in a row find room for the setting before, the point goes back to
+    it: never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice.
 
     Args:
         engines: engines of this rank.
@@ -128,6 +127,7 @@ class LossGuard:
         self._points: dict[Point, _GuardedPoint] = {}
         self._forward_points: list[Point] = []
         self._batches = batches
+        boundaries = engines.topology.layout.num_virtual_stages - 1
         measures_loss = bool(batches) and engines.config.model.predicts_words
 
         def read(text: str) -> Spec:
@@ -136,7 +136,7 @@ class LossGuard:
 
         for text in compression.chosen_specs:
             spec, point = read(text), Point(point_name(text))
-            ladder = list_candidates(registry, spec.name, point, engines.config.model.hidden_size, length)
+            ladder = list_candidates(registry, spec.name, point, engines.config.model.hidden_size, length, boundaries)
             if text not in [candidate.spec for candidate in ladder]:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.

@@ -23,7 +23,7 @@ from tests.support.train import train
 pytestmark = pytest.mark.multiprocess
 
 IN_BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
-EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32}
+EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "train_iters": 4}
 """Experts that all tokens go to: a router's choices cannot be predicted."""
 
 
@@ -48,7 +48,6 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32}
         {
             "pipeline_model_parallel_size": 2,
             "num_layers_per_virtual_pipeline_stage": 1,
-            "num_layers": 4,
             "tensor_model_parallel_size": 2,
             "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
         },
@@ -60,7 +59,6 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32}
         },
         {
             "pipeline_model_parallel_size": 4,
-            "num_layers": 4,
             "pipeline_schedule": "eager-1f1b",
             "global_batch_size": 8,
             "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
@@ -68,7 +66,6 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32}
         {
             "pipeline_model_parallel_size": 2,
             "pipeline_schedule": "zb-v",
-            "num_layers": 4,
             "compress": [
                 "pp-forward=fixpoint,bits=4",
                 "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
@@ -151,7 +148,7 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     flags = tiny_flags(
         write_documents(tmp_path / "tiny"),
-        **{"train_iters": 2, "eval_iters": 0, "save": saved, "log_json_file": log, **settings},
+        **{"num_layers": 4, "train_iters": 4, "save": saved, "log_json_file": log, **settings},
     )
     train(4, flags, env={"LOCAL_WORLD_SIZE": "2"})
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
@@ -187,7 +184,7 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
 def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
     """Over a whole run: its iterations in step, its rounds, and the last round."""
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
-    changes = {"train_iters": 9, "eval_iters": 0, "save": saved, "log_json_file": log, **settings}
+    changes = {"num_layers": 4, "train_iters": 9, "save": saved, "log_json_file": log, **settings}
     run_islands(2, ranks, tiny_flags(write_documents(tmp_path / "tiny"), **changes))
     counted = [event["comm"].get("outer", {}) for event in events(tmp_path / "log.island_0.jsonl")]
     assert len(counted) == 9

@@ -108,7 +108,7 @@ def test_collectives_send_as_many_bytes_as_they_report(ranks: int) -> None:
 
 
 def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Two steps after two that make connections and states."""
+    """Three steps after two that make connections and states."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # for sums in two levels, and rows in two stages
     engines = tiny_engines(changes)
     config = engines.config
@@ -122,15 +122,15 @@ def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
         return int(sum(account["wire_bytes"] for account in engines.ledger.take_totals().values()))
 
     steps(0, 2)
-    return _counted(lambda: steps(2, 4))
+    return _counted(lambda: steps(2, 5))
 
 
 MODEL = {
     "num_layers": 2,
     "hidden_size": 256,
     "num_attention_heads": 4,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
 }
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "uncompressed": (4, {"parallel": {"pipeline_model_parallel_size": 2}}),

@@ -367,6 +367,24 @@ def test_a_ladder_that_cannot_be_is_refused(ladder: str, message: str, tmp_path:
         read_ladders(dataclasses.replace(config, compression=compression), predictor_of(config)[1], CLUSTER)
 
 
+def test_pipeline_messages_cost_once_for_each_boundary() -> None:
+    """Their costs were measured between two stages."""
+
+    def increases(**parallel: Any) -> dict[Point, list[float]]:
+        config = small_run(parallel={"use_distributed_optimizer": True, **parallel})
+        ladders = read_ladders(config, predictor_of(config, NODES)[1], NODES)
+        costs = ((point, [(each.increase, each.mean_increase) for each in ladder]) for point, ladder in ladders.items())
+        return {point: [cost for pair in pairs for cost in pair] for point, pairs in costs}
+
+    two_stages = increases(pipeline_model_parallel_size=2)
+    four_stages = increases(pipeline_model_parallel_size=4)
+    virtual_stages = increases(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    for point, expected in two_stages.items():
+        factor = 3 if point in (Point.PP_FWD, Point.PP_BWD) else 1
+        for costs in (four_stages[point], virtual_stages[point]):
+            assert costs == pytest.approx([factor * cost for cost in expected])
+
+
 def test_every_rung_is_a_spec_with_evidence() -> None:
     points = {point for registration in BUILTIN.values() for point in registration.ladder}
     assert points == set(Point) - {Point.OUTER, Point.OPTIMIZER, Point.CONTROL}
