@@ -45,13 +45,13 @@ def _train_by_hand(prefix: Path, log: Path, flags_text: str, **changes: Any) -> 
     run_cli(4, ["pretrain_gpt.py", *flags, *flags_text.split()]).check()
 
 
-def _train_on_slow_links(hosts: int, rate: str, flags: list[str]) -> str:
-    """Output of a run on so many hosts with links of that rate."""
+def _train_on_slow_links(hosts: int, flags: list[str]) -> str:
+    """Output of a run on so many hosts with slow links."""
     try:
         netlab.check_permission()
     except netlab.LabError as problem:
         pytest.skip(str(problem))
-    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", str(hosts), "--rate", rate, "--timeout", "100", "--"]
+    lab = [str(REPO / "tools" / "netlab.py"), "--hosts", str(hosts), "--rate", "3mbit", "--timeout", "100", "--"]
     result = subprocess.run(
         [sys.executable, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
     )
@@ -72,7 +72,7 @@ def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
         save=folder / "saved",
         log_json_file=folder / "log.jsonl",
     )
-    return folder, _train_on_slow_links(4, "3mbit", flags)
+    return folder, _train_on_slow_links(4, flags)
 
 
 def test_the_choice_is_made_without_training(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_traffic_inside_layers_is_compressed_on_slow_links(name: str, prefix: Pa
     sizes = {"seq_length": 64, "max_position_embeddings": 64, "micro_batch_size": 4, "global_batch_size": 8}
     layout = {"hidden_size": 64, "train_iters": 3, "compress_module": MODULE, **sizes, **changes}
     auto = {"compress": ["auto"], "max_loss_increase": 50, "log_json_file": tmp_path / "auto.jsonl"}
-    text = _train_on_slow_links(2, "8mbit", tiny_flags(prefix, **layout, **auto))
+    text = _train_on_slow_links(2, tiny_flags(prefix, **layout, **auto))
     assert "the same by hand" in text, text
     (by_hand,) = re.findall(r"the same by hand: (.*)", text)
     specs = re.findall(r"--compress (\S+)", by_hand)
@@ -214,7 +214,7 @@ def adapted(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) 
             while not log.exists() or '"kind": "train", "iteration": 16' not in log.read_text():
                 time.sleep(0.02)
             for host in range(2):
-                lab.shape(host, 20_000_000)
+                lab.shape(host, 10_000_000)
 
         with Lab([None, None]) as lab:
             threading.Thread(target=slow_down, args=[lab], daemon=True).start()

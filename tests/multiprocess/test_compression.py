@@ -75,7 +75,7 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
         2,
         _run(f"tp-forward=powersgd,{FULL_RANK}", f"tp-backward=powersgd,{FULL_RANK}", tp=2),
     ),
-    "embedding stable top-k, density 1": (4, _run("embedding=stable-topk,density=1,interval=2", pp=2, tp=2)),
+    "embedding stable top-k, density 1": (8, _run("embedding=stable-topk,density=1,interval=2", pp=2, tp=2)),
     "embedding powersgd, full rank": (4, _run(f"embedding=powersgd,{FULL_RANK}", pp=2, tp=2)),
 }
 
@@ -110,14 +110,14 @@ def test_lossless_settings_give_the_dense_run(request: pytest.FixtureRequest | N
 
 
 LOSSY: dict[str, tuple[int, Changes]] = {
-    "powersgd": (2, _run("dp-grad=powersgd,rank=2")),
-    "powersgd, factors of 4 bits": (2, _run("dp-grad=powersgd,rank=2,factors=fixpoint4")),
+    "powersgd": (4, _run("dp-grad=powersgd,rank=2", pp=2)),
+    "powersgd, factors of 4 bits": (4, _run("dp-grad=powersgd,rank=2,factors=fixpoint4", pp=2)),
     "tensor powersgd, bf16 factors": (
         2,
         _run("tp-forward=powersgd,rank=12,factors=bf16", "tp-backward=powersgd,rank=12,factors=bf16", tp=2),
     ),
     "powersgd without state": (2, _run("dp-grad=powersgd,rank=2,warm-start=off,error-feedback=off")),
-    "stable top-k": (2, _run("dp-grad=stable-topk,density=0.3,interval=4")),
+    "stable top-k": (4, _run("dp-grad=stable-topk,density=0.3,interval=4", pp=2)),
     "embedding stable top-k": (
         4,
         _run("embedding=stable-topk,density=0.2,interval=3", "dp-grad=stable-topk,density=0.3,interval=4", pp=2),
@@ -133,9 +133,9 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         ),
     ),
     "stochastic gradients on tensor-parallel ranks": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic", tp=2)),
-    "stochastic gradients": (2, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),
-    "quantized adam": (2, _run("dp-grad=quantized-adam,bits=6,warmup=4")),
-    "fixpoint pipeline": (2, _run("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8", pp=2)),
+    "stochastic gradients": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),
+    "quantized adam": (4, _run("dp-grad=quantized-adam,bits=6,warmup=4", pp=2)),
+    "fixpoint pipeline": (4, _run("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8", pp=2, tp=2)),
     "fixpoint of tiles": (
         4,
         _run(
@@ -160,8 +160,8 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         ),
     ),
     "parameters bf16 in 4 bits, long groups": (
-        2,
-        _run("param-gather=fixpoint,bits=4,group=2048", precision="bf16", use_distributed_optimizer=True),
+        4,
+        _run("param-gather=fixpoint,bits=4,group=2048", tp=2, precision="bf16", use_distributed_optimizer=True),
     ),
     "parameters stochastic, stages of different numbers of buckets": (
         4,
@@ -174,10 +174,11 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         ),
     ),
     "parameters and gradients in 8-bit floats": (
-        2,
+        4,
         _run(
             "param-gather=float8",
             "dp-grad=float8,format=e5m2,error-feedback=on",
+            pp=2,
             precision="fp16",
             use_distributed_optimizer=True,
             **OVERLAP,
@@ -199,9 +200,9 @@ LOSSY: dict[str, tuple[int, Changes]] = {
             sequence_parallel=True,
         ),
     ),
-    "8-bit floats on tensor-parallel ranks": (2, _run("tp-forward=float8", "tp-backward=float8,scale=tensor", tp=2)),
+    "8-bit floats on tensor-parallel ranks": (4, _run("tp-forward=float8", "tp-backward=float8,scale=tensor", tp=2)),
     "delta": (2, _run("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4", pp=2, **FIXED)),
-    "delta lowbits, evicting": (2, _run("pp-forward=delta-lowbits,bits=4,cache=5,memory=2", pp=2, **FIXED)),
+    "delta lowbits, evicting": (4, _run("pp-forward=delta-lowbits,bits=4,cache=5,memory=2", pp=2, **FIXED)),
     "delta by token, middle stages, eager, eval": (
         4,
         _run("pp-forward=delta,bits=3,predict=token,eval=on", pp=4, pipeline_schedule="eager-1f1b"),

@@ -24,8 +24,8 @@ from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
 
-STEPS = 4
-LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 2, 3))
+STEPS = 5
+LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 2, 4))
 GROWING: Changes = {"training": {"global_batch_size": 8}}
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
 
@@ -33,7 +33,7 @@ DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, 
 def _sizes(engines: Engines) -> StepSizes:
     """Batches grow from 4 to 8 samples, while sequences grow from 4 to 16 tokens."""
     micro, dp = engines.config.training.micro_batch_size, engines.topology.layout.dp
-    return StepSizes(BatchSizeSchedule(8, micro_batch_size=micro, dp_size=dp, rampup=(4, 4, 8)), LENGTHS)
+    return StepSizes(BatchSizeSchedule(8, micro_batch_size=micro, dp_size=dp, rampup=(4, 4, 16)), LENGTHS)
 
 
 def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[str]]:
@@ -61,7 +61,7 @@ def _grown_all(runs: dict[str, Changes], masked: bool) -> dict[str, tuple[Trace,
 
 NAMES = {
     1: ("micro 2", "uniform"),
-    2: ("tp2 sp uniform micro 2", "pp2 virtual", "dp2 sharded overlap micro 2", "dp2 torch"),
+    2: ("tp2 sp uniform micro 2", "pp2 virtual", "pp2 eager", "dp2 sharded overlap micro 2", "dp2 torch"),
     4: ("tp4 sp selective micro 2", "tp2 pp2 virtual sp block", "tp2 dp2 sp sharded overlap"),
 }
 FOUR_GROUPS: Changes = {"model": {"num_query_groups": 4}}  # for four tensor-parallel ranks

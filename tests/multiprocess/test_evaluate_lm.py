@@ -141,11 +141,12 @@ def test_the_adapter_the_export_and_other_layouts_agree(
     assert len(ours) == 5 + len(errors)
     assert main([*flags, "--output", str(tmp_path / "hf"), "--via", "hf"]) == 0
     assert _figures(tmp_path / "hf") == pytest.approx(ours, rel=1e-4)
-    flags = [*_flags(prepared, "choice", "writing"), "--output", str(tmp_path / "stages")]
-    run_ranks(2, _evaluate_on_ranks, [*flags, "--pipeline-model-parallel-size", "2"], timeout=250.0, init=False)
-    stages = _figures(tmp_path / "stages")
-    assert len(stages) == 3 + len(errors)
-    assert stages == pytest.approx({name: ours[name] for name in stages}, rel=1e-4)
+    flags = [*_flags(prepared, "choice", "writing"), "--output", str(tmp_path / "four")]
+    split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    run_ranks(4, _evaluate_on_ranks, [*flags, *split], timeout=250.0, init=False)
+    four = _figures(tmp_path / "four")
+    assert len(four) == 3 + len(errors)
+    assert four == pytest.approx({name: ours[name] for name in four}, rel=1e-4)
 
 
 @pytest.mark.timeout(600)

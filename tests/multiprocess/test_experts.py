@@ -136,11 +136,12 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
 # Except for "residual", the other forms have all parts of the standard one.
 FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
-        "capacity": ("tp2 sp", "ep2 of tp2 sp"),
+        "standard": ("tp2",),
+        "capacity": ("tp2 sp", "ep2", "ep2 of tp2 sp"),
         "biased": ("pp2", "ep2"),
-        "residual": ("tp2", "ep2 of tp2"),
+        "residual": ("tp2", "ep2 sharded overlap recomputed", "ep2 of tp2"),
         "lamb": ("ep2 of tp2",),
-        "global": ("dp2", "ep2 sharded overlap recomputed", "ep2 of tp2 sp"),
+        "global": ("tp2 sp", "dp2", "ep2 sharded overlap recomputed", "ep2 of tp2 sp"),
     },
     4: {
         "standard": ("ep4", "ep4 of tp2 dp2 sp"),

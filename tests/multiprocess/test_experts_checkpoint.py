@@ -31,8 +31,6 @@ from tests.support.train import train
 pytestmark = pytest.mark.multiprocess
 
 HALF = 2
-SHALLOW: Changes = {"model": {"num_layers": 2, "expert_interval": 1}}
-"""Two layers, each with experts."""
 Steps = tuple[list[float], list[float]]
 
 
@@ -96,7 +94,7 @@ RESUMED_ON: dict[int, dict[str, Changes]] = {
 def test_a_run_with_experts_resumes_on_any_layout(sharded: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along, and the counts
     of the global batch that is balanced."""
-    model = merge(MOE, BIASED, SHALLOW, {"model": {"moe_router_load_balancing_type": "global_aux_loss"}})
+    model = merge(MOE, BIASED, {"model": {"moe_router_load_balancing_type": "global_aux_loss"}})
     same = merge(model, _parallel(ep=2, **sharded))
     ((steps, biases), _) = run_ranks(2, _stopped, same, tmp_path)
     assert len(biases) == 2
@@ -121,7 +119,7 @@ def test_a_run_with_residuals_resumes_bit_for_bit(folded: dict[str, int], tmp_pa
     specs = {
         "compression": {"compress": ["dp-grad=powersgd,rank=2", "ep-dispatch=fixpoint,bits=4,rounding=stochastic"]}
     }
-    changes = merge(MOE, BIASED, SHALLOW, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST, **folded), specs)
+    changes = merge(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST, **folded), specs)
     expected = run_ranks(4, _stopped, changes, tmp_path)[0]
     assert run_ranks(4, _gone_on, {"same": changes}, tmp_path)[0]["same"] == expected
 

@@ -43,24 +43,16 @@ class Run:
 
     ranks: int
     changes: Changes
-    counts: tuple[int, ...] = (4,) * 4
-    evaluations: tuple[int, ...] = (0, 2)
+    counts: tuple[int, ...] = (4,) * 6
+    evaluations: tuple[int, ...] = (1, 3)
     scales: tuple[tuple[int, float], ...] = ()
     epoch: int | None = None
     lengths: tuple[int, ...] = ()
     steady: bool = True
 
 
-VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
-
-
 def _run(*specs: str, pp: int = 2, precision: str | None = None, **parallel: Any) -> Changes:
-    """A layer for each stage, virtual ones included."""
-    layers = 2 * pp if VIRTUAL.keys() <= parallel.keys() else pp
-    changes: Changes = {
-        "model": {"num_layers": layers},
-        "parallel": {"pipeline_model_parallel_size": pp, **parallel},
-    }
+    changes: Changes = {"parallel": {"pipeline_model_parallel_size": pp, **parallel}}
     if specs:
         changes["compression"] = {"compress": list(specs)}
     if precision is not None:
@@ -68,71 +60,72 @@ def _run(*specs: str, pp: int = 2, precision: str | None = None, **parallel: Any
     return changes
 
 
+VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
-LATE = ("pp-forward=fixpoint,bits=8,warmup=1", "pp-backward=lowrank,rank=2,warmup=1,error-feedback=lazy")
+LATE = ("pp-forward=fixpoint,bits=8,warmup=2", "pp-backward=lowrank,rank=2,warmup=2,error-feedback=lazy")
 UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform"}}
-DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1}
+DROPOUT = {"model": {"hidden_dropout": 0.1}}
 FIXED: Changes = {"data": {"sample_order": "fixed", "data_path": ["unused"]}}
 
 RUNS: dict[str, Run] = {
     "1f1b": Run(2, _run()),
-    "four stages, eager": Run(4, _run(pp=4, pipeline_schedule="eager-1f1b"), counts=(6,) * 4),
-    "recomputation and dropout": Run(2, {**_run(), **UNIFORM, "model": DROPOUT}),
-    "codecs after a warm-up": Run(2, _run(*LATE), counts=(4,) * 5),
-    "codecs after a warm-up, interleaved": Run(2, _run(*LATE, **VIRTUAL), counts=(4,) * 5),
-    "codecs after a warm-up, gpipe": Run(2, _run(*LATE, pipeline_schedule="gpipe"), counts=(4,) * 5),
+    "four stages, eager": Run(4, _run(pp=4, pipeline_schedule="eager-1f1b"), counts=(6,) * 6),
+    "recomputation and dropout": Run(2, {**_run(), **UNIFORM, **DROPOUT}),
+    "codecs after a warm-up": Run(2, _run(*LATE), counts=(4,) * 7),
+    "codecs after a warm-up, interleaved": Run(2, _run(*LATE, **VIRTUAL), counts=(4,) * 7),
+    "codecs after a warm-up, gpipe": Run(2, _run(*LATE, pipeline_schedule="gpipe"), counts=(4,) * 7),
     "epilogue only, eager": Run(
         2,
         _run("pp-backward=lowrank,rank=2,when=epilogue,warmup=1,error-feedback=lazy", pipeline_schedule="eager-1f1b"),
-        counts=(4,) * 5,
+        counts=(4,) * 6,
     ),
     "bits and ranks that change": Run(
         2,
-        _run("pp-forward=fixpoint,bits=8@0/4@1/2@3", "pp-backward=lowrank,rank=6@0/3@2,error-feedback=lazy"),
-        counts=(4,) * 6,
+        _run("pp-forward=fixpoint,bits=8@0/4@2/2@4", "pp-backward=lowrank,rank=6@0/3@3,error-feedback=lazy"),
+        counts=(4,) * 8,
     ),
     "compressed in evaluation": Run(2, _run("pp-forward=fixpoint,bits=4,eval=on"), evaluations=(0, 1, 2)),
     "error feedback of each step": Run(2, _run("pp-backward=fixpoint,bits=4,error-feedback=lazy-reset,warmup=1")),
     "samples that come again": Run(
-        2, {**_run("pp-forward=delta,bits=4"), **FIXED}, counts=(4,) * 5, epoch=6, steady=False
+        2, {**_run("pp-forward=delta,bits=4"), **FIXED}, counts=(4,) * 8, epoch=10, steady=False
     ),
-    "a batch ramp-up": Run(2, _run(*LATE), counts=(2, 2, 4, 6, 2, 4)),
-    "sequences grow": Run(2, _run(**VIRTUAL), lengths=(8, 12, 16, 16), evaluations=(1,)),
+    "a batch ramp-up": Run(2, _run(*LATE), counts=(2, 2, 4, 4, 6, 6, 2, 4)),
+    "sequences grow": Run(2, _run(**VIRTUAL), lengths=(8, 8, 12, 12, 16, 16), evaluations=(1, 3)),
     "sequences and batches grow, codecs": Run(
-        2, _run(*LATE), counts=(2, 2, 4, 4, 4, 4, 4), lengths=(8, 8, 8, 12, 16, 16, 16)
+        2, _run(*LATE), counts=(2, 2, 2, 4, 4, 4, 4, 4, 4), lengths=(8, 8, 8, 8, 12, 12, 16, 16, 16)
     ),
     "sequences grow, samples come again": Run(
         2,
         {**_run("pp-forward=delta,bits=4"), **FIXED},
-        counts=(4,) * 6,
+        counts=(4,) * 8,
         epoch=8,
-        lengths=(8, 8, 12, 12, 16, 16),
+        lengths=(8, 8, 8, 12, 12, 16, 16, 16),
         steady=False,
     ),
     "sequences grow, tensor-parallel codecs": Run(
         4,
         _run("tp-forward=fixpoint,warmup=1", tensor_model_parallel_size=2, sequence_parallel=True),
-        lengths=(8, 8, 12, 12),
+        lengths=(8, 8, 8, 12, 12, 12),
         evaluations=(1,),
     ),
     "an overflow": Run(
         2,
         _run("pp-backward=lowrank,rank=2,error-feedback=lazy", precision="fp16"),
-        counts=(4,) * 6,
-        scales=((0, 1.0), (2, 2.0**60), (3, 1.0), (4, 2.0)),
+        counts=(4,) * 7,
+        scales=((0, 1.0), (3, 2.0**60), (4, 1.0), (5, 2.0)),
     ),
     "tensor-parallel, sequence-parallel": Run(
-        4, _run("tp-forward=fixpoint,warmup=1", tensor_model_parallel_size=2, sequence_parallel=True)
+        4, _run("tp-forward=fixpoint,warmup=3", tensor_model_parallel_size=2, sequence_parallel=True), counts=(4,) * 6
     ),
     "gradients summed during backward": Run(
         4,
-        _run("dp-grad=powersgd,rank=2,warmup=1", **OVERLAP, **VIRTUAL),
-        counts=(4,) * 5,
+        _run("dp-grad=powersgd,rank=2,warmup=2", **OVERLAP, **VIRTUAL),
+        counts=(4,) * 7,
     ),
     "stable top-k during backward": Run(
-        4, _run("dp-grad=stable-topk,density=0.3,interval=2", **OVERLAP, **VIRTUAL), counts=(4,) * 6
+        4, _run("dp-grad=stable-topk,density=0.3,interval=3", **OVERLAP, **VIRTUAL), counts=(4,) * 11
     ),
-    "errors are probed": Run(2, {**_run(*LATE), "logging": {"check_orth_error_acti": True}}, counts=(4,) * 5),
+    "errors are probed": Run(2, {**_run(*LATE), "logging": {"check_orth_error_acti": True}}, counts=(4,) * 6),
 }
 
 

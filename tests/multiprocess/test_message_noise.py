@@ -41,9 +41,7 @@ RUNS: dict[int, dict[str, Changes]] = {
         "experts": merge(EXPERTS, _parallel(tp=2, ep=2)),
         "experts sp": merge(EXPERTS, _parallel(tp=2, ep=2, **SP)),
         "experts of tensor-parallel ranks": merge(EXPERTS, _parallel(tp=2, ep=2, **FOLDED)),
-        "messages in parts": merge(
-            TENSOR, SINGLE, _parallel(tp=2, pp=2, scatter_gather_tensors_in_pipeline=True, **VIRTUAL)
-        ),
+        "messages in parts": merge(TENSOR, _parallel(tp=2, pp=2, scatter_gather_tensors_in_pipeline=True, **VIRTUAL)),
     },
 }
 

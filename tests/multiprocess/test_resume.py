@@ -89,16 +89,19 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "lr_warmup_samples": 6,
         },
     ),
+    "bf16 on tp2 with asynchronous saves": (
+        2,
+        {"bf16": True, "tensor_model_parallel_size": 2, "async_save": True},
+    ),
     "fp16 with skipped steps, sharded": (
         2,
         {"fp16": True, "initial_loss_scale": 2**23, "use_distributed_optimizer": True, "loss_scale_window": 3},
     ),
-    "lamb with a mask of its directions, bf16 on tp2, asynchronous saves": (
+    "lamb with a mask of its directions, bf16 on tp2": (
         4,
         {
             "optimizer": "lamb",
             "bf16": True,
-            "async_save": True,
             "tensor_model_parallel_size": 2,
             "compress": ["dp-grad=stable-topk,density=0.3,interval=3"],
         },
@@ -127,7 +130,17 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             ],
         },
     ),
-    "delta codecs over several epochs, with evictions, and quantized factors": (
+    "quantized factors": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "compress": [
+                "dp-grad=powersgd,rank=2,factors=fixpoint4",
+                "pp-backward=lowrank,rank=2,factors=fixpoint8,error-feedback=lazy",
+            ],
+        },
+    ),
+    "delta codecs over several epochs, with evictions": (
         4,
         {
             "pipeline_model_parallel_size": 2,
@@ -137,7 +150,6 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": [
                 "pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic",
                 "pp-backward=fixpoint,bits=6@0/4.5@3,group=16,grid=minmax,rotation=16,rotate-when=outlier",
-                "dp-grad=powersgd,rank=2,factors=fixpoint4",
             ],
         },
     ),
@@ -208,6 +220,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8,stage-slack=0.3"],
         },
     ),
+    "low rank on one of the stages that hold the embedding": (
+        4,
+        {"pipeline_model_parallel_size": 2, "compress": ["dp-grad=powersgd,rank=2,stages=first:1"]},
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {
@@ -228,17 +244,13 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["dp-grad=fixpoint,bits=3,error-feedback=on,rounding=stochastic"],
         },
     ),
-    "sequences and batches grow, counted in tokens, and one of the stages with the embedding compresses": (
+    "sequences and batches grow, counted in tokens": (
         4,
         {
             **GROWING,
             "pipeline_model_parallel_size": 2,
             "sample_order": "fixed",
-            "compress": [
-                "pp-forward=delta,bits=4",
-                "pp-backward=lowrank,rank=2,factors=fixpoint8,error-feedback=lazy",
-                "dp-grad=powersgd,rank=2,stages=first:1",
-            ],
+            "compress": ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2,error-feedback=lazy"],
         },
     ),
     "sequences and batches grow, and iterations are left out": (1, {**GROWING, "iterations_to_skip": "3 6-7"}),

@@ -55,10 +55,10 @@ def _assert_alike(actual: list[dict[str, Any]], expected: list[dict[str, Any]], 
                     assert ours[name][file] == pytest.approx(scores, rel=tolerance)
 
 
-SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "MNLI": ("MNLI", 4, {**SEQUENCE, "use_distributed_optimizer": True}, {}),
-    "GPT": ("STS-B", 4, {**SEQUENCE, "pipeline_model_parallel_size": 2}, {"model_type": "gpt"}),
+    "MNLI": ("MNLI", 8, {**SPLIT, "use_distributed_optimizer": True}, {}),
+    "GPT": ("STS-B", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"model_type": "gpt"}),
     "RACE": ("RACE", 4, {"pipeline_model_parallel_size": 2}, {"global_batch_size": 2}),
 }
 

@@ -1,8 +1,8 @@
 """An interpreter for scripts of other languages: a command that runs Python programs in forks, as ``Forked`` does.
 
 The command is a client of a server, which is a fork of the process that has torch imported. It hands over its standard
-files, arguments, folder and environment, passes signals on (SIGTSTP as SIGSTOP), and ends as the program does; when it
-is killed, so is the program, which is in its network and mount namespaces, but not in its session and control groups.
+files, arguments, folder and environment, passes signals on, and ends as the program does; when it is killed, so is the
+program, which is in its network and mount namespaces, but not in its session and control groups.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ socket.send_fds(link, [b"."], [0, 1, 2])
 link.sendall(json.dumps([words, os.getcwd(), dict(os.environ)]).encode() + b"\\n")
 answers = link.makefile()
 pid = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, _: os.kill(pid, number))
-signal.signal(signal.SIGTSTP, lambda *_: os.kill(pid, signal.SIGSTOP))
 code = int(answers.readline())
 if code < 0:
     if -code not in (signal.SIGKILL, signal.SIGSTOP):  # they have no handler to reset
