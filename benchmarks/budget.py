@@ -12,13 +12,11 @@ twin's.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,29 +130,11 @@ def train_auto(out: Path, name: str, seed: int) -> None:
     log.unlink(missing_ok=True)
     values = {**TRAINING, **row.model, **row.layout, "seed": seed, "max-loss-increase": row.budget}
     flags = runs.flags(values, ["auto"], out, log)
-    with Lab([row.rate] * row.hosts) as lab, output_to(output):
+    with Lab([row.rate] * row.hosts) as lab, runs.output_to(output):
         threading.Thread(target=_speed_up, args=[lab, output], daemon=True).start()
         status = lab.run(["pretrain_gpt.py", *flags], timeout=600)
     if status:
         sys.exit(f"error: {name}, seed {seed} failed; see {output}\n{output.read_text()[-2000:]}")
-
-
-@contextmanager
-def output_to(path: Path) -> Iterator[None]:
-    """Write this process's output, and that of its children, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    kept = os.dup(1), os.dup(2)
-    with open(path, "wb") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            for descriptor, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, descriptor)
-                os.close(before)
 
 
 def _speed_up(lab: Lab, output: Path) -> None:

@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,24 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
         result = subprocess.run([sys.executable, *command], cwd=REPO, stdout=file, stderr=subprocess.STDOUT, env=env)
     if result.returncode:
         sys.exit(f"error: {' '.join(command[:3])} failed; see {log}\n{log.read_text()[-2000:]}")
+
+
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Write this process's output, and that of its children, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(path, "wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            for descriptor, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, descriptor)
+                os.close(before)
 
 
 def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> None:

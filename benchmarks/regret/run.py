@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import parse_names, runs
-from benchmarks.budget import WITH_EXPERTS, output_to
+from benchmarks.budget import WITH_EXPERTS
 from benchmarks.convergence_cases import SMALL_RUN
 from benchmarks.lab.hosts import Lab, check_permission, run_with_hosts
 from megatron.base.markdown import markdown_table
@@ -84,7 +84,7 @@ def measure_cell(out: Path, layout: str, link: str, model: str, budget: float) -
     values = {**RUN, **MODELS[model], **LAYOUTS[layout].flags, "max-loss-increase": budget}
     output = record.with_suffix(".log")
     flags = runs.flags(values, ["auto"], out, record.with_suffix(".jsonl"))
-    with Lab([LINKS[link]] * HOSTS, cpus=CPUS) as lab, output_to(output):
+    with Lab([LINKS[link]] * HOSTS, cpus=CPUS) as lab, runs.output_to(output):
         command = ["-m", "benchmarks.regret.worker", str(record), *flags]
         status = lab.run(command, LAYOUTS[layout].ranks_per_host, timeout=600)
     if status:

@@ -24,7 +24,7 @@ class StagedGroup(Group):
 
     def all_reduce_numbers(self, x: Tensor) -> Pending:
         staged = _copy_to_host(x)
-        return _copy_back_at_end(Group.all_reduce_numbers(self, staged), [(x, staged)])
+        return _copy_back_at_end(super().all_reduce_numbers(staged), [(x, staged)])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         return _stage(super().all_gather, out, x)
