@@ -240,7 +240,7 @@ class PipelineEngine:
         begin_forward: Callable[[int], None] = lambda micro_batch: None,
     ) -> None:
         """Run passes of steps that overlap; ``begin_forward`` is called before each forward with its micro-batch."""
-        receives = PostedReceives(self.channel, max_ahead)  # of none: all messages come through mailboxes
+        receives = PostedReceives(self.channel, max_ahead)  # posts nothing: messages come through mailboxes
         for step, op in passes[:1]:
             step.messages.expect(op)
         for (step, op), following in zip(passes, [*passes[1:], None], strict=False):
