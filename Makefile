@@ -9,6 +9,8 @@ WORKERS := -n 2 --no-loadscope-reorder
 GPU_WORKERS := -n 5 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
+# Without the sources' bytecode, each process that a test starts would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands safety-card clean clean-all
 .DEFAULT_GOAL := help

@@ -33,7 +33,7 @@ RUN: dict[str, Any] = {
     "seq-length": 128,
     "max-position-embeddings": 128,
     "micro-batch-size": 2,
-    "train-iters": 2000,
+    "train-iters": 1000,
     "lr": 3e-3,
     "compile": "off",
 }

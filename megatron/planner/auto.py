@@ -153,6 +153,22 @@ class AutoSearch:
         distinct = [each for number, each in enumerate(selected) if each not in selected[:number]]
         return distinct[: 1 + MAX_TRIALS + (1 if selected[1].settings else 0)]
 
+    def calibrate(self, contenders: Sequence[CompressorSet], plain_s: float) -> list[CompressorSet]:
+        """Multiply all later predictions by the same factor, so that the run as it is takes as long as measured.
+
+        Ranks that wait for each other, and other programs, slow whole iterations more than the short operations that
+        the predictions are based on.
+
+        Args:
+            contenders: sets, the run as it is first.
+            plain_s: measured seconds of an iteration of the run as it is.
+
+        Returns:
+            The sets with new predictions.
+        """
+        self.predictor.slowdown *= plain_s / contenders[0].prediction.seconds
+        return [self.find_set(each.specs, each.settings) for each in contenders]
+
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
         """Choose a set: the run as it is if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise, among
         those that are, the set with the lowest increase.
@@ -260,6 +276,12 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
             was_tried = any(setting.flag in trial.flags for trial in result.trials)
             reason = "trial steps show no additional gain" if was_tried else "beside the compressors too little"
             lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
+    if result.trials:
+        slowdown = result.search.predictor.slowdown
+        lines.append(
+            f"  predictions are multiplied by {slowdown:.2f}, since a trial step without compressors took "
+            f"{before_s:.3g} s, not {before_s / slowdown:.3g}"
+        )
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
         lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}")

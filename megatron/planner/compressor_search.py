@@ -144,9 +144,6 @@ class CompressorSearch:
 
     def find_set(self, specs: Sequence[str]) -> CompressorSet:
         """Find the set with some candidates' specs."""
-        for known_set in self.sets:
-            if known_set.specs == specs:
-                return known_set
         candidates = ((point, candidate) for point, ladder in self.ladders.items() for candidate in ladder)
         return self.predict_set({point: candidate for point, candidate in candidates if candidate.spec in specs})
 

@@ -88,10 +88,14 @@ class Predictor(Stages):
         cluster: the devices and links.
         vocab_size: entries of the vocabulary.
         imbalance: maximum over mean number of tokens per expert of a layer.
+
+    ``slowdown`` is the ratio of the measured to the predicted seconds of an iteration; 1 until a run has measured it.
+    All predicted times are multiplied by it, except those of the rounds of islands.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
         super().__init__(config, cluster, vocab_size, imbalance)
+        self.slowdown = 1.0
         self._pipelines: dict[Choice, Pipeline] = {}
         self._bounds: dict[tuple[Choice, int], float] = {}
         self._times: dict[Choice, Sequence[RankTimes]] = {}
@@ -109,7 +113,7 @@ class Predictor(Stages):
             if passes_only not in self._pipelines:
                 self._pipelines[passes_only] = self.pipeline(passes_only, wires_of(self.cluster, passes_only))
             self._bounds[key] = self._pipelines[passes_only].lower_bound(choice.micro_batches, choice.flush)
-        return self._bounds[key]
+        return self._bounds[key] * self.slowdown
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
         """Simulated pipeline times, cached for all choices that differ only in their reductions."""
@@ -136,7 +140,8 @@ class Predictor(Stages):
             inner_specs = tuple(spec for spec in choice.specs if spec != choice.outer_spec)
             return self._add_islands(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
         iteration = self._predict_times(choice)
-        wires, slowest, gather, seconds = iteration.wires, iteration.slowest, iteration.gather_s, iteration.seconds
+        wires, slowest, gather = iteration.wires, iteration.slowest, iteration.gather_s
+        seconds = iteration.seconds * self.slowdown
         stage, time, synced_s = iteration.stages[slowest], iteration.times[slowest], iteration.synced[slowest]
         embedding_s = iteration.embedding_s
         passes = self.passes(choice, wires)
@@ -150,9 +155,10 @@ class Predictor(Stages):
             "pipeline": time.end - time.busy - time.coding,
             "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
             "gradients": synced_s - time.end - stage.coding_s - embedding_s,
-            "optimizer": seconds - synced_s - gather,
+            "optimizer": iteration.seconds - synced_s - gather,
             "parameters": gather,
         }
+        breakdown = {name: part_s * self.slowdown for name, part_s in breakdown.items()}
         sent = traffic(self, choice, wires)
         multiple = self.config.model.make_vocab_size_divisible_by
         tflops = model_tflops(
@@ -176,11 +182,12 @@ class Predictor(Stages):
 
     def seconds(self, choice: Choice) -> float:
         """Seconds of an iteration without islands, as ``predict`` returns them."""
-        return self._predict_times(choice).seconds
+        return self._predict_times(choice).seconds * self.slowdown
 
     def passes_s(self, choice: Choice) -> float:
         """Seconds until the last pass of an iteration has ended."""
-        return max(time.end for time in self.times(choice, self.pipeline(choice, wires_of(self.cluster, choice))))
+        times = self.times(choice, self.pipeline(choice, wires_of(self.cluster, choice)))
+        return max(time.end for time in times) * self.slowdown
 
     def least_update_s(self, choice: Choice) -> float:
         """Lower bound on the seconds of an iteration beyond ``passes_s``.
@@ -192,7 +199,8 @@ class Predictor(Stages):
         wires, ranks = wires_of(self.cluster, choice), range(choice.pp)
         reduction_s = min(self._least_reduction_s(choice, rank, wires) for rank in ranks)
         update_s = min(self._update_s(choice, rank) + self._orthogonal_s(choice, rank, wires) for rank in ranks)
-        return reduction_s + update_s + self._world_s(wires, choice) + self._slowest_gather_s(choice, wires)
+        end_s = self._world_s(wires, choice) + self._slowest_gather_s(choice, wires)
+        return (reduction_s + update_s + end_s) * self.slowdown
 
     def _least_reduction_s(self, choice: Choice, rank: int, wires: Wires) -> float:
         """Lower bound on the seconds from a rank's last pass to its reduced gradients."""

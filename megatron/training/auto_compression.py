@@ -160,9 +160,12 @@ def choose_compressors(
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
+    set_times = time_sets(trial_configs, predicted_s, not crowded)
+    if contenders:
+        contenders = search.calibrate(contenders, set_times[0].seconds)
     trials = [
         dataclasses.replace(contender, trial_s=set_time.seconds, gains=set_time.gains)
-        for contender, set_time in zip(contenders, time_sets(trial_configs, predicted_s, not crowded), strict=True)
+        for contender, set_time in zip(contenders, set_times, strict=True)
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()

@@ -98,8 +98,9 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     specs = re.findall(r"--compress (\S+)", by_hand)
     assert {spec.partition("=")[0] for spec in specs} >= {"pp-forward", "pp-backward", "dp-grad"}
     assert re.search(r"measured [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ times as fast", text)
-    trials = re.findall(r"trial steps: ([\d.e-]+) s \(predicted: [\d.e-]+ s\) (.*)", text)
-    seconds = {specs_text: float(trial_s) for trial_s, specs_text in trials}
+    trials = re.findall(r"trial steps: ([\d.e-]+) s \(predicted: ([\d.e-]+) s\) (.*)", text)
+    seconds = {specs_text: float(trial_s) for trial_s, _, specs_text in trials}
+    assert [predicted_s == trial_s for trial_s, predicted_s, specs_text in trials if specs_text == "nothing"] == [True]
     assert seconds[by_hand.replace("--compress ", "")] < 0.7 * seconds["nothing"]
     _train_by_hand(prefix, tmp_path / "by_hand.jsonl", by_hand)
     losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")

@@ -42,7 +42,7 @@ class FakePredictor:
     """
 
     def __init__(self, saved_s: dict[str, float], memory_gib: dict[str, float], slack: float = 0.1) -> None:
-        self.saved_s, self.memory_gib, self.slack = saved_s, memory_gib, slack
+        self.saved_s, self.memory_gib, self.slack, self.slowdown = saved_s, memory_gib, slack, 1.0
 
     def _saved_s(self, choice: Choice, *prefixes: str) -> float:
         return sum(self.saved_s[spec] for spec in choice.specs if spec.startswith(prefixes))
@@ -57,7 +57,7 @@ class FakePredictor:
         return (1.0 - self.slack) * (0.35 - self._saved_s(choice, "dp-", "embedding", "param-"))
 
     def seconds(self, choice: Choice) -> float:
-        return 1.0 - self._saved_s(choice, "")
+        return (1.0 - self._saved_s(choice, "")) * self.slowdown
 
     def memory_bytes(self, choice: Choice) -> float:
         return 2**30 * (1.0 + sum(self.memory_gib[spec] for spec in choice.specs))
@@ -159,15 +159,20 @@ def test_trial_steps_outweigh_predictions(
     assert [each.specs for each in contenders] == [[], ["dp-grad=mild"], ["dp-grad=bold"]]
     trials = [
         dataclasses.replace(each, trial_s=seconds, gains=gain)
-        for each, seconds, gain in zip(contenders, trial_s, (False, *gains), strict=True)
+        for each, seconds, gain in zip(search.calibrate(contenders, trial_s[0]), trial_s, (False, *gains), strict=True)
     ]
     result = search.choose(trials)
     assert _chosen(result).get(Point.DP_GRAD) == expected
     text = report(result, 1.0)
     assert f"measured {result.chosen.trial_s:.3g} s an iteration, {trial_s[0]:.3g} s without" in text
-    assert f"trial steps: {trial_s[2]:.3g} s (predicted: 0.69 s) dp-grad=bold" in text
+    factor = trial_s[0]  # without compressors, a second was predicted
+    assert search.find_set(["dp-grad=bold"], {}).prediction.seconds == pytest.approx(0.69 * factor)
+    assert (
+        f"multiplied by {factor:.2f}, since a trial step without compressors took {trial_s[0]:.3g} s, not 1\n" in text
+    )
+    assert f"trial steps: {trial_s[2]:.3g} s (predicted: {0.69 * factor:.3g} s) dp-grad=bold" in text
     if expected is None:
-        assert "nothing: bold was to save 0.31 s, but trial steps show no gain" in text
+        assert f"nothing: bold was to save {0.31 * factor:.3g} s, but trial steps show no gain" in text
 
 
 def test_engines_of_timed_sets_are_kept_together_where_they_fit() -> None:

@@ -98,6 +98,18 @@ def test_parts_add_up_to_the_iteration() -> None:
     assert set(prediction.across) <= set(prediction.sent)
 
 
+def test_a_measured_slowdown_multiplies_all_times() -> None:
+    predictor, choice = predictor_of(small_run(parallel={"pipeline_model_parallel_size": 2}))
+    before = predictor.predict(choice)
+    predictor.slowdown = 1.5
+    after = predictor.predict(choice)
+    assert after.seconds == predictor.seconds(choice) == pytest.approx(1.5 * before.seconds)
+    assert after.parts == pytest.approx({name: 1.5 * seconds for name, seconds in before.parts.items()})
+    assert after.tokens_per_s == pytest.approx(before.tokens_per_s / 1.5)
+    assert after.mfu == pytest.approx(before.mfu / 1.5)
+    assert after.memory == before.memory
+
+
 def test_coding_overlaps_with_other_buckets_alone() -> None:
     """A bucket is coded while another is being sent."""
     specs = ("dp-grad=powersgd,rank=4,factors=fixpoint8",)

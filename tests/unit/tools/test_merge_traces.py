@@ -31,6 +31,17 @@ def _write(folder: Path, rank: int, aligned_us: float | None, start: float, **ab
     return path
 
 
+def test_the_table_holds_means_over_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path, 0, None, 0.0, world_size=1)
+    trace = json.loads(path.read_text())
+    later = [{**event, "ts": event["ts"] + 9000.0} for event in trace["traceEvents"] if "ts" in event]
+    later = [{**event, "dur": 3 * event["dur"]} if "dur" in event else event for event in later]
+    trace["traceEvents"] += later
+    path.write_text(json.dumps(trace))
+    assert main([str(path), "-o", str(tmp_path / "out.json")]) == 0
+    assert "| 0 (dp 0) | 10.0 | 4.0 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 4.00 |" in capsys.readouterr().out
+
+
 def _starts(path: Path) -> dict[int, float]:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events: list[dict[str, Any]] = json.loads(data)["traceEvents"]

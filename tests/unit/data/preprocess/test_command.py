@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 from megatron.data.lines import writing
+from megatron.data.preprocess import pipeline
 from megatron.data.preprocess.command import main
 from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
 from megatron.data.preprocess.sentences import sentence_splitter
@@ -217,6 +218,22 @@ def test_a_bad_line_in_a_later_partition_stops_the_run(tmp_path: Path, capfd: py
     assert run(tmp_path, "--partitions", "3", text=text) == 2
     assert f"{tmp_path / 'in.jsonl'}:901: broken JSON" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_other_partitions_stop_after_a_bad_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One partition after another here: the second one finds the stop after its first block, and reports nothing."""
+    results: list[Any] = []
+
+    def run_in_turn(function: Callable[[Any], Any], items: Any, workers: int, idle: Any = None) -> list[Any]:
+        outputs = list(map(function, items))
+        if idle is not None:  # of partitions, not of blocks
+            results.extend(outputs)
+        return outputs
+
+    monkeypatch.setattr(pipeline, "map_in_processes", run_in_turn)
+    assert run(tmp_path, "--partitions", "2", text="{\n" + lines_of(numbered(900))) == 2
+    assert "broken JSON" in str(results[0])
+    assert str(results[1]) == "stopped because of another part of the input"
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--partitions", "2"]])
