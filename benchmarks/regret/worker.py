@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.flags import parse_program
-from megatron.distributed.agreement import gather_texts
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.planner.auto import AutoSearch
 from megatron.planner.compressor_search import CompressorSet
@@ -72,9 +71,8 @@ def measure(parts: RunParts, run: ChosenRun, record: Path) -> None:
     group, is_first, started = parts.topology.control.pg, parts.topology.rank == 0, time.perf_counter()
     assert run.choice is not None
     search, chosen = run.choice.search, run.choice.chosen
-    grid = list(all_sets(search)) if is_first else list(search.sets)  # the others take the sets of rank 0
-    count = int(gather_texts(group, str(len(grid)))[0])
-    sets = agree_on_sets(group, select_sets(grid, chosen), search)
+    grid = list(all_sets(search)) if is_first else []
+    sets = agree_on_sets(group, select_sets(grid, chosen) if is_first else [], search)
     seconds = time_sets(parts, run, sets)
     if is_first:
         entries: list[dict[str, Any]] = [
@@ -88,7 +86,7 @@ def measure(parts: RunParts, run: ChosenRun, record: Path) -> None:
             for each, times in zip(sets, seconds, strict=True)
         ]
         duration_s = time.perf_counter() - started
-        record.write_text(json.dumps({"grid": count, "sets": entries, "duration_s": duration_s}))
+        record.write_text(json.dumps({"grid": len(grid), "sets": entries, "duration_s": duration_s}))
 
 
 def main() -> int:

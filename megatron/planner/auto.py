@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
@@ -64,38 +66,69 @@ class AutoChoice:
     Args:
         plain: the run with the specs and settings of the user alone.
         chosen: the chosen set.
-        points: choice at each point that has traffic and no spec of the user.
-        settings: choice of each setting that was predicted to gain.
-        considered: number of sets of compressors within the budget.
         search: the search that found the sets.
         trials: sets whose iterations were timed; empty if the choice is by prediction.
     """
 
     plain: CompressorSet
     chosen: CompressorSet
-    points: Sequence[PointChoice]
-    settings: Sequence[SettingChoice]
-    considered: int
     search: AutoSearch
     trials: Sequence[CompressorSet] = ()
+
+    @cached_property
+    def points(self) -> list[PointChoice]:
+        """Choice at each point that has traffic and no spec of the user."""
+        search = self.search.search_with(self.chosen.settings)
+        return [_explain(search, point, self.chosen, self.trials) for point in search.ladders]
+
+    @cached_property
+    def settings(self) -> list[SettingChoice]:
+        """Choice of each setting that was predicted to gain."""
+        settings = self.search.searches[-1].settings
+        return [
+            SettingChoice(flag, self.search.saved_s(self.chosen, name), name in self.chosen.settings)
+            for name, flag in zip(settings, flags_of(settings), strict=True)
+        ]
+
+    @property
+    def considered(self) -> int:
+        """Number of sets of compressors within the budget."""
+        return sum(search.considered for search in self.search.searches)
 
 
 class AutoSearch:
     """The fastest sets of compressors, with and without settings that change no result, and the choice among them.
 
+    The search begins when ``sets`` or the reasons of a choice are read. A rank that only needs sets found by another
+    rank does not search.
+
     Args:
         searches: the search with the settings of the user alone, and any with other settings.
-        make_search: makes the search with other settings, which another rank may have found.
+        make_search: makes the search with other settings.
+        free_settings: settings that may be switched on.
     """
 
     def __init__(
         self,
         searches: Sequence[CompressorSearch],
         make_search: Callable[[Settings], CompressorSearch] | None = None,
+        free_settings: Settings = MappingProxyType({}),
     ) -> None:
-        self.searches, self._make_search = list(searches), make_search
+        self.searches, self._make_search, self._free_settings = list(searches), make_search, free_settings
         self.predictor = searches[0].predictor
-        self.sets = [candidate_set for search in searches for candidate_set in search.sets]
+
+    @cached_property
+    def sets(self) -> list[CompressorSet]:
+        """All sets that the choice can depend on, the run as it is first.
+
+        Raises:
+            UserError: when a set cannot be predicted.
+        """
+        predictions = [candidate_set.prediction for candidate_set in self.searches[0].sets]
+        settings = find_settings(self.predictor, predictions, self._free_settings, WORTHWHILE)
+        if settings:
+            self.search_with(settings)
+        return [candidate_set for search in self.searches for candidate_set in search.sets]
 
     @classmethod
     def of_run(
@@ -107,17 +140,12 @@ class AutoSearch:
         memory_gib: float,
         free_settings: Settings,
     ) -> AutoSearch:
-        """Search the compressors and settings of a run.
+        """Prepare the search of the compressors and settings of a run.
 
         Args:
             predictor, choice, ladders, budget, memory_gib: see ``CompressorSearch``.
             free_settings: settings that may be switched on.
-
-        Raises:
-            UserError: when a set cannot be predicted.
         """
-        searches = [CompressorSearch(predictor, choice, ladders, budget, memory_gib)]
-        predictions = [candidate_set.prediction for candidate_set in searches[0].sets]
 
         def make_search(settings: Settings) -> CompressorSearch:
             changed = apply_settings(choice, settings)
@@ -127,12 +155,12 @@ class AutoSearch:
             }
             return CompressorSearch(predictor, choice, usable, budget, memory_gib, settings)
 
-        settings = find_settings(predictor, predictions, free_settings, WORTHWHILE)
-        return cls([*searches, *([make_search(settings)] if settings else [])], make_search)
+        user_search = CompressorSearch(predictor, choice, ladders, budget, memory_gib)
+        return cls([user_search], make_search, free_settings)
 
     def find_set(self, specs: Sequence[str], settings: Settings) -> CompressorSet:
         """Find the set with some candidates' specs and some settings."""
-        return self._search_with(settings).find_set(specs)
+        return self.search_with(settings).find_set(specs)
 
     def contenders(self) -> list[CompressorSet]:
         """Sets worth timing: the run as it is and, if any are nearly as fast as the fastest prediction, up to
@@ -177,18 +205,11 @@ class AutoSearch:
             trials: sets whose iterations were timed, the first without compressors, of which only those that gain may
                 be chosen; empty to choose by prediction.
         """
-        sets = trials or self.sets
         chosen = _lowest_increase_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
-        search = self._search_with(chosen.settings)
-        points = [_explain(search, point, chosen, trials) for point in search.ladders]
-        settings = [
-            SettingChoice(flag, self._saved_s(chosen, name), name in chosen.settings)
-            for name, flag in zip(self.searches[-1].settings, flags_of(self.searches[-1].settings), strict=True)
-        ]
-        considered = sum(search.considered for search in self.searches)
-        return AutoChoice(sets[0], chosen, points, settings, considered, self, trials)
+        return AutoChoice((trials or self.sets)[0], chosen, self, trials)
 
-    def _search_with(self, settings: Settings) -> CompressorSearch:
+    def search_with(self, settings: Settings) -> CompressorSearch:
+        """The search with some settings."""
         for search in self.searches:
             if search.settings == settings:
                 return search
@@ -196,7 +217,7 @@ class AutoSearch:
         self.searches.append(self._make_search(settings))
         return self.searches[-1]
 
-    def _saved_s(self, chosen: CompressorSet, name: str) -> float:
+    def saved_s(self, chosen: CompressorSet, name: str) -> float:
         """Predicted seconds that a setting saves beside the chosen compressors and settings."""
         choice = self.searches[0].apply(chosen.candidates)
         with_setting = {**chosen.settings, name: self.searches[-1].settings[name]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 from megatron.compression.points import Point
@@ -92,19 +92,13 @@ class CompressorSearch:
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
         settings: settings that the run has besides those of the layout.
 
-    ``sets`` holds all sets that the choice can depend on: no compressors, the ``MAX_TRIALS`` fastest sets, and the one
-    with the lowest increase among those as fast as the fastest, within ``WORTHWHILE``.
-
-    They are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
+    ``sets`` are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
     pipeline messages determine the passes of an iteration; for each combination of them, ``Predictor.lower_bound``
     bounds their seconds in any order of passes. Compressors of the other points only determine what follows the last
     pass, bounded by ``Predictor.least_update_s``. So the sum of two bounds is below the seconds of every set that
     consists of the two parts, and parts whose sum exceeds the seconds of the sets found so far are left out.
     Combinations at fewer points have no bound of their own: messages share links, so that a compressor that makes a
     message faster can delay another one.
-
-    Raises:
-        UserError: when a set cannot be predicted.
     """
 
     def __init__(
@@ -119,24 +113,46 @@ class CompressorSearch:
         self.predictor, self.settings, self.budget = predictor, settings, budget
         self._choice = apply_settings(choice, settings)
         self.ladders = filter_by_budget(ladders, budget)
-        uncompressed = self.predict_set({})
-        self._memory_limit = max(memory_gib * 2**30, uncompressed.prediction.memory_bytes)
-        self._passes = self._combine_candidates(predictor.lower_bound, lambda point: point in _PASS_POINTS)
-        self._updates = self._combine_candidates(predictor.least_update_s, lambda point: point not in _PASS_POINTS)
-        by_increase = sorted(
-            (increase, first, second)
-            for first, passes in enumerate(self._passes)
-            for second, update in enumerate(self._updates)
-            if (increase := _total_increase(self._merge(passes, update))) <= budget
-        )
+        self._memory_limit = max(memory_gib * 2**30, predictor.memory_bytes(self._choice))
         self._passes_s = cache(lambda number: predictor.passes_s(self.apply(self._passes[number].candidates)))
-        self.considered = len(by_increase)
+
+    @cached_property
+    def sets(self) -> list[CompressorSet]:
+        """All sets that the choice can depend on: no compressors, the ``MAX_TRIALS`` fastest sets, and the one with the
+        lowest increase among those as fast as the fastest, within ``WORTHWHILE``.
+
+        Raises:
+            UserError: when a set cannot be predicted.
+        """
         fastest = self._find_fastest()
         selected = [candidates for _, candidates in fastest]
         if fastest:
-            lowest_set = self._find_lowest_increase(by_increase, fastest[0][0])
+            lowest_set = self._find_lowest_increase(fastest[0][0])
             selected = [lowest_set, *(candidates for candidates in selected if candidates != lowest_set)]
-        self.sets = [uncompressed, *map(self.predict_set, selected)]
+        return [self.predict_set({}), *map(self.predict_set, selected)]
+
+    @property
+    def considered(self) -> int:
+        """Number of sets within the budget."""
+        return len(self._by_increase)
+
+    @cached_property
+    def _passes(self) -> list[_PartialSet]:
+        return self._combine_candidates(self.predictor.lower_bound, lambda point: point in _PASS_POINTS)
+
+    @cached_property
+    def _updates(self) -> list[_PartialSet]:
+        return self._combine_candidates(self.predictor.least_update_s, lambda point: point not in _PASS_POINTS)
+
+    @cached_property
+    def _by_increase(self) -> list[tuple[float, int, int]]:
+        """Increases of all sets within the budget, ascending, with the numbers of their two parts."""
+        return sorted(
+            (increase, first, second)
+            for first, passes in enumerate(self._passes)
+            for second, update in enumerate(self._updates)
+            if (increase := _total_increase(self._merge(passes, update))) <= self.budget
+        )
 
     def predict_set(self, candidates: Mapping[Point, CandidateSpec]) -> CompressorSet:
         """Predict an iteration with some candidates."""
@@ -194,13 +210,11 @@ class CompressorSearch:
                     limit_s = fastest[-1][0] if len(fastest) == MAX_TRIALS else math.inf
         return fastest
 
-    def _find_lowest_increase(
-        self, by_increase: Sequence[tuple[float, int, int]], fastest_s: float
-    ) -> dict[Point, CandidateSpec]:
+    def _find_lowest_increase(self, fastest_s: float) -> dict[Point, CandidateSpec]:
         """Find the set with the lowest increase among those as fast as the fastest; of several, the fastest."""
         lowest_set: dict[Point, CandidateSpec] = {}
         lowest_set_s, limit_s, lowest = math.inf, fastest_s / (1 - WORTHWHILE), math.inf
-        for increase, first, second in by_increase:
+        for increase, first, second in self._by_increase:
             if increase > lowest:
                 break
             passes, update = self._passes[first], self._updates[second]

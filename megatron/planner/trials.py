@@ -12,8 +12,12 @@ MAX_SECONDS = 15.0
 """Seconds of the rounds after the first, of which there must be at least ``_SETTLED_ROUNDS``, after which a gain that
 is still uncertain counts as none."""
 
-_MAX_SHARE = 0.01
-"""Share of the run's predicted time that these rounds may take."""
+_MAX_SHARE, _LARGE_GAIN = 0.015, 0.1
+"""Share of the run's time with the fastest set after which there is no further round, and the share of an iteration
+that an uncertain set must save in the mean for twice as many.
+
+The last round, and further steps of sets that gain, come on top: the whole choice shall take 2%.
+"""
 
 _SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
 """Rounds after which gains above ``WORTHWHILE`` can be certain. If they were predicted, two rounds suffice after this
@@ -31,8 +35,9 @@ _SCATTER, _SCATTER_WEIGHT = 0.05, 4
 With a machine's usual other processes, the times of half-second steps scatter by 3 to 5%.
 """
 
-_ERRORS_TO_GAIN, _ERRORS_TO_GIVE_UP = 3.0, 0.5
-"""Standard errors by which a gain must be above ``WORTHWHILE`` to be certain, or below it to be given up.
+_ERRORS_TO_GAIN, _ERRORS_TO_GAIN_AS_PREDICTED, _ERRORS_TO_GIVE_UP = 3.0, 2.0, 0.5
+"""Standard errors by which a gain must be above ``WORTHWHILE`` to be certain, also if twice ``WORTHWHILE`` or more was
+predicted, or below it to be given up.
 
 Choosing compressors that cost time is worse than missing a small gain.
 """
@@ -48,11 +53,11 @@ class TrialRounds:
     Args:
         predicted_s: predicted seconds of an iteration with each set.
         train_iters: iterations of the run.
+        spent_s: seconds that the choice has taken before.
     """
 
-    def __init__(self, predicted_s: Sequence[float], train_iters: int) -> None:
-        self._predicted_s = predicted_s
-        self._max_seconds = _MAX_SHARE * train_iters * predicted_s[0] if predicted_s else 0.0
+    def __init__(self, predicted_s: Sequence[float], train_iters: int, spent_s: float = 0.0) -> None:
+        self._predicted_s, self._train_iters, self._spent_s = predicted_s, train_iters, spent_s
         self._rounds: list[dict[int, float]] = []
         self._given_up: set[int] = set()
 
@@ -69,11 +74,18 @@ class TrialRounds:
         gaining, uncertain = self.gaining(), self._uncertain_sets()
         seconds = _total_seconds(self._rounds[1:])
         has_settled = len(self._rounds) >= _SETTLED_ROUNDS and seconds >= MAX_SECONDS
-        if uncertain and not has_settled and (not self._rounds or seconds < self._max_seconds):
+        if uncertain and not has_settled and (not self._rounds or not self._takes_too_long()):
             return [*sorted(gaining + uncertain), 0]
         # Steps after the first have no warm-up. Several sets with short steps are compared by two such steps.
         steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
+
+    def _takes_too_long(self) -> bool:
+        """Whether the choice has taken ``_MAX_SHARE`` of the run, or twice that if a large gain is uncertain."""
+        run_s = self._train_iters * min(self.typical_s(number) for number in range(len(self._predicted_s)))
+        is_large = any(fmean(self._log_gains(each)) >= _log_gain(_LARGE_GAIN) for each in self._uncertain_sets())
+        max_s = _MAX_SHARE * run_s * (2 if is_large else 1)
+        return self._spent_s + _total_seconds(self._rounds) >= max_s
 
     def gaining(self) -> list[int]:
         """Return the sets that certainly save ``WORTHWHILE`` of an iteration."""
@@ -106,8 +118,9 @@ class TrialRounds:
             least = _CLEAR
         else:
             return False
+        errors = _ERRORS_TO_GAIN_AS_PREDICTED if predicted_share >= 2 * WORTHWHILE else _ERRORS_TO_GAIN
         samples = [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]
-        return any(fmean(values) - _ERRORS_TO_GAIN * _standard_error(values) >= _log_gain(least) for values in samples)
+        return any(fmean(values) - errors * _standard_error(values) >= _log_gain(least) for values in samples)
 
 
 def _total_seconds(rounds: Sequence[Mapping[int, float]]) -> float:

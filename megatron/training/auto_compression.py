@@ -114,7 +114,7 @@ def choose_compressors(
     env: LaunchEnvironment,
     vocab_size: int,
     flag_fields: Collection[str],
-    time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool], Sequence[SetTime]] | None,
+    time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool, float], Sequence[SetTime]] | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
     """Choose the compressors of ``--compress auto``, and settings that change no result. A collective call.
@@ -129,7 +129,8 @@ def choose_compressors(
         vocab_size: entries of the vocabulary.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps with several configurations of predicted times, the first without compressors;
-            with or without the engines of all at the same time. None if no step is left to take.
+            with or without the engines of all at the same time; after seconds that the choice has taken so far. None
+            if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
@@ -155,12 +156,13 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
-    search = run_together(group, lambda: _search(config, measured_cluster, vocab_size, ladders, free_settings))
-    contenders = agree_on_sets(group, search.contenders(), search)
+    search = run_together(group, lambda: _prepare_search(config, measured_cluster, vocab_size, ladders, free_settings))
+    is_first = topology.rank == 0  # the others search nothing: they may share its processors
+    contenders = agree_on_sets(group, run_together(group, lambda: search.contenders() if is_first else []), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
-    set_times = time_sets(trial_configs, predicted_s, not crowded)
+    set_times = time_sets(trial_configs, predicted_s, not crowded, time.perf_counter() - start)
     if contenders:
         contenders = search.calibrate(contenders, set_times[0].seconds)
     trials = [
@@ -169,10 +171,15 @@ def choose_compressors(
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
-    result = run_together(group, lambda: search.choose(trials))
-    suggested = suggestions(search.predictor, result.chosen.prediction, free_settings)
-    log(report(result, config.compression.max_loss_increase, suggested))
-    log(f"  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets")
+    plain = search.find_set([], {})
+    result = search.choose(trials) if trials else AutoChoice(plain, plain, search)
+
+    def describe() -> str:
+        suggested = suggestions(search.predictor, result.chosen.prediction, free_settings)
+        text = report(result, config.compression.max_loss_increase, suggested)
+        return f"{text}\n  measured and chosen in {time.perf_counter() - start:.1f} s, of {result.considered} sets"
+
+    log(run_together(group, lambda: describe() if is_first else ""))
     (chosen,) = agree_on_sets(group, [result.chosen], search)
     return with_choice(config, chosen.specs, chosen.settings, topology), result
 
@@ -336,7 +343,7 @@ def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
 
 
-def _search(
+def _prepare_search(
     config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, free_settings: Settings
 ) -> AutoSearch:
     predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase

@@ -50,6 +50,7 @@ def time_sets(
     configs: Sequence[RunConfig],
     predicted_s: Sequence[float],
     all_at_once: bool,
+    spent_s: float = 0.0,
 ) -> list[SetTime]:
     """Time training steps past all warm-ups in rounds of a step with each set, in new engines. A collective call.
 
@@ -66,6 +67,7 @@ def time_sets(
         all_at_once: keep the engines of all sets; otherwise those of a set are built for each of its steps, and the
             first step of new engines is not timed. Only kept engines measure passes and messages for
             ``--pipeline-schedule auto``; others use its first schedule.
+        spent_s: seconds that the choice has taken so far.
 
     Returns:
         The time with each set; the same on all ranks.
@@ -76,7 +78,7 @@ def time_sets(
     # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
     all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
     trials = [SetTrial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
-    rounds = TrialRounds(predicted_s, plan.train_iters)
+    rounds = TrialRounds(predicted_s, plan.train_iters, spent_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
         times: dict[int, float] = {}

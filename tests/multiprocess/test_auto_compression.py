@@ -193,6 +193,37 @@ def test_flags_that_do_not_fit_the_checkpoint_are_refused_before_the_choice(
     assert "measured" not in result.stdout
 
 
+def _program_with_slowed_links(flags: list[str], log: Path, killed_after: str = "") -> str:
+    """A program that trains on two hosts, whose links become slow after 16 iterations; its ranks are killed a second
+    after their output contains ``killed_after``."""
+    return textwrap.dedent(
+        f"""
+        import os, threading, time
+        from pathlib import Path
+        from benchmarks.lab.hosts import Lab
+        from tests.support.cleanup import descendants
+
+        def wait_for(path, text):
+            while not path.exists() or text not in path.read_text():
+                time.sleep(0.02)
+
+        def change(lab):
+            wait_for(Path({str(log)!r}), '"kind": "train", "iteration": 16')
+            for host in range(2):
+                lab.shape(host, 10_000_000)
+            if {killed_after!r}:
+                wait_for(Path("/proc/self/fd/1").resolve(), {killed_after!r})
+                time.sleep(1.0)
+                for pid in descendants(os.getpid()):
+                    os.kill(pid, 9)
+
+        with Lab([None, None]) as lab:
+            threading.Thread(target=change, args=[lab], daemon=True).start()
+            raise SystemExit(lab.run({["pretrain_gpt.py", *flags]!r}, timeout=150))
+        """
+    )
+
+
 @pytest.fixture(scope="module")
 def adapted(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """A run of 40 iterations on two hosts, whose links become slow after 16 of them: its folder, what it printed, and
@@ -204,24 +235,7 @@ def adapted(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("adapted")
     log = folder / "log.jsonl"
     flags = tiny_flags(prefix, **ADAPTING, save=folder / "saved", save_interval=35, log_json_file=log)
-    program = textwrap.dedent(
-        f"""
-        import threading, time
-        from pathlib import Path
-        from benchmarks.lab.hosts import Lab
-
-        def slow_down(lab):
-            log = Path({str(log)!r})
-            while not log.exists() or '"kind": "train", "iteration": 16' not in log.read_text():
-                time.sleep(0.02)
-            for host in range(2):
-                lab.shape(host, 10_000_000)
-
-        with Lab([None, None]) as lab:
-            threading.Thread(target=slow_down, args=[lab], daemon=True).start()
-            raise SystemExit(lab.run({["pretrain_gpt.py", *flags]!r}, timeout=150))
-        """
-    )
+    program = _program_with_slowed_links(flags, log)
     result = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     pauses = re.findall(r"pausing after iteration (\d+): to choose the compressors again", result.stdout)
@@ -272,6 +286,34 @@ def test_a_run_that_has_adapted_resumes_exactly(adapted: tuple[Path, str, int], 
     assert "measured" not in result.stdout
     losses = _losses(folder / "log.jsonl")
     assert _losses(tmp_path / "log.jsonl") == {iteration: losses[iteration] for iteration in range(36, 41)}
+
+
+@pytest.mark.faults
+def test_a_run_that_is_killed_while_it_chooses_again_resumes_and_chooses(
+    warm: None, prefix: Path, tmp_path: Path
+) -> None:
+    try:
+        netlab.check_permission()
+    except netlab.LabError as problem:
+        pytest.skip(str(problem))
+    run = {**ADAPTING, "train_iters": 80, "save": tmp_path / "saved"}
+    log = tmp_path / "log.jsonl"
+    program = _program_with_slowed_links(tiny_flags(prefix, **run, log_json_file=log), log, "pausing after iteration")
+    with (tmp_path / "output.txt").open("w") as output:
+        killed = subprocess.run([sys.executable, "-c", program], cwd=REPO, stdout=output, stderr=output, timeout=200)
+    assert killed.returncode != 0
+    before, _, after = (tmp_path / "output.txt").read_text().rpartition("pausing after iteration")
+    assert "the compressors are chosen again" in before
+    assert "measured and chosen" not in after
+    paused = int(re.match(r" (\d+)", after)[1])  # type: ignore[index]
+    assert sorted(_losses(log)) == list(range(1, paused + 1))
+    flags = tiny_flags(prefix, **run, load=tmp_path / "saved", log_json_file=tmp_path / "resumed.jsonl")
+    text = _train_on_slow_links(2, flags)
+    assert "keeps the choice of the checkpoint's run: nothing" in text
+    _, pause, choice_text = text.partition("pausing after iteration")
+    assert pause
+    assert re.search(r"the same by hand: --compress .*dp-grad=", choice_text)
+    assert sorted(_losses(tmp_path / "resumed.jsonl")) == list(range(paused + 1, 81))
 
 
 def test_both_choices_of_a_pipeline_work_together(prefix: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Texts:
 
 def _run_plan(config: Any, samples: int) -> RunPlan:
     dataset = cast(Dataset, Texts(config, samples))
-    return RunPlan(30, cast(Any, None), train_set=dataset, valid_sets=[], test_sets=[], started=0.0)
+    return RunPlan(1000, cast(Any, None), train_set=dataset, valid_sets=[], test_sets=[], started=0.0)
 
 
 def _without(config: RunConfig) -> RunConfig:

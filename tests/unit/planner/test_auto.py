@@ -175,6 +175,17 @@ def test_trial_steps_outweigh_predictions(
         assert f"nothing: bold was to save {0.31 * factor:.3g} s, but trial steps show no gain" in text
 
 
+def test_sets_of_another_rank_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the choice among them is made without one."""
+    monkeypatch.setattr(CompressorSearch, "_find_fastest", lambda _: pytest.fail("searches"))
+    search = _search_of({"dp-grad=mild": 0.3, "dp-grad=bold": 0.31}, {"dp-grad=mild": 0.1, "dp-grad=bold": 0.4})
+    trials = search.calibrate([search.find_set(specs, {}) for specs in ([], ["dp-grad=bold"])], 1.2)
+    trials = [dataclasses.replace(each, trial_s=each.seconds, gains=bool(each.candidates)) for each in trials]
+    assert search.choose(trials).chosen.specs == ["dp-grad=bold"]
+    with pytest.raises(pytest.fail.Exception, match="searches"):
+        search.contenders()
+
+
 def test_engines_of_timed_sets_are_kept_together_where_they_fit() -> None:
     """Each needs 1 GiB, of 80% of the memory."""
     search = _search_of({"dp-grad=mild": 0.3}, {"dp-grad=mild": 0.1})
