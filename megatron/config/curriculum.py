@@ -5,16 +5,15 @@ The length of a step depends only on its number. Full-length samples are truncat
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import floor
-from pathlib import Path
 from typing import Literal
 
 from megatron.base.errors import UserError, describe_failure
 from megatron.base.option import derived, option
+from megatron.base.user_function import load_function
 from megatron.base.user_text import flag_of
 from megatron.config.conditions import needs, unless, when
 from megatron.config.lengths import LengthSchedule
@@ -193,20 +192,7 @@ def _custom_lengths(curriculum: CurriculumConfig, full: int, naming: Naming) -> 
         raise UserError(
             f"{naming('curriculum_seqlen_steps')} {steps}: a function may cover at most {MAX_CUSTOM}; lower it"
         )
-    path = Path(text)
-    if not path.is_file():
-        raise UserError(f"{flag}: there is no such file")
-    spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{flag}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{flag} cannot be used: {describe_failure(error, text)}") from error
-    function = getattr(module, "seqlen", None)
-    if not callable(function):
-        raise UserError(f"{flag}: it has no function seqlen(step)")
+    function = load_function(flag, text, "seqlen(step)")
     lengths: list[int] = []
     for step in range(1, steps + 1):
         try:

@@ -87,13 +87,12 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
     future = Caller("store").start(connect)
     if not wait([future], min(seconds, QUIET_SECONDS)).done:
         on_delay()
-    try:
-        return future.result(seconds + _SPARE_SECONDS)
-    except TimeoutError:
+    if not wait([future], seconds + _SPARE_SECONDS).done:
         raise TimeoutError(
             f"what listens there has not answered as a rendezvous does in {seconds + _SPARE_SECONDS:.0f} s: another "
             "service, or a process that hangs?"
-        ) from None
+        )
+    return future.result()
 
 
 def check_reachable(host: str, remedy: str) -> None:

@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -71,7 +71,10 @@ class Caller:
         Raises:
             TimeoutError: when it takes longer, or an earlier call still hangs.
         """
-        return self.start(call).result(seconds)
+        done = self.start(call)
+        if not wait([done], seconds).done:  # result() would raise a TimeoutError of its own before Python 3.11
+            raise TimeoutError
+        return done.result()
 
 
 def _run_calls(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:

@@ -318,11 +318,12 @@ class Predictor(Stages):
         return wires.world.collective("all-reduce", 64.0, choice.world_size)
 
     def _update_s(self, choice: Choice, rank: int) -> float:
-        """Seconds of clearing gradients, their norm, and the optimizer update, all bound by memory bandwidth."""
-        owned = self.owned(choice, rank)
+        """Seconds of clearing gradients, their norm, the optimizer update, and copies, bound by memory bandwidth."""
+        owned, elements = self.owned(choice, rank), self.elements(choice, rank)
         grad, param = self.grad_bytes, self.param_bytes
-        cleared = self.elements(choice, rank) * grad * (1 + 3 * choice.delay)  # checked and copied, if delayed
-        moved = cleared + owned * (2 * grad + 24 + (param if param < 4 else 0))
+        moved: float = elements * grad * (1 + 3 * choice.delay)  # cleared; checked and copied, if delayed
+        moved += 0 if choice.flush else elements * 2 * param  # copied for the passes of the step before
+        moved += owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:

@@ -37,7 +37,14 @@ def test_an_error_that_was_not_raised_has_no_place() -> None:
     assert describe_failure(ValueError("bad")) == "ValueError: bad"
 
 
-@pytest.mark.parametrize("code", ["import no_such_module\n", "def register(registry): registry['no_such_module']\n"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import no_such_module\n",
+        "def register(registry): registry['no_such_module']\n",
+        "def register(registry): raise SystemExit('no_such_module')\n",
+    ],
+)
 def test_a_module_that_fails_is_refused_with_the_line(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,15 @@ def test_a_custom_curriculum(tmp_path: Path) -> None:
     assert [lengths.at(k) for k in range(6)] == [5, 5, 20, 20, 64, 64]
 
 
+def test_a_custom_curriculum_may_define_dataclasses(tmp_path: Path) -> None:
+    """Their annotations are looked up in the module."""
+    head = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Step:\n    n: int\n"
+    )
+    flags = custom(tmp_path, head + "def seqlen(step):\n    return Step(7).n\n")
+    assert lengths_of(resolved(flags).curriculum, 64).at(0) == 7
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.distributed.work import JointWork
+from megatron.distributed.work import Caller, JointWork
 
 
 class _Message:
@@ -62,3 +62,14 @@ def test_wait_alone_starts_no_thread() -> None:
     JointWork((message,)).wait()
     assert threading.active_count() == threads
     assert message.waits == 1
+
+
+def test_a_call_that_hangs_is_a_timeout_of_the_language() -> None:
+    """Before Python 3.11, that of futures was another class, which callers do not catch."""
+    hangs = threading.Event()
+    caller = Caller("test")
+    with pytest.raises(TimeoutError) as caught:
+        caller.call(hangs.wait, 0.05)
+    assert type(caught.value) is TimeoutError
+    hangs.set()
+    assert caller.call(lambda: 3, 10.0) == 3

@@ -110,6 +110,22 @@ def test_a_measured_slowdown_multiplies_all_times() -> None:
     assert after.memory == before.memory
 
 
+def test_without_a_flush_each_step_copies_the_parameters() -> None:
+    """Each is read and written once, in fp32."""
+    predictor, choice = predictor_of(small_run(parallel={"pipeline_model_parallel_size": 2}))
+    flushed = dataclasses.replace(choice, schedule="eager-1f1b", delay=1, overlap=False)
+    overlapped = dataclasses.replace(flushed, flush=False)
+    before_s, after_s = (predictor.predict(each).parts["optimizer"] for each in (flushed, overlapped))
+    copied_s = [
+        predictor.elements(choice, rank)
+        * 8
+        / (predictor.cluster.device.memory_gbyte_per_s * 1e9)
+        * predictor.cluster.correction("optimizer")
+        for rank in range(2)
+    ]
+    assert any(after_s - before_s == pytest.approx(seconds) for seconds in copied_s)
+
+
 def test_coding_overlaps_with_other_buckets_alone() -> None:
     """A bucket is coded while another is being sent."""
     specs = ("dp-grad=powersgd,rank=4,factors=fixpoint8",)
