@@ -171,8 +171,11 @@ def choose_compressors(
     ]
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
-    plain = search.find_set([], {})
-    result = search.choose(trials) if trials else AutoChoice(plain, plain, search)
+    if trials:
+        result = search.choose(trials)
+    else:  # nothing can gain
+        plain = search.find_set([], {})
+        result = AutoChoice(plain, plain, search)
 
     def describe() -> str:
         suggested = suggestions(search.predictor, result.chosen.prediction, free_settings)

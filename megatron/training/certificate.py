@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
@@ -236,7 +236,8 @@ class RunCertificate:
             "messages": self.traffic.messages,
             "samples": [[*key, e.samples, e.worst_error, e.sha256] for key, e in self.sampler.entries.items()],
             "inputs": [[file.name, file.path, file.contents] for file in self._inputs],
-            "measured_s": self._time_check and self._time_check.measured_s,
+            # The reasons of the choice take predictions, and other ranks' may be rounded differently.
+            "auto": self._auto_decision() if self.topology.rank == 0 else None,
         }
         group = self.topology.control.pg if self.topology.layout.world_size > 1 else None
         rows = [json.loads(text) for text in gather_texts(group, json.dumps(row))]
@@ -251,7 +252,7 @@ class RunCertificate:
             samples=samples,
             not_sampled=dict(self._not_sampled({entry.point for entry in samples})),
             differences=disagreements(self.engines)[:3],
-            auto=self._auto_decision(rows[0]["measured_s"]),
+            auto=rows[0]["auto"] and AutoDecision(**rows[0]["auto"]),
         )
 
     def resume(self) -> None:
@@ -303,19 +304,19 @@ class RunCertificate:
                 reason = why_not_sampled(plan.codec(point)) if sends_messages else None
                 yield point.value, reason or "no message of a sampled step left anything out so far"
 
-    def _auto_decision(self, measured_s: float | None) -> AutoDecision | None:
-        """The newest choice of the run, with the specs that are in use."""
+    def _auto_decision(self) -> dict[str, Any] | None:
+        """Values of the ``AutoDecision`` about the newest choice of the run, with the specs that are in use."""
         config, choice, saved = self.engines.config, self._choice, self._saved.auto if self._saved else None
         described = describe_choice(config, self.topology.layout, self.engines.plan)
         if not described:
             return None
         if choice is None:
-            return None if saved is None else replace(saved, specs=specs_in_use(described))
-        return AutoDecision(
-            specs_in_use(described),
-            choice.chosen.prediction.seconds,
-            choice.plain.prediction.seconds,
-            choice.chosen.trial_s,
-            measured_s,
-            report(choice, config.compression.max_loss_increase).splitlines(),
-        )
+            return None if saved is None else {**asdict(saved), "specs": specs_in_use(described)}
+        return {
+            "specs": specs_in_use(described),
+            "predicted_s": choice.chosen.prediction.seconds,
+            "uncompressed_s": choice.plain.prediction.seconds,
+            "trial_s": choice.chosen.trial_s,
+            "measured_s": self._time_check and self._time_check.measured_s,
+            "report": report(choice, config.compression.max_loss_increase).splitlines(),
+        }

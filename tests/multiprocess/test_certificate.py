@@ -302,6 +302,23 @@ def test_auto_is_certified_with_its_prediction_and_the_measured_time(
     assert not (saved / "iter_0000013" / CERTIFICATE).exists()
 
 
+def _state_a_choice() -> Any:
+    """Statements about a choice whose prediction and reasons differ by rank, like those of different libraries."""
+    engines = tiny_engines({"compression": {"compress": ["auto", "dp-grad=fixpoint,bits=8"]}})
+    rank = engines.topology.rank
+    choice: Any = SimpleNamespace(prediction=SimpleNamespace(seconds=1.0 + rank), trial_s=2.0)
+    certificate_module.report = lambda *_: f"reasons of rank {rank}"
+    certificate = RunCertificate(engines, {}, SimpleNamespace(chosen=choice, plain=choice), None)  # type: ignore[arg-type]
+    certificate.begin(0, None)
+    return certificate.collect(1).auto
+
+
+def test_all_ranks_state_the_choice_as_rank_0_explains_it() -> None:
+    first, second = run_ranks(2, _state_a_choice)
+    assert first == second
+    assert (first.predicted_s, first.trial_s, first.report) == (1.0, 2.0, ["reasons of rank 0"])
+
+
 def test_it_needs_a_folder(prefix: Path) -> None:
     result = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, certificate=True)])
     assert result.returncode == 2
