@@ -52,8 +52,9 @@ def test_the_table_has_the_finished_cells(tmp_path: Path) -> None:
     record = record_of(tmp_path, "pp4", "30mbit", "4x256")
     record.parent.mkdir()
     sets = [_set([4.0] * 5), _set([1.0] * 5, True, "--compress pp-forward=cast"), _set([2.0] * 5)]
-    record.write_text(json.dumps({"grid": 12, "sets": sets}))
+    record.write_text(json.dumps({"grid": 12, "sets": sets, "choosing_s": 17.4}))
     text = table(tmp_path, ["dp4", "pp4"], ["30mbit"], ["4x256"])
     assert text.splitlines()[2:] == [
-        "| pp4 | 30mbit | 4x256 | 4.00 | 1.00 | 1.00 | +0% | -10% | -78 to -10% | 3 of 12 | pp-forward=cast |"
+        "| pp4 | 30mbit | 4x256 | 4.00 | 1.00 | 1.00 | +0% | -10% | -78 to -10% "
+        "| 17 s, 1.7% | 3 of 12 | pp-forward=cast |"
     ]
