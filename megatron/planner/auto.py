@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from types import MappingProxyType
 
 from megatron.compression.points import EXPERT_POINTS, Point
@@ -181,20 +182,21 @@ class AutoSearch:
         distinct = [each for number, each in enumerate(selected) if each not in selected[:number]]
         return distinct[: 1 + MAX_TRIALS + (1 if selected[1].settings else 0)]
 
-    def calibrate(self, contenders: Sequence[CompressorSet], plain_s: float) -> list[CompressorSet]:
-        """Multiply all later predictions by the same factor, so that the run as it is takes as long as measured.
+    def calibrate(self, contenders: Sequence[CompressorSet], seconds: Sequence[float]) -> list[CompressorSet]:
+        """Multiply all later predictions by the median ratio of trial steps to predictions.
 
         Ranks that wait for each other, and other programs, slow whole iterations more than the short operations that
-        the predictions are based on.
+        the predictions are based on. The median, since a single step can be delayed.
 
         Args:
-            contenders: sets, the run as it is first.
-            plain_s: measured seconds of an iteration of the run as it is.
+            contenders: timed sets.
+            seconds: measured seconds of an iteration with each set.
 
         Returns:
             The sets with new predictions.
         """
-        self.predictor.slowdown *= plain_s / contenders[0].prediction.seconds
+        ratios = [s / each.prediction.seconds for s, each in zip(seconds, contenders, strict=True)]
+        self.predictor.slowdown *= median(ratios)
         return [self.find_set(each.specs, each.settings) for each in contenders]
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
@@ -299,10 +301,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
             lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
     if result.trials:
         slowdown = result.search.predictor.slowdown
-        lines.append(
-            f"  predictions are multiplied by {slowdown:.2f}, since a trial step without compressors took "
-            f"{before_s:.3g} s, not {before_s / slowdown:.3g}"
-        )
+        lines.append(f"  predictions are multiplied by {slowdown:.2f}, the median ratio of trial steps to predictions")
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
         lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}")

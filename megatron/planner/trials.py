@@ -12,9 +12,9 @@ MAX_SECONDS = 15.0
 """Seconds of the rounds after the first, of which there must be at least ``_SETTLED_ROUNDS``, after which a gain that
 is still uncertain counts as none."""
 
-_MAX_SHARE, _LARGE_GAIN = 0.015, 0.1
-"""Share of the run's time with the fastest set after which there is no further round, and the share of an iteration
-that an uncertain set must save in the mean for twice as many.
+_MAX_SHARE, _LARGE_GAIN, _MAX_SHARE_OF_LARGE = 0.015, 0.1, 0.025
+"""Share of the run's time with the fastest set after which there is no further round; and the share of an iteration
+that an uncertain set must save in the mean for a larger share of the run.
 
 The last round, and further steps of sets that gain, come on top: the whole choice shall take 2%.
 """
@@ -50,6 +50,8 @@ class TrialRounds:
     Gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come
     last, when memory and libraries are warm, so that round counts only for a set, never against it.
 
+    Sets that are certainly slower than a set that gains are not chosen, so they leave the comparison.
+
     Args:
         predicted_s: predicted seconds of an iteration with each set.
         train_iters: iterations of the run.
@@ -61,9 +63,10 @@ class TrialRounds:
         self._rounds: list[dict[int, float]] = []
         self._given_up: set[int] = set()
 
-    def add(self, seconds: Mapping[int, float]) -> None:
-        """Add the times of a round, by set."""
+    def add(self, seconds: Mapping[int, float], round_s: float) -> None:
+        """Add a round: the time of the step with each set, and of all with their engines and warm-ups."""
         self._rounds.append(dict(seconds))
+        self._spent_s += round_s
         for number in self._uncertain_sets():
             values = self._log_gains(number)[1:]
             if len(values) > 1 and fmean(values) + _ERRORS_TO_GIVE_UP * _standard_error(values) < _log_gain(WORTHWHILE):
@@ -71,21 +74,20 @@ class TrialRounds:
 
     def next_round(self) -> list[int]:
         """Return the sets of the next round, in order; empty when the comparison has ended."""
-        gaining, uncertain = self.gaining(), self._uncertain_sets()
+        gaining, uncertain = (self._drop_slower(sets) for sets in (self.gaining(), self._uncertain_sets()))
         seconds = _total_seconds(self._rounds[1:])
         has_settled = len(self._rounds) >= _SETTLED_ROUNDS and seconds >= MAX_SECONDS
-        if uncertain and not has_settled and (not self._rounds or not self._takes_too_long()):
+        if uncertain and not has_settled and (not self._rounds or not self._takes_too_long(uncertain)):
             return [*sorted(gaining + uncertain), 0]
         # Steps after the first have no warm-up. Several sets with short steps are compared by two such steps.
         steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
 
-    def _takes_too_long(self) -> bool:
-        """Whether the choice has taken ``_MAX_SHARE`` of the run, or twice that if a large gain is uncertain."""
+    def _takes_too_long(self, uncertain: Sequence[int]) -> bool:
+        """Whether the choice has taken ``_MAX_SHARE`` of the run, or more if a large gain is uncertain."""
         run_s = self._train_iters * min(self.typical_s(number) for number in range(len(self._predicted_s)))
-        is_large = any(fmean(self._log_gains(each)) >= _log_gain(_LARGE_GAIN) for each in self._uncertain_sets())
-        max_s = _MAX_SHARE * run_s * (2 if is_large else 1)
-        return self._spent_s + _total_seconds(self._rounds) >= max_s
+        is_large = any(fmean(self._log_gains(each)) >= _log_gain(_LARGE_GAIN) for each in uncertain)
+        return self._spent_s >= (_MAX_SHARE_OF_LARGE if is_large else _MAX_SHARE) * run_s
 
     def gaining(self) -> list[int]:
         """Return the sets that certainly save ``WORTHWHILE`` of an iteration."""
@@ -102,9 +104,19 @@ class TrialRounds:
     def _uncertain_sets(self) -> list[int]:
         return sorted({*range(1, len(self._predicted_s))}.difference(self._given_up, self.gaining()))
 
-    def _log_gains(self, number: int) -> list[float]:
-        """Logarithm of the ratio of the times without and with the compressors, in each round with both."""
-        return [math.log(seconds[0] / seconds[number]) for seconds in self._rounds if {0, number} <= seconds.keys()]
+    def _drop_slower(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the sets that are not certainly slower than a set that gains."""
+        return [number for number in numbers if not any(self._is_slower(number, fast) for fast in self.gaining())]
+
+    def _is_slower(self, number: int, other: int) -> bool:
+        values = self._log_gains(other, number)
+        return bool(values) and fmean(values) - _ERRORS_TO_GAIN * _standard_error(values) >= _log_gain(WORTHWHILE)
+
+    def _log_gains(self, number: int, base: int = 0) -> list[float]:
+        """Logarithm of the ratio of the times with sets ``base`` and ``number``, in each round with both."""
+        return [
+            math.log(seconds[base] / seconds[number]) for seconds in self._rounds if {base, number} <= seconds.keys()
+        ]
 
     def _is_gain_certain(self, number: int) -> bool:
         log_gains = self._log_gains(number)

@@ -164,7 +164,7 @@ def choose_compressors(
     predicted_s = [contender.prediction.seconds for contender in contenders]
     set_times = time_sets(trial_configs, predicted_s, not crowded, time.perf_counter() - start)
     if contenders:
-        contenders = search.calibrate(contenders, set_times[0].seconds)
+        contenders = search.calibrate(contenders, [set_time.seconds for set_time in set_times])
     trials = [
         dataclasses.replace(contender, trial_s=set_time.seconds, gains=set_time.gains)
         for contender, set_time in zip(contenders, set_times, strict=True)

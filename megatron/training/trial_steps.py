@@ -81,14 +81,14 @@ def time_sets(
     rounds = TrialRounds(predicted_s, plan.train_iters, spent_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
-        times: dict[int, float] = {}
+        start, times = time.perf_counter(), dict[int, float]()
         for number in numbers:
             if not all_at_once:
                 trials[number].time_step()
             times[number] = trials[number].time_step()
             if not all_at_once:
                 _drop_engines([trials[number]])
-        rounds.add(times)
+        rounds.add(times, time.perf_counter() - start)
         numbers = _agree(topology, rounds.next_round())
         _drop_engines([trials[number] for number in set(range(len(trials))).difference(numbers)])
     gaining = _agree(topology, rounds.gaining())

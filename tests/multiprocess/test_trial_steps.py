@@ -216,6 +216,32 @@ def test_rank_0_decides_on_the_times_of_the_slowest_rank() -> None:
     assert not any(set_time.gains for set_time in first[0])
 
 
+def _try_with_engines_that_take_long(samples: int) -> int:
+    """Number of steps in a short run, with half a second to build engines."""
+    engines = tiny_engines(CHANGES["stages"])
+    train_step, build_engines, count = trial_steps.train_step, trial_steps.build_engines, 0
+
+    def count_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return train_step(*args, **kwargs)
+
+    def build(*args: Any) -> Any:
+        time.sleep(0.5)
+        return build_engines(*args)
+
+    trial_steps.train_step, trial_steps.build_engines = count_step, cast(Any, build)
+    plan = dataclasses.replace(_run_plan(engines.config, samples), train_iters=100)
+    configs = [_without(engines.config), engines.config]
+    trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], True)
+    return count
+
+
+def test_building_engines_counts_for_the_time_of_the_choice() -> None:
+    """After the first round, it has taken its share of the run."""
+    assert run_ranks(2, _try_with_engines_that_take_long, 3) == [2, 2]
+
+
 def _fail_on_a_rank(samples: int) -> str:
     """Rank 1 cannot build the engines of the second set."""
     engines = tiny_engines(CHANGES["stages"])

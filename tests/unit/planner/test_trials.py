@@ -20,12 +20,15 @@ def _compare(
     predicted_s: Sequence[float] | None = None,
     train_iters: int = 1_000_000,
     spent_s: float = 0.0,
+    building_s: float = 0.0,
 ) -> tuple[TrialRounds, list[list[int]]]:
-    """The times of all rounds, and the sets of each round; by default no gain is predicted."""
+    """The times of all rounds, and the sets of each round; by default no gain is predicted. Building engines takes
+    ``building_s`` in each round."""
     rounds = TrialRounds(predicted_s or [1.0] * count, train_iters, spent_s)
     taken: list[list[int]] = []
     while numbers := rounds.next_round():
-        rounds.add({number: step_time(len(taken), number) for number in numbers})
+        seconds = {number: step_time(len(taken), number) for number in numbers}
+        rounds.add(seconds, sum(seconds.values()) + building_s)
         taken.append(numbers)
     return rounds, taken
 
@@ -81,26 +84,30 @@ def test_a_small_gain_in_noise_takes_more_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train_iters", "spent_s", "count"), [(50, 0.0, 1), (400, 0.0, 3), (400, 4.0, 1), (1000, 8.0, 4), (10_000, 0.0, 9)]
+    ("train_iters", "spent_s", "building_s", "count"),
+    [
+        *((50, 0.0, 0.0, 1), (400, 0.0, 0.0, 3), (400, 4.0, 0.0, 1), (400, 0.0, 1.0, 2)),
+        *((1000, 8.0, 0.0, 4), (1000, 8.0, 5.0, 1), (10_000, 0.0, 0.0, 9)),
+    ],
 )
-def test_there_is_no_round_after_a_share_of_the_run(train_iters: int, spent_s: float, count: int) -> None:
-    """After 1.5% of its time with the fastest set, which the time before the rounds counts for; and after 15 s. Rounds
-    of 1.97 s, whatever was predicted."""
-    predicted_s = [0.1, 0.1]
-    rounds, taken = _compare(
-        2, lambda _, number: 1.0 - 0.03 * number, predicted_s, train_iters=train_iters, spent_s=spent_s
-    )
+def test_there_is_no_round_after_a_share_of_the_run(
+    train_iters: int, spent_s: float, building_s: float, count: int
+) -> None:
+    """After 1.5% of its time with the fastest set, which the time before the rounds counts for, and that in which
+    engines are built; and after 15 s. Steps of a round take 1.97 s, whatever was predicted."""
+    rounds, taken = _compare(2, lambda _, number: 1.0 - 0.03 * number, [0.1, 0.1], train_iters, spent_s, building_s)
     assert rounds.gaining() == []
-    assert (
-        len(taken) == count == (9 if train_iters > 1000 else math.ceil((0.015 * train_iters * 0.97 - spent_s) / 1.97))
-    )
+    limit = math.ceil((0.015 * train_iters * 0.97 - spent_s) / (1.97 + building_s))
+    assert len(taken) == count == (9 if train_iters > 1000 else limit)
 
 
-def test_large_gains_may_take_twice_as_long() -> None:
-    """Choosing nothing would cost more. They are certain after five rounds, since they were not predicted."""
+def test_large_gains_may_take_longer() -> None:
+    """2.5% of the run: choosing nothing would cost more. They are certain after five rounds, since they were not
+    predicted."""
     for share, gaining, count in ((0.89, [1], 5), (0.91, [], 3)):
         rounds, taken = _compare(2, lambda _, number, s=share: (1.0, s)[number], train_iters=400)  # type: ignore[misc]
         assert (rounds.gaining(), len(taken)) == (gaining, count)
+    assert len(_compare(2, lambda _, number: (1.0, 0.89)[number], train_iters=400, spent_s=2.0)[1]) == 4
 
 
 def test_the_time_is_bounded_but_not_below_five_rounds() -> None:
@@ -183,6 +190,23 @@ def test_a_set_that_loses_leaves_and_one_that_gains_goes_on() -> None:
     rounds, taken = _compare(3, lambda _, number: (0.36, 0.45, 0.32)[number])
     assert rounds.gaining() == [2]
     assert taken == [[1, 2, 0]] * 3 + [[2, 0]] * 2
+
+
+def test_a_set_that_is_slower_than_one_that_gains_leaves() -> None:
+    """Though it may gain, too, and many rounds are left; a set that is nearly as fast stays."""
+    predicted_s, taken = (1.0, 0.6, 0.7), {}
+    for second_s in (0.66, 0.63):
+        seconds = 0.98, 0.55, second_s
+        rounds, taken[second_s] = _compare(3, lambda _, number, s=seconds: s[number], predicted_s)  # type: ignore[misc]
+        assert 1 in rounds.gaining()
+    assert taken[0.66] == [[1, 2, 0], [1]]
+    assert taken[0.63][1] == [1, 2, 0]
+
+
+def test_the_slower_of_two_sets_that_gain_is_not_timed_again() -> None:
+    rounds, taken = _compare(3, lambda _, number: (2.0, 0.9, 0.6)[number], (2.0, 0.9, 0.9))
+    assert rounds.gaining() == [1, 2]
+    assert taken == [[1, 2, 0], [2]]
 
 
 @pytest.mark.parametrize(("scale", "steps"), [(1.0, 3), (10.0, 2)])
