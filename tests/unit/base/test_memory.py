@@ -55,6 +55,7 @@ def _printed(keeps: bool) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="measures glibc's heap")
 def test_memory_freed_by_a_step_is_reused_by_the_next() -> None:
     assert _printed(keeps=False)[:2] == ["False", "1"]

@@ -240,6 +240,7 @@ def _changed(data: st.DataObject, value: Any) -> Any:
 PROPERTY = settings(max_examples=20, deadline=timedelta(seconds=10))
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(data=st.data())
 def test_any_common_values(loader: Loader, data: st.DataObject) -> None:

@@ -73,6 +73,7 @@ def test_the_sum_is_within_the_steps_of_the_grids_of_the_plain_sum(
         assert float((total - expected).norm()) <= 0.12 * float(expected.norm()) + 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     nodes=st.integers(1, 3),

@@ -93,6 +93,7 @@ def test_an_unresponsive_listener_is_an_error_after_the_time_limit(monkeypatch: 
     assert lines == [f"waiting for the islands' meeting place at 127.0.0.1:{port}, 0.8 s at most"]
 
 
+@pytest.mark.slow
 def test_a_silent_meeting_place_is_an_error_after_the_time_limit() -> None:
     """Its process is stopped, so that connections stay open without answers."""
     with _served_elsewhere(1.0) as (server, store):
@@ -108,6 +109,7 @@ def test_a_silent_meeting_place_is_an_error_after_the_time_limit() -> None:
         assert time.monotonic() - began < 25
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_disconnected() -> None:
     """It requests a value of 1 MiB again and again; other clients are served meanwhile."""
     with _served_elsewhere(20.0) as (server, store):

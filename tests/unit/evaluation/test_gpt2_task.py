@@ -56,6 +56,7 @@ def _accuracy(theirs: Any, folder: Path, samples: list[tuple[str, int]]) -> floa
     return float((found_b == torch.tensor([label for _, label in samples])).double().mean())
 
 
+@pytest.mark.slow
 def test_losses_and_weights_of_each_step_equal_hugging_face(tmp_path: Path) -> None:
     theirs = write_gpt2(tmp_path / "hf", head=True)
     files = write_tsv(tmp_path / "train.tsv", "CoLA", SAMPLES), write_tsv(tmp_path / "dev.tsv", "CoLA", 60, 1)

@@ -109,6 +109,7 @@ def test_half_a_body_times_out_with_an_answer(running: Running) -> None:
     assert b"0.5 s" in answer
 
 
+@pytest.mark.slow
 def test_more_connections_than_allowed_are_refused_until_others_close() -> None:
     server = Running(body_s=60.0)
     idle = [server.open(sent) for sent in [b"", HEALTH[:20], HEAD + b"{"] for _ in range(2)]

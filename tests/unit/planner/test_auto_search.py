@@ -94,6 +94,7 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     assert AutoSearch([search]).choose().chosen.increase == pytest.approx(lowest)
 
 
+@pytest.mark.slow
 def test_traffic_inside_layers_is_compressed_on_a_described_slow_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

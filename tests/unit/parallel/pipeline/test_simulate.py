@@ -86,6 +86,7 @@ def test_interleaving_divides_the_bubble(stages: int, chunks: int, groups: int, 
     assert max(time.end for time in times) == pytest.approx((count * chunks + stages - 1) * (f + b))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.sampled_from(("1f1b", "eager-1f1b", "zb-h1", "zb-v")),
