@@ -86,7 +86,7 @@ class TaskData:
         samples, keeps = _count_samples(self.training), self.task_config.keep_last_batch
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
 
-    def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
+    def score_outputs(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
         return compute_metrics(self.task, self.validation, outputs_nc)
 
 
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed.config = build_task_run(parsed, task_flags, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
-        job = Job(data.datasets, pretrained, data.judge, {"task": task_flags})
+        job = Job(data.datasets, pretrained, data.score_outputs, {"task": task_flags})
         train(ranks, config, [*parsed.notes, *data.notes], parsed.flag_fields, job)
 
     return run_program(body)

@@ -51,14 +51,14 @@ def epochs_of_run(dataset: Dataset) -> str:
 
 
 def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
-    dataset, rounds, batch = evaluation_set.dataset, evaluation_set.rounds, evaluation_set.batch
-    drawn, samples = rounds * batch, dataset.epoch_samples
-    notes = list(_short(dataset, batch, name))
-    if drawn > samples >= batch:
+    dataset, num_batches, batch_size = evaluation_set.dataset, evaluation_set.num_batches, evaluation_set.batch_size
+    drawn, samples = num_batches * batch_size, dataset.epoch_samples
+    notes = list(_short(dataset, batch_size, name))
+    if drawn > samples >= batch_size:
         notes.append(
-            f"--eval-iters {rounds} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} has "
+            f"--eval-iters {num_batches} x --global-batch-size {batch_size} draws {drawn:,} samples, but the {name} has "
             f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
-            f"{samples // batch}"
+            f"{samples // batch_size}"
         )
     return notes
 

@@ -27,19 +27,19 @@ class EvaluationSet:
     Args:
         name: name in the log; empty for a single set.
         dataset: the samples.
-        rounds: global batches of each evaluation.
-        batch: samples of a global batch.
+        num_batches: global batches of each evaluation.
+        batch_size: samples of a global batch.
     """
 
     name: str
     dataset: Dataset
-    rounds: int
-    batch: int
+    num_batches: int
+    batch_size: int
 
     @property
     def samples(self) -> int:
         """Samples of each evaluation, without the padding of its last batch."""
-        drawn = self.rounds * self.batch
+        drawn = self.num_batches * self.batch_size
         return min(drawn, self.dataset.real_samples) if isinstance(self.dataset, PaddedSource) else drawn
 
 
@@ -49,7 +49,7 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
     Raises:
         UserError: when --full-validation reads a set without samples.
     """
-    validation, batch = config.validation, config.training.global_batch_size
+    validation, batch_size = config.validation, config.training.global_batch_size
     if dataset is None or not validation.eval_iters:
         return []
     members = {"": dataset}
@@ -57,7 +57,7 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
         names = short_names([member.name for member in dataset.datasets])
         members = dict(zip(names, dataset.datasets, strict=True))
     if not validation.full_validation:
-        return [EvaluationSet(name, member, validation.eval_iters, batch) for name, member in members.items()]
+        return [EvaluationSet(name, member, validation.eval_iters, batch_size) for name, member in members.items()]
     for name, member in members.items():
         if not len(member):
             files = member.datasets if isinstance(member, BlendedDataset) else [member]
@@ -66,14 +66,16 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
                 f"--full-validation: the validation set {name or file_names} has no sample of --seq-length "
                 f"{config.model.seq_length}: give it more text, leave it out, or evaluate nothing: --eval-iters 0"
             )
-    whole_batches = {name: WholeBatches(member, batch) for name, member in members.items()}
-    return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole_batches.items()]
+    whole_batches = {name: WholeBatches(member, batch_size) for name, member in members.items()}
+    return [EvaluationSet(name, member, len(member) // batch_size, batch_size) for name, member in whole_batches.items()]
 
 
 def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
     """The test set, unless evaluation is off."""
-    rounds = config.validation.eval_iters
-    return [EvaluationSet("", dataset, rounds, config.training.global_batch_size)] if dataset and rounds else []
+    num_batches = config.validation.eval_iters
+    if not dataset or not num_batches:
+        return []
+    return [EvaluationSet("", dataset, num_batches, config.training.global_batch_size)]
 
 
 @dataclass(frozen=True)
@@ -90,22 +92,22 @@ class EvaluationResult:
 
 
 def evaluate(
-    engines: Engines, batches: Iterator[Batch], rounds: int, micro_batches: int, first_draw: int
+    engines: Engines, batches: Iterator[Batch], num_batches: int, micro_batches: int, first_draw: int
 ) -> EvaluationResult:
-    """Compute the mean of each loss over ``rounds`` global batches.
+    """Compute the mean of each loss over ``num_batches`` global batches.
 
     Args:
         engines: engines of this rank.
         batches: micro-batches of this rank.
-        rounds: number of global batches.
-        micro_batches: this rank's micro-batches in each of them.
+        num_batches: number of global batches.
+        micro_batches: number of this rank's micro-batches in each of them.
         first_draw: number of the first draw.
     """
     config, outputs = engines.config, list[tuple[Tensor, Tensor]]()
     names = config.model.loss_names
     totals = torch.zeros((len(names), 2), dtype=torch.float64)
     with engines.optimizer.publisher.exact_parameters():
-        for _ in range(rounds):
+        for _ in range(num_batches):
             step_batches = take_batches(batches, micro_batches, engines.topology.device)
             sums = evaluation_step(engines, step_batches, outputs)
             totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
@@ -117,7 +119,7 @@ def evaluate(
         return EvaluationResult(losses)
     # Each draw belongs to a single rank, so the sum with the other ranks' zeros is exact.
     outputs_nc = torch.zeros(
-        (rounds * config.training.global_batch_size, config.model.num_outputs), dtype=torch.float64
+        (num_batches * config.training.global_batch_size, config.model.num_outputs), dtype=torch.float64
     )
     for draws_b, values_bc in outputs:
         outputs_nc[draws_b - first_draw] = values_bc.double().cpu()

@@ -49,7 +49,7 @@ from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
-from megatron.training.run_plan import Judge, RunPlan
+from megatron.training.run_plan import RunPlan, ScoreOutputs
 from megatron.training.run_segment import ChosenRun, RunParts, choose_or_keep, resuming_config, train_segment
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
 from megatron.training.signals import ExitReason
@@ -64,14 +64,14 @@ class Job:
         datasets: builds the data sets from the resolved configuration and the tokenizer; None to build them from the
             flags.
         pretrained: folder and iteration of a language model that a new run starts from.
-        judge: see ``RunPlan``.
+        score_outputs: see ``RunPlan``.
         sections: more sections of the flags, by name, in which all ranks must agree.
         after_choice: work once the compressors are chosen, in place of training.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
     pretrained: tuple[str, Iteration] | None = None
-    judge: Judge | None = None
+    score_outputs: ScoreOutputs | None = None
     sections: Mapping[str, Any] = field(default_factory=dict)
     after_choice: Callable[[RunParts, ChosenRun], None] | None = None
 
@@ -104,7 +104,7 @@ def train(
         UserError: on every rank, for settings or input that cannot be used.
     """
     env, parallel = ranks.env, config.parallel
-    if job.judge is not None and config.islands.several:
+    if job.score_outputs is not None and config.islands.several:
         raise UserError("--islands: a task is learned on one island; leave the flag out")
     check_auto(config, env.world_size)
     cuda = parallel.distributed_backend == "nccl"
@@ -215,7 +215,7 @@ def run(
             valid_sets=validation_sets(config, datasets[1]),
             test_sets=test_sets(config, datasets[2]),
             started=ranks.started,
-            judge=job.judge,
+            score_outputs=job.score_outputs,
         )
         run_together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)

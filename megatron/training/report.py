@@ -76,7 +76,7 @@ class Reporter:
             plan.sizes,
             engines.topology.layout,
             plan.train_iters,
-            (sum(data.rounds for data in plan.valid_sets), sum(data.rounds for data in plan.test_sets)),
+            (sum(data.num_batches for data in plan.valid_sets), sum(data.num_batches for data in plan.test_sets)),
             lambda length: float(model_flops_per_sample(*self._model_and_vocab(length))),
         )
         self.step_time_check: StepTimeCheck | None = None

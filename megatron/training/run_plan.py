@@ -11,8 +11,8 @@ from megatron.config.steps import StepSizes
 from megatron.data.build import Dataset
 from megatron.training.evaluation import EvaluationSet
 
-Judge = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
-"""Scores task-head outputs, with a row for each draw of an evaluation: file -> metric -> value."""
+ScoreOutputs = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
+"""Function from the task-head outputs of an evaluation, a row per draw, to scores: file -> metric -> value."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunPlan:
         train_set: training set; None without one.
         valid_sets, test_sets: sets to evaluate; empty without evaluation.
         started: ``time.monotonic()`` at the start of the program.
-        judge: scores task-head outputs for the validation samples; each evaluation then reads all of them.
+        score_outputs: scores the validation samples' task-head outputs; each evaluation then reads all samples.
     """
 
     train_iters: int
@@ -34,4 +34,4 @@ class RunPlan:
     valid_sets: Sequence[EvaluationSet]
     test_sets: Sequence[EvaluationSet]
     started: float
-    judge: Judge | None = None
+    score_outputs: ScoreOutputs | None = None

@@ -1,7 +1,7 @@
-"""Early exits: signals, an iteration interval, a wall-clock limit.
+"""Early exits: signals, a kill switch, an iteration interval, a wall-clock limit.
 
-Everything here is a single rank's view. Ranks see signals and clocks at different moments, so the trainer takes the
-maximum of ``ExitReason`` over all ranks and acts on that.
+Ranks see signals, files and clocks at different moments. So every rank votes, the votes are summed with the step's
+other numbers, and all ranks act on the sums.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class ExitSignals:
 
 
 class ExitPolicy:
-    """Decision, after each iteration, whether the run should save and exit.
+    """This rank's votes to stop, the reason that they add up to, and its explanation in the log.
 
     Args:
-        exit_interval: ``--exit-interval``: end at multiples of this iteration count.
+        exit_interval: ``--exit-interval``, for the log.
         exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
-        kill_switch_file: ``--kill-switch-file``, for the log.
+        kill_switch_file: ``--kill-switch-file``: end once this file exists.
         started: reading of ``clock`` at the start of the program; None for now.
         clock: seconds of a monotonic clock.
     """
@@ -85,22 +85,10 @@ class ExitPolicy:
         self._clock = clock
         self._started = clock() if started is None else started
 
-    def decide(self, iteration: int, *, received: signal.Signals | None = None) -> ExitReason:
-        """This rank's decision after ``iteration`` iterations."""
-        if received is not None:
-            return ExitReason.SIGNAL
-        minutes = (self._clock() - self._started) / 60.0
-        if self.exit_duration_in_mins is not None and minutes > self.exit_duration_in_mins:
-            return ExitReason.DURATION
-        if self.exit_interval and iteration % self.exit_interval == 0:
-            return ExitReason.INTERVAL
-        return ExitReason.NONE
-
-    def vote(self, iteration: int, signalled: bool, needs_choice: bool = False) -> StopVotes:
-        """This rank's request to stop after ``iteration`` iterations; those of all ranks are summed.
+    def vote(self, signalled: bool, needs_choice: bool = False) -> StopVotes:
+        """This rank's request to stop after the next iteration; those of all ranks are summed.
 
         Args:
-            iteration: number of iterations.
             signalled: whether a signal has arrived.
             needs_choice: whether to choose the compressors again.
         """
@@ -108,8 +96,9 @@ class ExitPolicy:
             return StopVotes(kill_switch=1.0)
         if signalled:
             return StopVotes(signal=1.0)
-        duration = self.decide(iteration) is ExitReason.DURATION
-        return StopVotes(duration=float(duration), choice=float(needs_choice))
+        minutes, limit = (self._clock() - self._started) / 60.0, self.exit_duration_in_mins
+        too_long = limit is not None and minutes > limit
+        return StopVotes(duration=float(too_long), choice=float(needs_choice))
 
     @staticmethod
     def reason(votes: StopVotes) -> ExitReason:

@@ -53,8 +53,8 @@ class Trainer:
     ) -> None:
         self.config = config = engines.config
         self.rounds, self.loss_guard = rounds, loss_guard
-        self.train_iters, self.judge = plan.train_iters, plan.judge
-        self._judged_at: int | None = None
+        self.train_iters, self.score_outputs = plan.train_iters, plan.score_outputs
+        self._scored_at: int | None = None
         self.engines, self.sizes = engines, plan.sizes
         self.topology: Topology = engines.topology
         self.train_set, self.valid_sets, self.test_sets = plan.train_set, plan.valid_sets, plan.test_sets
@@ -62,7 +62,7 @@ class Trainer:
         self.checkpoints, self.reporter = checkpoints, reporter
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck.of_run(engines, self.progress)
-        self._unreported: StepMetrics | None = None  # of a step whose last backward passes have not run
+        self._unreported: StepMetrics | None = None  # of the last step, while some of its backward passes have not run
         self.timers = reporter.timers
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
@@ -84,14 +84,14 @@ class Trainer:
             if start < self.train_iters or self._left_behind or round_due:
                 reason = self._train()
             else:
-                flags = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
+                flags = "--epochs" if self.score_outputs is not None else "--train-iters, --train-samples or --train-tokens"
                 self.reporter.line(
                     f"nothing is left to train or to save: the run is at iteration {start} of {self.train_iters}; "
                     f"raise {flags} to go on"
                 )
         if reason is ExitReason.NONE:
             for split, sets in (("validation", self.valid_sets), ("test", self.test_sets)):
-                if sets and self._judged_at != self.progress.iteration:
+                if sets and self._scored_at != self.progress.iteration:
                     self._evaluate(sets, 0, split, final=True)
         self.checkpoints.close()
         if reason is ExitReason.DIVERGED:
@@ -105,18 +105,18 @@ class Trainer:
         return reason
 
     def _check_learned(self, start_iteration: int, skipped_before: int) -> None:
-        """Check that not all steps were skipped.
+        """Check that not all steps were skipped, apart from those of --iterations-to-skip.
 
         Raises:
-            NothingLearnedError: when every step of this process, or of the run, was skipped, without a request.
+            NothingLearnedError: when every step of this process, or every step of the run, was skipped.
         """
-        done, skipped, delayed = self.progress.iteration, self.progress.skipped, self.engines.delayed
+        done, delayed = self.progress.iteration, self.engines.delayed
         # Without a flush, the step after a failed step counts as skipped.
         failed_last = delayed is not None and not delayed.last_outcome.usable
         for start, before in ((start_iteration, skipped_before), (0, 0)):
             requested = self.sizes.skipped.count(start, done)
-            steps = done - start - requested
-            if steps and skipped - before - requested + (failed_last and not start) == steps:
+            steps, skipped = done - start - requested, self.progress.skipped - before - requested
+            if steps and skipped + (failed_last and start == 0) == steps:
                 raise NothingLearnedError(
                     f"nothing was learned: all {steps} steps were skipped, since gradients were not finite or no token "
                     "counted; lower --lr or --initial-loss-scale, train longer, or use --bf16"
@@ -173,7 +173,7 @@ class Trainer:
         return self.progress.iteration + 1 in self.sizes.skipped
 
     def _may_continue(self, reason: ExitReason, last: int) -> bool:
-        """Whether the next iteration follows: not beyond ``last``, without a reason to stop, and before any join."""
+        """Whether to go on: before iteration ``last``, without a reason to stop, and without other islands to join."""
         return self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind
 
     def _skip_iterations(self, signals: ExitSignals | None) -> ExitReason:
@@ -246,7 +246,7 @@ class Trainer:
         """Make this rank's vote to stop after the next iteration."""
         iteration = self.progress.iteration + 1
         needs_choice = self.reporter.needs_choice and iteration < self.train_iters
-        return self.policy.vote(iteration, signals is not None and signals.received is not None, needs_choice)
+        return self.policy.vote(signals is not None and signals.received is not None, needs_choice)
 
     def _run_iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
         """Run a training step and the work that is due after it."""
@@ -306,7 +306,7 @@ class Trainer:
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
     def _flush(self) -> ExitReason:
-        """Run the passes that the last step has left, and report the step; return whether the run has diverged."""
+        """Run the passes that the last step has left, and report the step; return DIVERGED if the run has diverged."""
         flush_pipeline(self.engines, self.timers)
         if self._unreported is not None:
             metrics, self._unreported = self._unreported, None
@@ -325,14 +325,14 @@ class Trainer:
         config, progress, timers = self.config, self.progress, self.timers
         exit_interval, replica_interval = config.training.exit_interval, config.training.check_replicas
         eval_interval, save_interval = config.validation.eval_interval, config.checkpoint.save_interval
-        guards = self.loss_guard is not None and self.loss_guard.is_due(progress.iteration)
+        checks_loss = self.loss_guard is not None and self.loss_guard.is_due(progress.iteration)
         is_due = any(n and progress.iteration % n == 0 for n in (eval_interval, replica_interval, save_interval))
-        if (guards or is_due) and (reason := self._flush()) is not ExitReason.NONE:
+        if (checks_loss or is_due) and (reason := self._flush()) is not ExitReason.NONE:
             return reason
         if replica_interval and progress.iteration % replica_interval == 0:
             with self.reporter.paused("check"):
                 check_replicas(self.engines, progress.iteration)
-        if guards:
+        if checks_loss:
             self._check_loss()
         if progress.iteration % eval_interval == 0:
             self._validate()
@@ -340,8 +340,8 @@ class Trainer:
             reason = ExitReason(self.rounds.stop_reason)  # such islands stop together at the end of a round
         else:
             reason = self.policy.reason(votes)
-        if reason is ExitReason.NONE and exit_interval and progress.iteration % exit_interval == 0:
-            reason = ExitReason.INTERVAL
+        if exit_interval and progress.iteration % exit_interval == 0:
+            reason = max(reason, ExitReason.INTERVAL)  # rather than a pause to choose compressors
         if save_interval and progress.iteration % save_interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
                 self._save()
@@ -360,25 +360,26 @@ class Trainer:
         workers = self.config.data.num_workers
         return open_loader(self.engines, dataset, consumed, num_workers=workers, trains=dataset is self.train_set)
 
-    def _evaluate(self, sets: Sequence[EvaluationSet], first_round: int, split: str, *, final: bool = False) -> None:
+    def _evaluate(self, sets: Sequence[EvaluationSet], first_batch: int, split: str, *, final: bool = False) -> None:
         """Evaluate data sets, and report their losses and the mean over the sets.
 
         Args:
             sets: data sets to evaluate.
-            first_round: index of the first global batch in each set.
+            first_batch: index of the first global batch in each set.
             split: "validation" or "test".
             final: whether this is an evaluation after training, with the number of samples in the report.
         """
         losses, scores = {}, None
         for evaluation_set in sets:
-            count = evaluation_set.batch // (self.config.training.micro_batch_size * self.topology.dp.size)
-            first = first_round * evaluation_set.batch
+            batch_size = evaluation_set.batch_size
+            count = batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
+            first = first_batch * batch_size
             with self._make_loader(evaluation_set.dataset, first) as batches:
-                evaluation = evaluate(self.engines, batches, evaluation_set.rounds, count, first)
+                evaluation = evaluate(self.engines, batches, evaluation_set.num_batches, count, first)
             losses[evaluation_set.name] = evaluation.losses
-            if self.judge is not None and evaluation.outputs_nc is not None:
-                scores = self.judge(evaluation.outputs_nc)
-                self._judged_at = self.progress.iteration
+            if self.score_outputs is not None and evaluation.outputs_nc is not None:
+                scores = self.score_outputs(evaluation.outputs_nc)
+                self._scored_at = self.progress.iteration
         names = next(iter(losses.values()))
         means = {name: sum(set_losses[name] for set_losses in losses.values()) / len(losses) for name in names}
         self.reporter.validation(
@@ -394,7 +395,7 @@ class Trainer:
         validation = self.config.validation
         if not self.valid_sets:
             return
-        same = self.judge is not None or validation.full_validation or validation.fixed_validation
-        earlier = 0 if same else max(self.progress.iteration // validation.eval_interval - 1, 0)
+        same = self.score_outputs is not None or validation.full_validation or validation.fixed_validation
+        earlier_evaluations = 0 if same else max(self.progress.iteration // validation.eval_interval - 1, 0)
         with self.reporter.paused("evaluate"), self.timers("evaluate"):
-            self._evaluate(self.valid_sets, earlier * validation.eval_iters, "validation")
+            self._evaluate(self.valid_sets, earlier_evaluations * validation.eval_iters, "validation")

@@ -30,7 +30,7 @@ def _sets(sizes: dict[str, int], folder: Path, **validation: Any) -> list[tuple[
     _, valid, _ = build_datasets(
         config.data, seq_length=8, seed=1, train_valid_test_num_samples=counts, eod_token=-1, vocab_size=None
     )
-    return [(validation_set.name, validation_set.rounds) for validation_set in validation_sets(config, valid)]
+    return [(validation_set.name, validation_set.num_batches) for validation_set in validation_sets(config, valid)]
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -40,22 +40,20 @@ def test_other_signals_can_be_chosen() -> None:
     assert signals.received == signal.SIGUSR2
 
 
-def test_policy() -> None:
+def test_a_run_ends_after_its_duration() -> None:
     clock = Clock()
-    policy = ExitPolicy(exit_interval=10, exit_duration_in_mins=2, clock=clock)
-    assert policy.decide(9) == ExitReason.NONE
-    assert policy.decide(20) == ExitReason.INTERVAL
+    policy = ExitPolicy(exit_duration_in_mins=2, clock=clock)
     clock.now += 119.0
-    assert policy.decide(21) == ExitReason.NONE
+    assert policy.reason(policy.vote(False)) is ExitReason.NONE
     clock.now += 2.0
-    assert policy.decide(30) == ExitReason.DURATION
-    assert policy.decide(30, received=signal.SIGTERM) == ExitReason.SIGNAL
+    assert policy.reason(policy.vote(False)) is ExitReason.DURATION
+    assert policy.reason(policy.vote(True)) is ExitReason.SIGNAL
 
 
 def test_without_flags_only_signals_end_a_run() -> None:
     policy = ExitPolicy()
-    assert all(policy.decide(i) == ExitReason.NONE for i in range(1, 100))
-    assert policy.decide(1, received=signal.SIGUSR1) == ExitReason.SIGNAL
+    assert policy.reason(policy.vote(False)) is ExitReason.NONE
+    assert policy.reason(policy.vote(True)) is ExitReason.SIGNAL
 
 
 def test_ranks_that_differ_agree_on_the_maximum() -> None:
@@ -66,13 +64,13 @@ def test_ranks_that_differ_agree_on_the_maximum() -> None:
 def test_a_run_pauses_to_choose_unless_it_ends() -> None:
     clock = Clock()
     policy = ExitPolicy(exit_duration_in_mins=2, clock=clock)
-    assert policy.reason(policy.vote(7, False)) is ExitReason.NONE
-    assert policy.reason(policy.vote(7, False, needs_choice=True)) is ExitReason.CHOICE
+    assert policy.reason(policy.vote(False)) is ExitReason.NONE
+    assert policy.reason(policy.vote(False, needs_choice=True)) is ExitReason.CHOICE
     line = "pausing after iteration 7: to choose the compressors again; saved to runs/gpt"
     assert policy.explain(ExitReason.CHOICE, 7, "runs/gpt") == line
     clock.now += 121.0
-    assert policy.reason(policy.vote(7, False, needs_choice=True)) is ExitReason.DURATION
-    assert policy.reason(policy.vote(7, True, needs_choice=True)) is ExitReason.SIGNAL
+    assert policy.reason(policy.vote(False, needs_choice=True)) is ExitReason.DURATION
+    assert policy.reason(policy.vote(True, needs_choice=True)) is ExitReason.SIGNAL
 
 
 def test_each_reason_has_its_line() -> None:
