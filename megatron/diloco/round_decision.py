@@ -12,8 +12,8 @@ from typing import Any
 OUTLIER_RATIO = 100.0
 """A difference with a norm of more than this many times the (lower) median norm is left out of the sum."""
 
-_MAX_STOP = 4
-"""The most urgent reason to end a run (``ExitReason``)."""
+_MAX_STOP = 6
+"""Value of the most urgent reason to end a run (``ExitReason`` in megatron.training.signals)."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron.diloco.round_decision import (
     check_mean,
     select_members,
 )
+from megatron.training.signals import ExitReason
 from tests.unit.diloco.support import GOOD
 
 
@@ -40,6 +41,15 @@ def test_non_finite_and_outlying_differences_are_left_out() -> None:
     # More than 100 times the median: the lower median of four, so that two outliers do not confirm each other.
     assert select_members(_reports(1.0, 2.0, 2.0 * 100, 2.0 * 101)).members == (0, 1, 2)
     assert select_members(_reports(1.0, 2.0, 300.0, 400.0)).members == (0, 1)
+
+
+@pytest.mark.parametrize("reason", list(ExitReason))
+def test_islands_understand_every_reason_to_stop(reason: ExitReason) -> None:
+    report = RoundReport(1.0, 2.0, stop=reason)
+    assert RoundReport.decode(report.encode()) == report
+    for unknown in (-1, max(ExitReason) + 1):
+        with pytest.raises(ValueError, match="is no reason to end a run"):
+            RoundReport.decode(RoundReport(1.0, 2.0, stop=unknown).encode())
 
 
 def test_the_last_mean_identifies_the_outlier_of_two_differences() -> None:
