@@ -162,13 +162,15 @@ def make_layout(config: RunConfig, world_size: int) -> Layout:
 def groups_by_node(config: RunConfig) -> frozenset[str]:
     """Names of the groups that compressors or experts split by node; see ``NODE_SPLITS``."""
     specs, parallel = config.compression.specs(RunLength(config.training.planned_iters)), config.parallel
-    experts = parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off"
-    chosen = config.compression.is_auto and Point.DP_GRAD not in specs  # may be sums in two levels
-    return frozenset([*(["ep"] if experts else []), *(["dp"] if chosen else [])]).union(
-        "dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding"
-        for point, spec in specs.items()
-        if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.make_rounds().traits.levels
-    )
+    names = set()
+    if parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off":
+        names.add("ep")
+    if config.compression.is_auto and Point.DP_GRAD not in specs:  # the choice may be a two-level sum
+        names.add("dp")
+    for point, spec in specs.items():
+        if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.make_rounds().traits.levels:
+            names.add("dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding")
+    return frozenset(names)
 
 
 def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
@@ -185,8 +187,8 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     warmup_iters, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
-    compressed = outer is not None and outer.outer_options.in_step == "compressed"
-    sync_warmup = SyncWarmup(config.islands.islands, warmup_iters, ledger, compressed)
+    sums_compressed = outer is not None and outer.outer_options.in_step == "compressed"
+    sync_warmup = SyncWarmup(config.islands.islands, warmup_iters, ledger, sums_compressed)
     seeds = MessageSeeds()
     comm = TensorComm(
         topology.tp, ledger, plan, parallel.sequence_parallel, parallel.async_tensor_model_parallel_allreduce, seeds
@@ -236,7 +238,8 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         outer_sync = OuterSync(buffers, optimizer, topology, plan, ledger, outer.outer_options, layers, named_buffers)
     # Advance the reduction between passes only if this is safe. NCCL operations of several groups must be launched in
     # the same order on all ranks, but a round advances when its messages have arrived, at different times on different
-    # ranks. A round inside a node blocks, which must not happen while its other ranks wait for this rank elsewhere.
+    # ranks. A round inside a node blocks, which must not happen while the node's other ranks wait for this rank
+    # elsewhere.
     only_replicas = layout.tp == layout.pp == layout.ep == 1
     never_blocks = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
     after_pass = delayed.advance if delayed is not None and (only_replicas or never_blocks) else lambda: None
@@ -257,7 +260,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             sync.begin_last_backward,
             weight_grads,
             after_pass,
-            config.parallel.pipeline_max_in_flight,
+            parallel.pipeline_max_in_flight,
         ),
         optimizer=optimizer,
         replicas=replicas,
@@ -280,7 +283,7 @@ def _begin_pass(
     iteration: int,
     micro_batch: int,
 ) -> None:
-    """Select the micro-batch of a pass and, if passes of two steps take turns, its step."""
+    """Prepare for a pass of a micro-batch and, if passes of two steps take turns, of a step."""
     if versions is not None:
         versions.select(iteration if iteration >= 0 else None)
         plan.begin_step(iteration)
@@ -310,17 +313,17 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: 
 
 
 def _build_buffers(
-    config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool, weight_grads: WeightGrads
+    config: RunConfig, topology: Topology, stages: Sequence[Stage], sharded: bool, weight_grads: WeightGrads
 ) -> list[FlatBuffer]:
     """Build the flat buffers of each chunk, with a separate buffer for experts under expert parallelism. With
-    ``shares``, buckets divide into equal shares of the replicas."""
+    ``sharded``, every bucket divides into equal shares, one per replica."""
     parallel, layout = config.parallel, topology.layout
     buffers = []
     for chunk, stage in enumerate(stages):
         params = named_params(collect_specs(stage), stage)
         expert_params = [param for param in params if param.spec.of_expert and layout.ep > 1]
-        shared = [param for param in params if not (param.spec.of_expert and layout.ep > 1)]
-        for members, group in ((shared, topology.dp), (expert_params, topology.expert_dp)):
+        other_params = [param for param in params if not (param.spec.of_expert and layout.ep > 1)]
+        for members, group in ((other_params, topology.dp), (expert_params, topology.expert_dp)):
             if members:
                 buffers.append(
                     FlatBuffer(
@@ -328,7 +331,7 @@ def _build_buffers(
                         main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
                         group,
                         bucket_elements(parallel.ddp_bucket_size, parallel.overlaps_reduction, layout.dp),
-                        sharded=shares,
+                        sharded=sharded,
                         tensor_parallel=layout.tp > 1,
                         chunk=chunk,
                         weight_grads=weight_grads,
@@ -362,7 +365,7 @@ def _build_delayed(
     plan: CompressionPlan,
     optimizer: Optimizer,
 ) -> DelayedGradients:
-    """Build the delay of gradients, with its correction if configured."""
+    """Build the delayed gradients, with the configured correction."""
     correction: DelayCorrection | None = optimizer.publisher.look_ahead
     if parallel.delay_correction == "extrapolate":
         correction = GradientExtrapolation(optimizer.shards, parallel.delay_strength)

@@ -88,8 +88,7 @@ def keep_choice(
     flag_fields: Collection[str],
     log: Callable[[str], None],
 ) -> tuple[RunConfig, Settings] | None:
-    """The configuration with the specs and settings of the user and those that the checkpoint's run chose, and these
-    settings; None if ``--compress auto`` has to choose. A collective call.
+    """Take over the specs and settings that the checkpoint's run chose, beside those of the user. A collective call.
 
     Args:
         config: resolved configuration.
@@ -97,6 +96,9 @@ def keep_choice(
         saved: the checkpoint that the run begins with, if any.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
         log: prints lines for the user, on one rank.
+
+    Returns:
+        The configuration with these specs and settings, and the settings; None if ``--compress auto`` has to choose.
 
     Raises:
         UserError: on every rank, when the checkpoint's values are damaged.
@@ -128,8 +130,8 @@ def choose_compressors(
         env: environment of this process.
         vocab_size: entries of the vocabulary.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
-        time_sets: times training steps with several configurations of predicted times, the first without compressors;
-            with or without the engines of all at the same time; after seconds that the choice has taken so far. None
+        time_sets: times training steps, given resolved configurations (the first without compressors), their predicted
+            times, whether to keep all engines at the same time, and the seconds that the choice has taken so far. None
             if no step is left to take.
         log: prints lines for the user, on one rank.
 
@@ -195,8 +197,8 @@ def describe_choice(
     time_check: StepTimeCheck | None = None,
     settings: Settings = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Describe the chosen specs, or their replacements, and settings for checkpoints, with the layout and the budget
-    that they were chosen for, and the results of their checks; empty without ``--compress auto``."""
+    """Describe a choice for checkpoints: the specs in use and the settings, the layout and the budget that they were
+    chosen for, and the results of their checks. Empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}
@@ -228,7 +230,7 @@ class SavedChecks:
     Args:
         loss: value of ``LossGuard.state_dict``, by point.
         s_per_token: expected seconds of a step over its tokens; None if they were not known yet.
-        step_tokens: tokens of the steps that this is expected of; None if they are not known.
+        step_tokens: tokens of those steps; None if they are not known.
     """
 
     loss: Mapping[str, Values] = field(default_factory=dict)
@@ -237,8 +239,9 @@ class SavedChecks:
 
 
 def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) -> SavedChecks:
-    """Turn the compressors off that were turned off in the checkpoint's run, in a run that keeps its choice, and return
-    the results of its checks.
+    """Turn off the compressors that the checkpoint's run has turned off, and return the results of its checks.
+
+    For a run that keeps the checkpoint's choice.
 
     Raises:
         UserError: when the checkpoint's values are damaged.
@@ -273,8 +276,7 @@ def _layout_sizes(layout: Layout) -> list[int]:
 def _kept_config(
     config: RunConfig, topology: Topology, saved: SavedRun, flag_fields: Collection[str], log: Callable[[str], None]
 ) -> tuple[RunConfig, Settings] | None:
-    """The configuration with the specs and settings that the checkpoint's run chose, except those that the user has
-    given, and these settings; None to choose again.
+    """The result of ``keep_choice``: None to choose again. The user's specs and settings take precedence.
 
     Raises:
         UserError: when the checkpoint's values are damaged.
@@ -357,7 +359,7 @@ def _prepare_search(
 def agree_on_sets(
     group: dist.ProcessGroup | None, selected: Sequence[CompressorSet], search: AutoSearch
 ) -> list[CompressorSet]:
-    """The sets that rank 0 has selected. A collective call.
+    """Return the sets that rank 0 has selected. A collective call.
 
     All ranks predict by the same rates, but their libraries may round differently.
     """

@@ -1,4 +1,4 @@
-"""The computation of a step on this rank's chunks, and all that its passes need."""
+"""Computation of a step on this rank's chunks, and its launch signatures, losses and metrics."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ChunkProgram:
         divisors: see ``Stage.loss``.
         loss_grad: gradient of each micro-batch's objective; None in evaluation.
 
-    On the chunk with the losses, ``sums`` adds them up over the micro-batches. In an evaluation, ``outputs`` holds the
-    task-head output of each micro-batch.
+    On the chunk with the losses, ``sums`` adds up the ``losses`` of the micro-batches. In an evaluation, ``outputs``
+    holds the task-head output of each micro-batch.
     """
 
     def __init__(
@@ -61,16 +61,17 @@ class ChunkProgram:
         self.outputs: dict[int, Tensor] = {}
 
     def key(self, micro_batch: int, boundary: int) -> Hashable:
+        """Key of a micro-batch's messages over a boundary."""
         batch = self.batches[micro_batch]
         key = SampleKey(batch.sample_ids_b.tolist())
         if self.keys_hold_tokens:
             topology, parallel = self.engines.topology, self.engines.config.parallel
-            after_encoder = topology.layout.follows_encoder(boundary)
-            sent = [
-                x.t() for x in ([batch.decoder_tokens_bs] if after_encoder else []) + [batch.tokens_bs] if x is not None
-            ]
-            # Sequence parallelism splits each sequence; split messages hold slices of the concatenated sequences.
-            sequences = sent if parallel.sequence_parallel else [torch.cat(sent)]
+            # After the encoder, messages hold the decoder's activations before the encoder's.
+            decoder_tokens_bs = batch.decoder_tokens_bs if topology.layout.follows_encoder(boundary) else None
+            sequences = [x.t() for x in (decoder_tokens_bs, batch.tokens_bs) if x is not None]
+            # Sequence parallelism splits each sequence; other split messages hold slices of the concatenation.
+            if not parallel.sequence_parallel:
+                sequences = [torch.cat(sequences)]
             part_count = parallel.message_parts
             key.tokens_sb = torch.cat([x.chunk(part_count)[topology.tp.rank % part_count] for x in sequences])
             key.vocab_size = self.engines.vocab_size
@@ -137,7 +138,7 @@ def batch_shapes(batches: Sequence[Batch]) -> Hashable:
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes of a training step.
+    """Passes of a training step.
 
     Args:
         table: operations of all pipeline stages.

@@ -56,8 +56,8 @@ def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
     notes = list(_short(dataset, batch_size, name))
     if drawn > samples >= batch_size:
         notes.append(
-            f"--eval-iters {num_batches} x --global-batch-size {batch_size} draws {drawn:,} samples, but the {name} has "
-            f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
+            f"--eval-iters {num_batches} x --global-batch-size {batch_size} draws {drawn:,} samples, but the {name} "
+            f"has {samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
             f"{samples // batch_size}"
         )
     return notes

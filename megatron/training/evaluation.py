@@ -67,7 +67,9 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
                 f"{config.model.seq_length}: give it more text, leave it out, or evaluate nothing: --eval-iters 0"
             )
     whole_batches = {name: WholeBatches(member, batch_size) for name, member in members.items()}
-    return [EvaluationSet(name, member, len(member) // batch_size, batch_size) for name, member in whole_batches.items()]
+    return [
+        EvaluationSet(name, member, len(member) // batch_size, batch_size) for name, member in whole_batches.items()
+    ]
 
 
 def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:

@@ -1,8 +1,8 @@
 """Training steps of a pipeline that is not flushed between steps (``--no-pipeline-flush``).
 
-A step ends while its last backward passes have not run; they follow the first forward passes of the next step, in
-which the gradients are completed, agreed to be finite, and reduced over replicas. The update at the step's end takes
-them: every gradient is applied one step late, as with every other layout under ``--delay 1``.
+A step ends before its last backward passes, which follow the first forward passes of the next step. During that next
+step, the gradients are completed, checked to be finite on all ranks, and reduced over replicas, and the update at its
+end applies them. So every gradient is applied one step late, as with every other layout under ``--delay 1``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def step_without_flush(
 ) -> StepMetrics:
     """Run a training step up to the update with the last step's gradients; see ``train_step``.
 
-    The losses of its metrics are empty, until the next step or ``flush_pipeline`` fills them in. Gradients of a step
-    that are not finite make the next step one that is skipped.
+    The losses in the returned metrics are empty until the next step or ``flush_pipeline`` fills them in. If a step's
+    gradients are not finite, the next step counts as skipped.
     """
     delayed, ledger = engines.delayed, engines.ledger
     assert delayed is not None
@@ -50,7 +50,7 @@ def step_without_flush(
     scale = engines.optimizer.loss_scale.scale
     passes = begin_passes(engines, batches, iteration, length)
     delayed.versions.begin_step(iteration)
-    updates = _Updates(engines, delayed, passes.table, votes)
+    update = _UpdateCommunication(engines, delayed, passes.table, votes)
     with timers("forward-backward", level=1):
         engines.pipeline.run_without_flush(
             passes.table,
@@ -58,12 +58,12 @@ def step_without_flush(
             iteration,
             len(batches),
             passes.loss_grad,
-            updates.after_forwards,
+            update.after_forwards,
             pipeline_span(timers, ledger),
             scale,
         )
     delayed.versions.select(None)
-    summary, gradients = updates.finish()
+    summary, gradients = update.finish()
     if gradients is not None:
         engines.plan.begin_step(gradients.iteration)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
@@ -82,7 +82,7 @@ def step_without_flush(
     engines.plan.steps.skipped += not totals.finite
     metrics = replace(make_metrics(engines, totals, iteration, len(batches), length), losses=delayed.open_step.losses)
     if last is not None and not delayed.last_outcome.finite:
-        # Messages of that step have left state in the codecs that is not finite, and this step's messages used it.
+        # Messages of the last step have left state in the codecs that is not finite, and this step's messages used it.
         flush_pipeline(engines, timers)
         _reset_codecs(engines)
     return metrics
@@ -91,7 +91,8 @@ def step_without_flush(
 def flush_pipeline(engines: Engines, timers: Timers) -> None:
     """Run the backward passes that the last step has left, and launch the reduction of its gradients.
 
-    A collective call. Before evaluations, saves and all else that uses the communication points or the parameters.
+    A collective call, necessary before evaluations, saves and anything else that uses the communication points or the
+    parameters.
     """
     delayed = engines.delayed
     if delayed is None or delayed.open_step is None or delayed.versions is None:
@@ -106,12 +107,13 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
         _reset_codecs(engines)
 
 
-class _Updates:
-    """A step's communication for updates, between its passes.
+class _UpdateCommunication:
+    """Communication for the update at a step's end, which runs between the step's passes.
 
-    All ranks take part at points of their passes that they reach at about the same time: while a stage waits for the
-    first message from the stages after it, those have done more backward passes, which take twice as long as forward
-    passes. They wait for each other only at later points, since small messages queue behind those of the pipeline.
+    Each rank takes part after a number of forward passes that all ranks complete at about the same time. Later stages
+    complete fewer: while a stage waits for the first message from the stages after it, those run backward passes, which
+    take twice as long as forward passes. Ranks wait for a result only after further passes, since small messages queue
+    behind those of the pipeline.
 
     Args:
         engines, delayed: engines of this rank.
@@ -121,7 +123,7 @@ class _Updates:
 
     def __init__(self, engines: Engines, delayed: DelayedGradients, table: Timetable, votes: StopVotes) -> None:
         self._engines, self._delayed, self._votes = engines, delayed, votes
-        longest, self._complete_at = (table.warm_ups[stage] for stage in (0, engines.pipeline.stage))
+        longest, self._complete_at = table.warm_ups[0], table.warm_ups[engines.pipeline.stage]
         num_forwards = sum(op.is_forward for op in table.schedules[0])
         fewer_forwards = math.ceil((longest - self._complete_at) / 3)
         step, has_replicas = delayed.open_step, any(buffer.group.size > 1 for buffer in engines.buffers)
@@ -154,11 +156,11 @@ class _Updates:
         if number == self._reduce_at:
             with engines.ledger.computing():
                 self._gradients = delayed.take()
-            numbers = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
-            self._pending = _start_all_reduce(engines, numbers)
+            summary = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
+            self._pending = _start_all_reduce(engines, summary)
 
     def finish(self) -> tuple[StepSummary, ReducedGradients | None]:
-        """Wait for the sums over all ranks; return them and the gradients to apply, if they may be applied."""
+        """Wait for the sums over all ranks; return them, and the gradients if they may be applied."""
         assert self._pending is not None
         summary = self._pending.wait()
         delayed = self._delayed

@@ -73,7 +73,7 @@ class _Measurement:
     Args:
         costs: by point, with the settings in use.
         bolder_costs: by point, with the next bolder setting.
-        joint_cost: of all compressed forward points together; None if they are fewer than two.
+        joint_cost: of all compressed forward points together; None if there are fewer than two.
         joint_points: these points.
     """
 
@@ -101,8 +101,9 @@ class LossGuard:
 
     If the sum over the points, or the joint cost of the forward points plus the costs of the others, exceeds the
     budget, the point with the greatest increase takes the next gentler setting of its compressor, or exact traffic if
-    there is none. If instead ``CALM_CHECKS`` checks in a row find room for the setting before, the point goes back to
-    it: never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice.
+    there is none. If instead ``CALM_CHECKS`` checks in a row find room for a point's next bolder setting, the point
+    goes back to that setting: never beyond the setting that was chosen, and not to a setting that has exceeded the
+    budget twice.
 
     Args:
         engines: engines of this rank.
@@ -204,7 +205,7 @@ class LossGuard:
     def _decide(
         self, costs: Mapping[Point, float], total: float, bolder_costs: Mapping[Point, float]
     ) -> dict[str, Any]:
-        """The point that takes a gentler setting, or a bolder one, if any; and the calm checks of all points."""
+        """Decide which point takes a gentler or a bolder setting, if any, and count the calm checks of all points."""
         eased, emboldened = None, None
         calm_checks = dict.fromkeys(costs, 0)
         if total > self._budget:
@@ -332,7 +333,7 @@ def _sums_in_levels(spec: Spec) -> bool:
 
 
 def held_out_batches(engines: Engines, plan: RunPlan) -> list[Batch]:
-    """This rank's share of a global batch of validation samples, or without any of the last training samples."""
+    """This rank's share of a global batch of validation samples; of the last training samples if there are none."""
     if plan.valid_sets:
         dataset, first = plan.valid_sets[0].dataset, 0
     else:

@@ -1,4 +1,4 @@
-"""Saves and loads a run: engines, schedules and counters together."""
+"""Checkpoints of a run: engines, schedules and counters together."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ from megatron.training.step_time_check import StepTimeCheck
 
 
 class RunCheckpoints:
-    """The checkpoints of one run.
+    """The checkpoints of a run.
 
     Args:
-        engines, schedule, progress: objects that are saved, and restored in place.
+        engines, schedule, progress: objects to save, and to restore in place.
         log: prints lines for the user, on rank 0.
         lock: lock of the folder of ``--save``, on rank 0.
-        certificate: collects the statements of ``--certificate``; None without.
-        loss_guard, time_check: checks of compressors that the run has chosen; None without any.
-        settings: settings that it has chosen.
+        certificate: collects the statements of ``--certificate``; None without that flag.
+        loss_guard, time_check: checks of compressors that the run has chosen; None if it has chosen none.
+        settings: settings that the run has chosen.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class RunCheckpoints:
 
     @cached_property
     def config_yaml(self) -> str:
-        """The resolved configuration, as saved: without chosen compressors and settings, which another run chooses
-        itself."""
+        """The resolved configuration, as saved: without the chosen compressors and settings, so that another run
+        chooses its own."""
         config = without_settings(self.run_config, self._settings)
         return replace(config, compression=config.compression.without_choice()).to_yaml()
 
@@ -192,7 +192,8 @@ class RunCheckpoints:
 
         Args:
             saved: the checkpoint.
-            islands: folders of all islands that saved it, if this run has other islands; its own folder comes last.
+            islands: folders of all islands that saved it, this island's folder last; empty if the islands are still
+                the same.
             reads_data: False to check only whether it can be loaded; the engines cannot be used afterwards.
 
         Raises:
@@ -212,27 +213,27 @@ class RunCheckpoints:
     def load_pretrained(self, root: str, iteration: Iteration) -> None:
         """Load a language model's weights under a new task head. Every rank calls this.
 
-        BERT's pooler, which has learned to summarize a whole sample, is loaded into the head, if the head has one. fp32
+        If the head has a pooler, it starts from BERT's pooler, which has learned to summarize a whole sample. fp32
         weights are used if the checkpoint has them.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
         """
         saved = run_together(self.group, lambda: saved_shapes(root, iteration, ""))
-        precise = any(name.startswith(MAIN) for name in saved)
+        has_main = any(name.startswith(MAIN) for name in saved)
         tensors = {}
-        for name, shard in self._weights(precise).items():
+        for name, shard in self._weights(has_main).items():
             saved_name = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
             if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or saved_name in saved:
                 tensors[saved_name] = shard
-        weights = MAIN if precise else MODEL
+        weights = MAIN if has_main else MODEL
         language_heads = ("lm_head.", "binary_head.", "output_layer.")
 
         def unused(name: str) -> bool:
             return not name.startswith(weights) or name.removeprefix(weights).startswith(language_heads)
 
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
-        self._sync_weights(precise)
+        self._sync_weights(has_main)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
     def _restore(self, root: str, saved: SavedRun, islands: Sequence[str], reads_data: bool) -> None:
@@ -241,10 +242,10 @@ class RunCheckpoints:
         if not weights_only:
             self.stateful_parts.check_names(common)
             check_optimizer(root, iteration, self.run_config, self.group)
-        saved_main = saved.counters.separate_main
+        has_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
-            saved_main = bool(run_together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
-        tensors = self._weights(saved_main)
+            has_main = bool(run_together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
+        tensors = self._weights(has_main)
         if self.config.moe_use_upcycling:
             check_dense(root, iteration, self.group)
             tensors = map_to_dense_names(tensors)
@@ -253,13 +254,13 @@ class RunCheckpoints:
             tensors |= {name: shard for name, shard in optimizer_shards.items() if not name.startswith(MAIN)}
             tensors |= self._outer_shards(root, iteration, common)
             tensors |= self._delayed_shards(Values(common["delayed_gradients"], self.config.source), iteration)
-        weights = MAIN if saved_main else MODEL
+        weights = MAIN if has_main else MODEL
         ignored_prefixes = (
             PREFIX,
             OUTER,
             DELAYED,
             *([OPTIMIZER] if weights_only else []),
-            *([MODEL] if saved_main else []),
+            *([MODEL] if has_main else []),
         )
 
         def unused(name: str) -> bool:
@@ -269,23 +270,9 @@ class RunCheckpoints:
         differing = differing_flags(self.run_config.model, sections.get("model", {}), self.config.moe_use_upcycling)
         load = partial(load_tensors, root, iteration, tensors, self.group, log=self.log)
         load(allow_unexpected=unused, differing=differing.keys(), reads_data=reads_data)
-        self._sync_weights(saved_main)
+        self._sync_weights(has_main)
         if reads_data and not weights_only:
-            # Residuals of several islands are averaged, so that their sum over the number of islands does not
-            # change.
-            folders = islands or (root,)
-            states = [] if self.engines.outer is None else list(self.engines.outer.states())
-            means: list[Tensor | None] = [None] * len(states)
-            for folder in folders:
-                self.compressors.load(folder, iteration, self.group, self.log)
-                for number, state in enumerate(states if len(folders) > 1 else ()):
-                    residual = state.tensors.pop(RESIDUAL, None)
-                    if residual is not None:
-                        before = means[number]
-                        means[number] = residual / len(folders) if before is None else before + residual / len(folders)
-            for state, mean in zip(states, means, strict=True):
-                if mean is not None:
-                    state.tensors[RESIDUAL] = mean
+            self._load_compressors(islands or (root,), iteration)
         scope_flags = {
             Scope.OPTIMIZER: not weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
@@ -304,6 +291,21 @@ class RunCheckpoints:
         if not self.config.finetune:
             for line in sample_warnings(self.run_config, sections, self.progress.consumed_samples):
                 self.log(line)
+
+    def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
+        """Load the compressors' states of one island, or of several, whose outer residuals are averaged: the mean over
+        the islands then stays the same, however many islands go on."""
+        states = [] if self.engines.outer is None else list(self.engines.outer.states())
+        means: dict[int, Tensor] = {}
+        for folder in folders:
+            self.compressors.load(folder, iteration, self.group, self.log)
+            for number, state in enumerate(states if len(folders) > 1 else ()):
+                residual = state.tensors.pop(RESIDUAL, None)
+                if residual is not None:
+                    share = residual / len(folders)
+                    means[number] = means[number] + share if number in means else share
+        for number, mean in means.items():
+            states[number].tensors[RESIDUAL] = mean
 
     def _delayed_shards(self, saved: Values, iteration: Iteration) -> dict[str, LogicalShard]:
         """Shards of delayed gradients, allocated if the checkpoint has them."""
@@ -337,25 +339,25 @@ class RunCheckpoints:
             outer.allocate_buffers(flight["fragment"])
         return {name: shard for name, shard in outer_tensors(outer).items() if name in saved_names}
 
-    def _weights(self, precise: bool) -> dict[str, LogicalShard]:
+    def _weights(self, has_main: bool) -> dict[str, LogicalShard]:
         """This rank's weights as shards, by their names in the checkpoint.
 
         Args:
-            precise: the checkpoint holds fp32 optimizer values beside a model of lower precision.
+            has_main: whether the checkpoint holds the optimizer's fp32 values beside a model of lower precision.
         """
         model, optimizer = model_tensors(self.engines.stages), self.engines.optimizer
-        if not precise:
+        if not has_main:
             return model
-        # An fp32 model takes these values instead of the rounded weights.
+        # An fp32 model takes the fp32 values instead of the rounded weights.
         return main_tensors(optimizer) | (model if optimizer.separate_main else buffer_tensors(self.engines.stages))
 
-    def _sync_weights(self, precise: bool) -> None:
+    def _sync_weights(self, has_main: bool) -> None:
         """Copy loaded weights from the tensors of ``_weights`` to all other copies."""
         optimizer = self.engines.optimizer
-        if optimizer.separate_main and not precise:
+        if optimizer.separate_main and not has_main:
             for shard in optimizer.shards:
                 shard.main.copy_(shard.model)
-        elif precise and optimizer.sharded and not optimizer.separate_main:
+        elif has_main and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
 
 

@@ -46,7 +46,7 @@ from megatron.training.trial_steps import free_memory, release_engines, time_set
 
 @dataclass(frozen=True)
 class RunParts:
-    """Parts of a run that stay when it chooses its compressors again.
+    """Parts of a run that stay the same when it chooses its compressors again.
 
     Args:
         env, topology: this process, and the ranks.
@@ -81,7 +81,7 @@ class RunParts:
             self.topology.control.pg, lambda: build_engines(config, self.topology, self.vocab_size, self.length)
         )
 
-    def trains(self, config: RunConfig, saved: SavedRun | None) -> bool:
+    def has_steps_left(self, config: RunConfig, saved: SavedRun | None) -> bool:
         """Whether steps are left to take."""
         iteration = 0 if saved is None else saved.progress.iteration
         return not config.validation.skip_train and iteration < self.plan.train_iters
@@ -97,7 +97,7 @@ class ChosenRun:
         choice: the choice of ``--compress auto``, if it was made now.
         settings: the chosen settings.
         is_kept: whether the choice is the checkpoint's.
-        choice_s: seconds that a choice within the run took.
+        choice_s: seconds that a choice within the run took; 0 for the choice at its start.
     """
 
     config: RunConfig
@@ -115,25 +115,25 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         parts: parts of the run.
         config: resolved configuration.
         saved: the checkpoint that the run begins with, if any.
-        again: choose even if the checkpoint, which this run has saved, has a choice.
+        again: choose even if the checkpoint, which this run itself has saved, holds a choice.
 
     Raises:
         UserError: on every rank, when the run cannot be predicted, or cannot begin with the checkpoint.
     """
-    start, topology, log, consumed = time.perf_counter(), parts.topology, rank_0_log(parts.topology), 0
+    start, topology, log = time.perf_counter(), parts.topology, rank_0_log(parts.topology)
     kept_choice = None if again else keep_choice(config, topology, saved, parts.flag_fields, log)
     if kept_choice is not None:
         kept_config, settings = kept_choice
         return ChosenRun(kept_config, saved, settings=settings, is_kept=config.compression.is_auto)
-    if saved is not None:
-        consumed = saved.progress.consumed_samples
-        if not again:
-            _check_checkpoint(parts, config, saved)
-            free_memory()
-    timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed)
-    used_timer = timer if parts.trains(config, saved) else None
+    if saved is not None and not again:
+        _check_checkpoint(parts, config, saved)
+        free_memory()
+    timer = None
+    if parts.has_steps_left(config, saved):
+        consumed_samples = 0 if saved is None else saved.progress.consumed_samples
+        timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed_samples)
     chosen_config, choice = choose_compressors(
-        config, topology, parts.env, parts.vocab_size, parts.flag_fields, used_timer, log
+        config, topology, parts.env, parts.vocab_size, parts.flag_fields, timer, log
     )
     settings = {} if choice is None else choice.chosen.settings
     choice_s = time.perf_counter() - start if again else 0.0
@@ -147,7 +147,7 @@ def _check_checkpoint(parts: RunParts, config: RunConfig, saved: SavedRun) -> No
         UserError: on every rank, when it cannot.
     """
     engines = parts.build_engines(config)
-    RunCheckpoints(engines, _schedule(config), Progress(), lambda line: None).load(saved, reads_data=False)
+    RunCheckpoints(engines, _build_schedule(config), Progress(), lambda line: None).load(saved, reads_data=False)
     release_engines(engines)
 
 
@@ -180,11 +180,11 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     with reporting_refusal(config, topology):
         engines = parts.build_engines(config)
         checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
-        about_compression = compression_notes(
+        notes = compression_notes(
             config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
         )
-        log_engines(engines, parts.datasets, about_compression, parts.log)
-        progress, schedule = Progress(), _schedule(config)
+        log_engines(engines, parts.datasets, notes, parts.log)
+        progress, schedule = Progress(), _build_schedule(config)
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
         reporter = Reporter(engines, plan, progress, timers)
         if run.is_kept or run.choice is not None:
@@ -196,7 +196,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
                 chosen, warmup_iters, adapts, checks.s_per_token, checks.step_tokens, run.choice_s
             )
         guard = None
-        if parts.trains(config, saved) and LossGuard.is_needed(engines):
+        if parts.has_steps_left(config, saved) and LossGuard.is_needed(engines):
             batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))
             has_weights = saved is not None or parts.pretrained is not None
             due_at_start = run.choice is not None and has_weights
@@ -232,7 +232,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     return reason
 
 
-def _schedule(config: RunConfig) -> LRSchedule:
+def _build_schedule(config: RunConfig) -> LRSchedule:
     """Build the schedules of learning rate and weight decay."""
     training = config.training
     return LRSchedule.from_options(

@@ -11,10 +11,10 @@ from megatron.planner.compressor_search import CompressorSet
 from megatron.training.metrics import StepMetrics
 
 _SETTLING_STEPS, _FIRST_STEPS = 2, 5
-"""Steps whose times are not compared, and the steps whose median time is the expected one from then on."""
+"""Number of steps that are not measured, and of the next steps, whose median time is the expected time."""
 
 _LATEST_STEPS, _CHANGE = 20, 1.5
-"""Steps whose median time is compared, and by what factor it differs from the expected time when that is reported."""
+"""Number of steps whose median time is compared, and the factor from the expected time at which it is reported."""
 
 _TRAINING_PER_CHOICE = 50.0
 """Minimum training time between two choices, relative to the time that a choice takes: choices then take at most 2% of
@@ -22,7 +22,7 @@ a run, even where other programs slow a machine down again and again."""
 
 
 class StepTimeCheck:
-    """Report of the time of the first steps beside the expected time, and of later steps that take much longer or less.
+    """Report of the first steps' time beside the expected time, and of later steps that take much more or less time.
 
     Later steps are compared per token, since batches and sequences may grow. Larger batches take less time per token,
     so a step is only faster if it takes less time than a step of the first size.
@@ -31,11 +31,11 @@ class StepTimeCheck:
         chosen: the chosen set; None in a run that keeps the choice of its checkpoint.
         warmup_iters: first iterations of the run, which are not measured.
         adapts: whether the run chooses again when steps take much longer or less.
-        expected_s_per_token, expected_tokens: seconds of a step over its tokens, and these, in the run that saved the
-            checkpoint.
+        expected_s_per_token, expected_tokens: seconds of a step per token, and tokens of a step, in the run that saved
+            the checkpoint.
         choice_s: seconds that a choice within the run took; 0 for the choice at its start.
 
-    ``measured_s`` are the seconds of the first steps with the chosen set, None before; ``needs_choice`` is true when
+    ``measured_s`` is the median time of the first steps with the chosen set, None before. ``needs_choice`` is true when
     steps have become much slower or faster and the run should choose again.
     """
 
@@ -77,7 +77,7 @@ class StepTimeCheck:
         latest_s_per_token = statistics.median_low(map(_s_per_token, self._latest_steps))
         if latest_s_per_token >= _CHANGE * expected_s_per_token:
             kind, text = "slowdown", "up from {:.3g} s: links or devices are slower"
-        elif self._highest_s_per_token() <= expected_s_per_token / _CHANGE:
+        elif self._s_per_token_at_first_size() <= expected_s_per_token / _CHANGE:
             kind, text = "speedup", "down from {:.3g} s: links or devices are faster"
         else:
             return None
@@ -85,7 +85,7 @@ class StepTimeCheck:
         expected_s, measured_s = expected_s_per_token * tokens, latest_s_per_token * tokens
         self._latest_steps.clear()
         if self._adapts:
-            # The checkpoint keeps the time that was expected: a run that resumes before it has chosen notices as well.
+            # The checkpoint keeps the expected time, so a run resumed before the new choice notices the change, too.
             self.needs_choice, remedy = True, "the compressors are chosen again"
         else:
             self.expected_s_per_token, self.expected_tokens = latest_s_per_token, tokens
@@ -93,9 +93,9 @@ class StepTimeCheck:
         line = f"--compress auto: an iteration takes {measured_s:.3g} s by now, {text.format(expected_s)}; {remedy}"
         return Finding(kind, {"expected_s": expected_s, "measured_s": measured_s}, line)
 
-    def _highest_s_per_token(self) -> float:
-        """Median seconds of the latest steps per token, of which they have at most as many as the first steps; infinite
-        if their number is unknown, in a run that resumes from a checkpoint of an earlier version."""
+    def _s_per_token_at_first_size(self) -> float:
+        """Median of the latest steps' seconds per token, as if they had no more tokens than a first step. Infinite if
+        that number is unknown, in a run that resumes from a checkpoint of an earlier version."""
         if self.expected_tokens is None:
             return math.inf
         first_tokens = self.expected_tokens
@@ -104,7 +104,7 @@ class StepTimeCheck:
         )
 
     def restart(self) -> None:
-        """Expect the time of the next steps, after a change of compressors."""
+        """Measure the expected time anew, after a change of compressors."""
         self._chosen, self.expected_s_per_token, self.expected_tokens = None, None, None
         self._first_steps.clear()
         self._latest_steps.clear()

@@ -84,7 +84,7 @@ class Trainer:
             if start < self.train_iters or self._left_behind or round_due:
                 reason = self._train()
             else:
-                flags = "--epochs" if self.score_outputs is not None else "--train-iters, --train-samples or --train-tokens"
+                flags = "--epochs" if self.score_outputs else "--train-iters, --train-samples or --train-tokens"
                 self.reporter.line(
                     f"nothing is left to train or to save: the run is at iteration {start} of {self.train_iters}; "
                     f"raise {flags} to go on"

@@ -52,9 +52,9 @@ def time_sets(
     all_at_once: bool,
     spent_s: float = 0.0,
 ) -> list[SetTime]:
-    """Time training steps past all warm-ups in rounds of a step with each set, in new engines. A collective call.
+    """Time training steps in new engines, past all warm-ups, in rounds of a step with each set. A collective call.
 
-    Random numbers of the run, its data's position and its logs are as before.
+    The run's random numbers, its position in the data and its logs do not change.
 
     Args:
         topology: the ranks.
@@ -90,13 +90,13 @@ def time_sets(
                 _drop_engines([trials[number]])
         rounds.add(times, time.perf_counter() - start)
         numbers = _agree(topology, rounds.next_round())
-        _drop_engines([trials[number] for number in set(range(len(trials))).difference(numbers)])
+        _drop_engines([trial for number, trial in enumerate(trials) if number not in numbers])
     gaining = _agree(topology, rounds.gaining())
     return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
 
 
 def _agree(topology: Topology, numbers: list[int]) -> list[int]:
-    """The numbers of rank 0: all ranks compare the same times, but their libraries may round differently."""
+    """Return rank 0's numbers: all ranks compare the same times, but their libraries may round differently."""
     agreed: list[int] = json.loads(gather_texts(topology.control.pg, json.dumps(numbers))[0])
     return agreed
 
@@ -162,14 +162,14 @@ class SetTrial:
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
 
     def drop_engines(self) -> None:
-        """Drop the engines; the garbage collection frees their memory."""
+        """Drop the engines; ``free_memory`` frees their memory."""
         assert self.engines is not None
         release_engines(self.engines)
         self.engines, self._batches = None, ()
 
 
 def _drop_engines(trials: Sequence[SetTrial]) -> None:
-    """Free the memory of the engines of some trials, where there are any."""
+    """Drop the engines of those trials that have any, and free their memory."""
     trials = [trial for trial in trials if trial.engines is not None]
     for trial in trials:
         trial.drop_engines()
@@ -178,7 +178,7 @@ def _drop_engines(trials: Sequence[SetTrial]) -> None:
 
 
 def release_engines(engines: Engines) -> None:
-    """Release engines after their last use: the garbage collection frees their memory then."""
+    """Release engines after their last use, so that ``free_memory`` can free them."""
     if engines.delayed is not None:
         flush_pipeline(engines, Timers())
         engines.delayed.finish()
