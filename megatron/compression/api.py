@@ -49,7 +49,7 @@ class Aggregate:
     Args:
         total: the (approximate) sum over the group; a tensor has the input's shape and dtype.
         local: this rank's contribution to the sum; error feedback keeps ``input - local``. None means that the
-            contribution is exactly the input, even if the input was overwritten since.
+            contribution is exactly the input, even if the input has been overwritten since.
     """
 
     total: Tensor | Approximation
@@ -65,7 +65,7 @@ class Compressor:
 
     def problem(self, activation: Activation) -> str:
         """Error message for options that cannot be combined or do not fit ``activation``; empty without an error.
-        The message appears after the spec, so it names options."""
+        The message appears after the spec, so it needs to name only the options."""
         return ""
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
@@ -99,6 +99,7 @@ class SumTraits:
         density: share of the elements sent in each step; other elements stay in the residual for later steps.
         index_sets: names of state tensors that hold indices into the flattened input.
         steady: names of counters that do not affect which operations run, such as counters for random seeds.
+        scales_residual: ``rounds`` scales the residual in its input, to which error feedback must have added all of it.
     """
 
     batched: bool = False
@@ -110,6 +111,7 @@ class SumTraits:
     density: float = 1.0
     index_sets: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
+    scales_residual: bool = False
 
 
 class RoundCompressor(Compressor, ABC):
@@ -217,7 +219,7 @@ class CodecTraits:
         samples: number of samples that sender and receiver each remember. A codec with remembered samples only helps
             when samples repeat, and is therefore off in evaluation.
         samples_in_memory: maximum number of remembered samples in memory, with more in a file; None for all.
-        tokens: keys of pipeline messages hold the samples' tokens (``SampleKey``).
+        tokens: whether the keys of pipeline messages must hold the samples' tokens (``SampleKey``).
         folders: local folders that the codec writes to.
     """
 
@@ -275,7 +277,7 @@ class Codec(Compressor, ABC):
         """
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # optional
-        """Prefetch data for encoding a tensor of this shape under ``key``; changes no state."""
+        """Prefetch data for encoding a tensor of this shape under ``key``, without a change of state."""
 
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:

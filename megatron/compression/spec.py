@@ -286,6 +286,8 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         preset,
         _parse_decay(point, feedback, common.get("feedback-decay", "1")),
     )
+    if spec.decay < 1.0 and spec.make_rounds().traits.scales_residual:
+        raise UserError(f"feedback-decay={spec.decay:g}: {name} itself scales the residual with these options; leave it out")
     if spec.activation.evaluation and spec.remembered_samples:
         raise UserError(f"eval=on: {name} remembers training samples, but evaluation has other samples; leave it out")
     problem = spec.make_compressor().problem(spec.activation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -37,7 +37,8 @@ class TopKConfig:
 
 
 class TopK(RoundCompressor):
-    """Top-K all-gather: 8 bytes per coordinate to every rank, useful at densities below 1 / (2 n) for n ranks."""
+    """Top-K all-gather: 8 bytes per coordinate to every other rank, less than an fp32 all-reduce sends at densities
+    below 1 / n for n ranks."""
 
     config: TopKConfig
 
@@ -53,12 +54,12 @@ class TopK(RoundCompressor):
         k, n = flat_kn.shape
         starts_k1 = torch.arange(k, device=x.device).unsqueeze(1) * n
         indices_kc = abs_topk(flat_kn, _num_coordinates(self.config.density, n))
-        places = (indices_kc + starts_k1).view(-1)
-        values_kc = gather_packed(x.view(-1), places).view(indices_kc.shape)
+        flat_indices = (indices_kc + starts_k1).view(-1)
+        values_kc = gather_packed(x.view(-1), flat_indices).view(indices_kc.shape)
         all_values = yield Request(values_kc, Op.GATHER)
         all_indices = yield Request(indices_kc.to(torch.int32), Op.GATHER)
         pieces = [((i + starts_k1).view(-1), v.view(-1)) for i, v in zip(all_indices, all_values, strict=True)]
-        return Aggregate(Sparse(pieces), Sparse([(places, values_kc.view(-1))]))
+        return Aggregate(Sparse(pieces), Sparse([(flat_indices, values_kc.view(-1))]))
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class StableTopK(RoundCompressor):
 
     traits = SumTraits(batched=True, observes=True, index_sets=("indices",), steady=("steps",))
     config: StableTopKConfig
+
+    def __init__(self, config: StableTopKConfig) -> None:
+        super().__init__(config)
+        self.traits = replace(self.traits, scales_residual=config.flush == "mean")
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1
@@ -129,11 +134,7 @@ class StableTopK(RoundCompressor):
         return combine_keys(state.layout(self.traits.steady), steps if self.config.flush == "rotate" else steps == 0)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Choose the coordinates of the following steps from the update of a dense step.
-
-        Args:
-            update: the optimizer's direction with weight decay, shaped like the input of ``rounds``.
-        """
+        """Choose the coordinates of the following steps by the update of a dense step."""
         if not state.count("awaiting"):
             return
         flat_kn = update.reshape(update.shape[0], -1)

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.base.errors import UserError
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.lockstep import run_lockstep
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import DisagreementError, StableTopK, StableTopKConfig, TopK, TopKConfig
 from megatron.kernels.ops import abs_topk, dilate
@@ -65,6 +70,15 @@ def test_stable_topk_matches_a_reference_loop(interval: int, radius: int, flush:
             mask = _choice(velocity, density, radius)
         actual = np.stack([state.tensors[RESIDUAL].view(2, n).numpy() for state in states])
         np.testing.assert_allclose(actual, residuals, atol=1e-12)
+
+
+def test_a_mean_flush_needs_the_whole_residual() -> None:
+    """A decayed residual, less 1 - 1/interval of the whole one, would be sent with the wrong sign."""
+    registry, length = Registry(BUILTIN), RunLength(1000)
+    for flush in ("dump", "rotate"):
+        read_spec(f"dp-grad=stable-topk,flush={flush},feedback-decay=0.5", registry, length)
+    with pytest.raises(UserError, match="feedback-decay=0.5: stable-topk itself scales the residual"):
+        read_spec("dp-grad=stable-topk,flush=mean,feedback-decay=0.5", registry, length)
 
 
 def test_ranks_with_different_masks_are_an_error() -> None:
