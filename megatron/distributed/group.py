@@ -27,16 +27,14 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 NOTHING = "nothing"
 """Name of the operation in a single-rank group."""
 
-
 _STEPWISE_BYTES = 1 << 16
-"""Minimum bytes of a partner-by-partner exchange over gloo, which takes 2/3 of the time of gloo's at 100 Mb/s."""
+"""Minimum bytes of a partner-by-partner exchange over gloo, which takes 2/3 of the time of gloo's own at 100 Mb/s."""
 _PAIR_SUM_BYTES = 1 << 20
 """Maximum bytes of a two-rank all-reduce by exchange over gloo, which has fewer round trips than a ring."""
 _DIRECT_SUM_RANKS = 8
 """Maximum number of ranks that send a few numbers to all others at once."""
 _PARTNERS_TAG, _DIRECT_TAG = 1 << 20, 1 << 21
 """Tags of exchanges with one partner after another, and with all at once; distinct from those of pipeline messages."""
-
 
 _COMBINE_FUNCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -149,7 +147,7 @@ class Group:
         name: name in error messages.
         backend: "gloo", "nccl" or "none".
 
-    ``split`` are its ranks by node, if requested; see ``split_by_node``.
+    ``split`` holds its ranks by node, if requested; see ``split_by_node``.
     """
 
     def __init__(
@@ -202,8 +200,8 @@ class Group:
     def all_reduce_numbers(self, x: Tensor) -> Pending:
         """Sum a few numbers, in place, while the links may be busy.
 
-        A ring over gloo has 2 (n-1) messages after each other, each of which waits for the data that is queued at its
-        link. Up to 8 ranks send their numbers to all others at once instead.
+        A ring over gloo has 2 (n-1) messages one after another, and each waits for the data that is queued at its link.
+        Up to 8 ranks send their numbers to all others at once instead.
         """
         if self.backend == "gloo" and 1 < self.size <= _DIRECT_SUM_RANKS:
             return self._combine_directly(x, torch.add)
@@ -251,8 +249,8 @@ class Group:
         With a single partner, send and receive are posted immediately: a receive posted before its message arrives
         saves a round trip, and a round trip must wait for all data that is queued at the link. With several, a thread
         exchanges with one at a time. gloo's own all-to-all sends to all partners at once, and before the receives are
-        posted: flows then compete for every link, which costs a third of a slow link's rate, and two ranks send after
-        each other instead of at once.
+        posted: flows then compete for every link, which costs a third of a slow link's rate, and two ranks send one
+        after the other instead of at once.
         """
 
         def start_exchange(step: int) -> JointWork:
@@ -317,7 +315,7 @@ class Group:
         return pending
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
-        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i and receive row i of ``out`` from it."""
+        """All-to-all: send row i of ``x`` (n rows, contiguous) to rank i, and receive row i of ``out`` from it."""
         if self.size == 1:
             out.copy_(x)
             return Pending(None, 0, NOTHING)
@@ -325,7 +323,7 @@ class Group:
         return self._exchange(out, x, "all-to-all", sent)
 
     def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        """All-to-all with uneven sizes: sends ``x[i]`` to rank i and receive ``out[i]`` from it, for i != rank.
+        """All-to-all with uneven sizes: send ``x[i]`` to rank i, and receive ``out[i]`` from it, for i != rank.
 
         Args:
             out, x: a flat, contiguous tensor per rank; sender and receiver use equal sizes, and all ranks one dtype.
@@ -347,7 +345,7 @@ class Group:
         return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
-        """Gather the ranks' ``x`` into ``out`` on the first rank, along dimension 0."""
+        """Gather the ranks' ``x`` as the rows of ``out`` on the first rank; other ranks ignore ``out``."""
         if self.size == 1:
             out[0].copy_(x)
             return Pending(None, 0, NOTHING)

@@ -19,7 +19,8 @@ from megatron.distributed.observer import Observer
 
 C = TypeVar("C", Codec, RoundCompressor)
 
-_FLIGHT_NAMES = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
+_TRACE_NAMES = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
+"""Names of operations for observers, where they differ from those of ``Pending.operation``."""
 
 
 @dataclass
@@ -44,8 +45,8 @@ class Account:
 
 
 class _Accounts:
-    """Accounts by point, and seconds of computing. An interval counts in the ``_Accounts`` that were current at its
-    start, even if its length is known later."""
+    """Accounts by point, and seconds of computing. An interval counts in the ``_Accounts`` that were current when it
+    began, even if its length is known only later."""
 
     def __init__(self) -> None:
         self.accounts = {point: Account() for point in Point}
@@ -63,7 +64,7 @@ class _Accounts:
 
 
 class _Timed:
-    """Context that tells the seconds of a block; a class, because a generator context takes longer than some blocks.
+    """Context that reports the seconds of a block; a class, because a generator context takes longer than some blocks.
 
     ``span`` is the observers' span of the block; None without observers.
     """
@@ -150,10 +151,10 @@ class Ledger:
         with self._timed(partial(self._accounts.add_wait, point), "wait", point):
             pending.wait()
         for observer in self.observers:
-            observer.on_complete(_FLIGHT_NAMES.get(pending.operation, pending.operation), point, pending)
+            observer.on_complete(_TRACE_NAMES.get(pending.operation, pending.operation), point, pending)
 
     def complete(self, point: Point, pending: Pending, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
-        """``count_message`` and ``wait_for`` of an operation."""
+        """Count the message of an operation, and wait for the operation."""
         self.count_message(point, pending.sent_bytes, raw_bytes, inside_bytes)
         self.wait_for(point, pending)
 
@@ -166,7 +167,7 @@ class Ledger:
         return self._timed(partial(self._accounts.add_coding, point), "decode", point)
 
     def audited(self, point: Point, compressor: C) -> C:
-        """The compressor for a point's next tensor, which observers may wrap."""
+        """The compressor for a point's next tensor, wrapped by observers that audit it."""
         for observer in self.observers:
             compressor = observer.audit(point, compressor)
         return compressor
@@ -190,7 +191,8 @@ class Ledger:
         return _Timed(self, self._accounts.add_computing)
 
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Return the accounts with traffic by point name, and reset them. A rank that only receives has times only."""
+        """Return the accounts of all points in use, by point name, and reset them. A rank that only receives has times,
+        but no messages."""
         self.clock.report_known()
         current = self._accounts
         active = {

@@ -1,4 +1,4 @@
-"""Rendezvous stores of processes: each listens at a single address of its machine."""
+"""Rendezvous stores: each listens at a single address of its machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.base.errors import UserError
 from megatron.distributed.work import Caller
 
 OWN_INTERFACE = "MEGATRON_INTERFACE"
-"""Environment variable that holds GLOO_SOCKET_IFNAME if this program, not the user, has chosen it."""
+"""Environment variable with the value of GLOO_SOCKET_IFNAME, if this program and not the user has chosen that value."""
 _SIOCGIFADDR = 0x8915  # from linux/sockios.h
 QUIET_SECONDS = 2.0
 """Time after which a waiting process prints a note."""
 _SPARE_SECONDS = 2.0
-"""Added to the limit, since torch's own timeout gives a better message and should come first."""
+"""Addition to the time limit, since torch's own timeout gives a better message and should come first."""
 
 
 def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
@@ -60,7 +60,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # at another address of this name, others would meet another run
+            if error.errno == errno.EADDRINUSE:  # others would connect to the program that listens here
                 raise
             problem = error
     raise problem
@@ -71,7 +71,7 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
 
     Args:
         host, port: address of the store.
-        seconds: longest time until it answers, and timeout of the store's calls.
+        seconds: longest time until the store answers, and timeout of its calls.
         on_delay: called once if connecting takes more than a moment.
 
     Raises:
@@ -83,7 +83,7 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
     def connect() -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
-    # torch waits for ever for the first answer of a listener that accepts.
+    # torch waits forever for the first answer of a listener that accepts the connection.
     future = Caller("store").start(connect)
     if not wait([future], min(seconds, QUIET_SECONDS)).done:
         on_delay()
@@ -96,7 +96,7 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
 
 
 def check_reachable(host: str, remedy: str) -> None:
-    """Check that a store of several machines, which this machine serves under a name, is not at a loopback address.
+    """Check that the name under which this machine serves a store to other machines is not at a loopback address.
 
     Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host written as a loopback address or as
     localhost is accepted: several machines may be simulated on this machine.

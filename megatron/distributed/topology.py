@@ -30,8 +30,8 @@ class Topology:
         world: all ranks.
         control: all ranks over gloo on the CPU, for decisions and checkpoints.
         tp, dp, pp: this rank's group in each dimension.
-        forward_link, backward_link: point-to-point groups of activations and of their gradients.
-        ep: expert-parallel group: data-parallel ranks, or with folding also the tensor-parallel ranks of some replicas.
+        forward_link, backward_link: point-to-point groups for activations, and for their gradients.
+        ep: ranks that share the experts: data-parallel ranks, and with folding their tensor-parallel ranks, too.
         expert_dp: ranks with equal experts; ``dp`` without expert parallelism.
         embedding: for each tied embedding on this stage, the stages of this pipeline with a copy.
         fused_embedding: the same stages in all pipelines, on this tensor-parallel coordinate.
@@ -114,7 +114,7 @@ def build_topology(
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
     assert dist.group.WORLD is not None
-    # ``new_group`` would use torch's default instead.
+    # Without a timeout, ``new_group`` would take torch's default.
     timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _backend_options(device, timeout)) for dim in dims}
@@ -192,7 +192,7 @@ def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: Make
     link = PipelineGroup(upwards, downwards) if downwards else upwards
 
     # NCCL connects two ranks at their first message, which blocks both. In a step, a rank posts receives before its
-    # peer can send, so connecting in a step could deadlock: here, neighbors exchange an element, pair by pair.
+    # peer can send, so connecting there could deadlock. So neighbors exchange an element now, pair by pair.
     x = torch.zeros(1, device=device)
     is_ring = layout.chunks > 1 and not layout.v_shaped
     for first in range(link.size if is_ring else link.size - 1):

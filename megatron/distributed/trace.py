@@ -57,7 +57,7 @@ class _Communication:
 
 
 class Trace(Observer):
-    """Recorder of the iterations ``first`` to ``last`` (exclusive), written to a file after the last.
+    """Recorder of the iterations from ``first`` up to, but not including, ``last``; written to a file after the last.
 
     Args:
         path: the file.
@@ -66,7 +66,7 @@ class Trace(Observer):
         first, last: iterations, 0-based.
         clock: clock of this rank's device; synchronized only at the beginning and end of an iteration.
         kernels: recorder of the device's kernels; None without a device.
-        layout: the mesh of the run, whose ranks all write traces.
+        layout: the mesh of the run; all of its ranks write traces.
         schedule: pipeline schedule of the run.
         run: unique name of the run, the same on all of its ranks.
         barrier: a barrier that is used to align the ranks' clocks.
@@ -133,19 +133,15 @@ class Trace(Observer):
         self._clock.synchronize()
         try:
             for span in self._spans:
-                begin, end = (
-                    self._to_microseconds(self._clock.host_time(span.start)),
-                    self._to_microseconds(self._clock.host_time(span.stop)),
-                )
+                begin = self._to_microseconds(self._clock.host_time(span.start))
+                end = self._to_microseconds(self._clock.host_time(span.stop))
                 duration = max(round(end - begin, 1), 0.0)
                 event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
                 self._events.append({**event, "args": {"iteration": iteration, **span.args}})
             for communication in self._communications:
                 self._num_communications += 1
-                begin, end = (
-                    self._to_microseconds(communication.started),
-                    self._to_microseconds(self._clock.host_time(communication.stop)),
-                )
+                begin = self._to_microseconds(communication.started)
+                end = self._to_microseconds(self._clock.host_time(communication.stop))
                 common = {"name": communication.name, "cat": communication.point, "pid": self.rank, "tid": 0}
                 common["id"] = f"{self.rank}.{self._num_communications}"
                 args = {"point": communication.point, "sent bytes": communication.sent_bytes, "iteration": iteration}

@@ -26,8 +26,8 @@ class Work(Protocol):
 class JointWork:
     """Joint handle of several operations.
 
-    A gloo message reports completion only to a waiter. So a query starts a thread that waits; without queries there is
-    no thread.
+    A gloo message reports completion only to a caller of ``wait``. So the first ``is_completed`` starts a thread that
+    waits; without such a query there is no thread.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -51,11 +51,11 @@ class JointWork:
 
 
 class Caller:
-    """Thread that runs calls that may hang, in order; it ends some time after this object is deleted."""
+    """Thread for calls that may hang, which run in order. It ends some time after this object is deleted."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # A daemon: a process that must exit does not wait for a call that hangs, or for peers.
+        # A daemon, so that a process can exit while a call hangs or waits for peers.
         threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
@@ -84,7 +84,7 @@ def _run_calls(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]
             done.set_result(call())
         except BaseException as error:
             done.set_exception(error)
-        del request, call, done  # while the thread waits, it keeps nothing alive
+        del request, call, done  # the thread must keep nothing alive while it waits
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from megatron.kernels import ops
 
 @dataclass(frozen=True)
 class Order:
-    """Order of rows, sorted by destination and then by token.
+    """Rows of tokens, sorted by destination and then by token.
 
     Args:
         token: token of each row.
-        place_tk: row of each of a token's choices; the number of rows if the choice has no row.
+        row_tk: row of each of a token's choices; the number of rows if the choice has no row.
         counts: number of rows of each destination, int64.
     """
 
     token: Tensor
-    place_tk: Tensor
+    row_tk: Tensor
     counts: Tensor
 
 
@@ -32,7 +32,7 @@ def make_order(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
 
     Args:
         chosen_tk: int64 destination of each choice.
-        holes: whether some choices have no row; their destination is the number of destinations.
+        holes: whether some choices have no row; such a choice holds the number of destinations.
         counts: number of rows of each destination.
     """
     chosen, k = chosen_tk.flatten(), chosen_tk.shape[1]
@@ -56,8 +56,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         order: Order = ctx.order
-        grad_th = grad.new_empty(len(order.place_tk), grad.shape[1])
-        ops.combine_rows(grad, order.place_tk, None, grad_th)
+        grad_th = grad.new_empty(len(order.row_tk), grad.shape[1])
+        ops.combine_rows(grad, order.row_tk, None, grad_th)
         return grad_th, None
 
 
@@ -77,7 +77,7 @@ class _Unpermute(torch.autograd.Function):
             ctx.save_for_backward(rows, weights_tk)
         # Autograd must not see a view: the sum over tensor-parallel ranks works in place.
         out = rows.new_empty(shape)
-        ops.combine_rows(rows, order.place_tk, weights_tk, out.view(-1, rows.shape[1]))
+        ops.combine_rows(rows, order.row_tk, weights_tk, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod
@@ -87,7 +87,7 @@ class _Unpermute(torch.autograd.Function):
         if not ctx.is_weighted:
             return grad_th.index_select(0, order.token), None, None, None
         rows, weights_tk = ctx.saved_tensors
-        grad_rows, grad_tk = ops.combine_rows_back(grad_th, rows, order.place_tk, weights_tk)
+        grad_rows, grad_tk = ops.combine_rows_back(grad_th, rows, order.row_tk, weights_tk)
         return grad_rows, None, None, grad_tk.to(weights_tk.dtype)
 
 
@@ -104,7 +104,7 @@ class Choices:
     Args:
         chosen_tk: int64 numbers of a token's experts.
         weights_tk: weights of the experts' outputs.
-        holes: whether some choices are empty; their number is the number of experts.
+        holes: whether some choices are empty; an empty choice holds the number of experts.
         capacity: maximum number of tokens of an expert, if known.
         total: number of non-empty choices, if known.
     """
@@ -152,14 +152,14 @@ def group_choices_by_node(
             choices without and with duplicates.
     """
     node_tk = node_e[choices.chosen_tk]
-    again_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
-    once_tk = node_tk.masked_fill(again_tk, nodes)
+    repeats_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
+    once_tk = node_tk.masked_fill(repeats_tk, nodes)
     rows_n, counts_n = count(once_tk, node_tk)
     order = make_order(once_tk, holes=True, counts=rows_n)
     by_node = node_tk.flatten().argsort(stable=True)
     if choices.holes:
         by_node = by_node[: int(counts_n.sum())]
-    numbers_tk = 2 * number_e[choices.chosen_tk] + ~again_tk
+    numbers_tk = 2 * number_e[choices.chosen_tk] + ~repeats_tk
     return NodeChoices(
         order,
         numbers_p=numbers_tk.flatten()[by_node],
@@ -180,10 +180,10 @@ def decode_choices(
         experts: number of experts on the node.
         capacity: maximum number of tokens of an expert, if known.
     """
-    first_p, at_p = numbers_p % 2, torch.arange(len(numbers_p), device=numbers_p.device)
+    first_p, position_p = numbers_p % 2, torch.arange(len(numbers_p), device=numbers_p.device)
     row_p = first_p.cumsum(0) - 1
-    start_p = (first_p * at_p).cummax(0).values if len(at_p) else at_p
-    slot_p = row_p * k + at_p - start_p
+    start_p = (first_p * position_p).cummax(0).values if len(position_p) else position_p
+    slot_p = row_p * k + position_p - start_p
     chosen = torch.full((rows * k,), experts, dtype=torch.int64, device=numbers_p.device)
     chosen[slot_p] = numbers_p // 2
     weights = weights_p.new_zeros(rows * k).index_copy(0, slot_p, weights_p)

@@ -131,8 +131,8 @@ class Router(ShardedModule):
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
         groups, k = config.moe_router_num_groups, config.moe_router_group_topk
         if groups is not None and k is not None and k < groups:
-            # Experts outside a token's best groups, which have the largest sums of their two best scores (DeepSeek-V3,
-            # 2024, section 2.1.2), are excluded.
+            # Exclude the experts outside a token's best groups: those with the largest sums of their two best scores
+            # (DeepSeek-V3, 2024, section 2.1.2).
             ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
             best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
             excluded_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(
@@ -150,9 +150,11 @@ class Router(ShardedModule):
             capacity = max(config.moe_min_capacity, share)
             # Mask of the token-expert pairs within capacity.
             chosen = experts_tk.flatten()
-            by_weight = config.moe_token_drop_policy == "probs"
-            first = weights_tk.detach().flatten().argsort(descending=True, stable=True) if by_weight else None
-            order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
+            if config.moe_token_drop_policy == "probs":
+                by_weight = weights_tk.detach().flatten().argsort(descending=True, stable=True)
+                order = by_weight[chosen[by_weight].argsort(stable=True)]
+            else:
+                order = chosen.argsort(stable=True)
             by_expert = chosen[order]
             starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
             position = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
@@ -160,8 +162,8 @@ class Router(ShardedModule):
             within_capacity[order] = position < capacity
             kept_tk = within_capacity.view_as(experts_tk)
 
-        before = None if step is None else step.shares.get(self.layer)
-        losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
+        last_shares_e = None if step is None else step.shares.get(self.layer)
+        losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], last_shares_e)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 
     def _routing_weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
@@ -177,14 +179,14 @@ class Router(ShardedModule):
         return weights_tk * config.moe_router_topk_scaling_factor
 
     def _auxiliary_losses(
-        self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
+        self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, last_shares_e: Tensor | None
     ) -> Tensor:
         """Compute the auxiliary losses, in the order of ``ModelConfig.expert_losses``.
 
         A load-balancing loss is E sum_e f_e P_e for E experts, with shares f of the choices and mean scores P (Switch
-        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses ``before_e``, the shares of the
-        previous step, because the backward pass begins before all tokens of this step are routed; the first step uses
-        the shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al.
+        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses ``last_shares_e``, the shares of the
+        last step, because the backward pass begins before all tokens of this step are routed; the first step uses the
+        shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al.
         2022, section 3).
         """
         config = self.config
@@ -199,6 +201,8 @@ class Router(ShardedModule):
                 shares_be, chosen_be = (x.view(-1, samples, self.experts).mean(0) for x in (shares_te, chosen_te))
                 losses.append(self.experts * (shares_be * chosen_be).sum(-1).mean())
             else:
-                chosen_e = chosen_te.mean(0) if kind != GLOBAL_LOSS or before_e is None else before_e.to(chosen_te)
+                chosen_e = chosen_te.mean(0)
+                if kind == GLOBAL_LOSS and last_shares_e is not None:
+                    chosen_e = last_shares_e.to(chosen_te)
                 losses.append(self.experts * (shares_te.mean(0) * chosen_e).sum())
         return torch.stack(losses)

@@ -29,7 +29,7 @@ from megatron.parallel.tensor.collectives import TensorComm
 
 _IDENTITY = IdentityCodec()
 _CAPACITY = 2
-"""Size of a mailbox's buffers, relative to the uncompressed message: codecs may add scales and other data."""
+"""Size of a mailbox's buffers, relative to the message in fp32 or fp64: codecs may add scales and other data."""
 _MIN_CAPACITY = 4096
 """Minimum bytes of these buffers."""
 _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
@@ -40,10 +40,10 @@ _GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
 class Direction:
     """Direction of pipeline traffic: this rank's messages and codec states.
 
-    ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank,
-    ``mailboxes`` the receives of messages that are not known yet, with their buffers, by boundary, ``sent`` and
-    ``received`` codec states by boundary, ``iteration`` the iteration of the last sent message, ``crossed`` the
-    boundaries that this rank has sent a message over.
+    ``posted`` holds receives by boundary and micro-batch, ``newest`` the last posted receive by sending rank, and
+    ``mailboxes``, by boundary, the receives of messages that are not known yet, with their buffers. ``sending`` holds
+    the sends that may be pending, ``sent`` and ``received`` the codec states by boundary, ``iteration`` the iteration
+    of the last sent message, and ``crossed`` the boundaries over which this rank has sent a message.
     """
 
     point: Point
@@ -220,7 +220,7 @@ class PipelineChannel:
             self.ledger.wait_for(direction.point, direction.sending.popleft()[1])
 
     def _check_size(self, direction: Direction, codec: Codec, x: Tensor, payload: Payload, key: Hashable) -> None:
-        """Check that a message from an empty state fits its receiver, which would decode the rest of its buffer, too.
+        """Check that the first message over a boundary fills the receiver's buffer, which is decoded as a whole.
 
         Raises:
             CompressorFault: with the point, when it does not.
@@ -256,9 +256,10 @@ class PipelineChannel:
     def open_mailboxes(self, buffers: int) -> None:
         """Post receives of messages that are not known yet, until ``close_mailboxes``; for gloo.
 
-        A gloo message leaves its sender when the notice that its receive is posted has arrived there, behind all data
-        that is queued on the link. A stage that posts receives at the beginning of a step would wait for that in each
-        step, if the neighbor sends before. NCCL needs the sizes of messages to post their receives.
+        A gloo message leaves its sender only when a notice of the posted receive has arrived there, and that notice
+        queues behind all data on the link. A stage that posted receives at the beginning of each step would wait for
+        the notice in each step in which the neighbor is ready to send earlier. NCCL needs the sizes of messages to post
+        their receives.
 
         Args:
             buffers: number of buffers for each boundary; a sender that is further ahead waits.
@@ -272,11 +273,11 @@ class PipelineChannel:
                     mailbox.append((buffer, direction.group.recv(buffer, sender, tag=boundary)))
 
     def close_mailboxes(self) -> None:
-        """Fill the buffers of all mailboxes with empty messages. A collective call; no message may be in flight."""
-        last_word, sends = torch.zeros(1, dtype=torch.uint8, device=self.device), list[Pending]()
+        """Fill the buffers of all mailboxes with one-byte messages. A collective call; no message may be in flight."""
+        filler, sends = torch.zeros(1, dtype=torch.uint8, device=self.device), list[Pending]()
         for direction in (self.forward, self.backward):
             for boundary, receiver in self._neighbors(direction, sends=True):
-                sends += [direction.group.send(last_word, receiver, boundary) for _ in range(self.mailbox_buffers)]
+                sends += [direction.group.send(filler, receiver, boundary) for _ in range(self.mailbox_buffers)]
         for direction in (self.forward, self.backward):
             for mailbox in direction.mailboxes.values():
                 for _, pending in mailbox:

@@ -38,9 +38,9 @@ class _Step:
         ops: all its operations on this rank.
         loss_grad: gradient of each micro-batch's scalar; None without backward passes.
 
-    ``separate`` holds the chunks and micro-batches with weight passes, ``activations`` the inputs and outputs of
-    forward passes whose backward has not run, ``num_backwards`` the number of remaining backward passes by chunk,
-    ``cool_down`` the backward passes that are left when the next step begins.
+    ``separate`` holds the (chunk, micro-batch) pairs with weight passes, ``activations`` the inputs and outputs of
+    forward passes that wait for their backward, ``num_backwards`` the number of remaining backward passes by chunk, and
+    ``cool_down`` the backward passes that are left for the next step.
     """
 
     messages: StepMessages
@@ -72,7 +72,7 @@ class PipelineEngine:
         max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
 
     Attributes:
-        measured: times that schedule ``AUTO`` is made for; None before they are measured.
+        measured: measured times, for which ``AUTO`` chooses a schedule; None before they are measured.
         loads_kernels_lazily: whether the device loads kernels at their first launch, as CUDA does; see
             ``first_launches``.
     """
@@ -188,22 +188,22 @@ class PipelineEngine:
     ) -> None:
         """Run a step of 1F1B whose last backward passes follow the first forward passes of the next step.
 
-        1F1B ends with as many backward passes as it has forward passes before the first backward, in which stages wait
-        for each other. Here one of these backward passes of the last step follows each of those forward passes of this
-        step, so that the pipeline stays full (PipeDream-2BW, Narayanan et al. 2021, section 3.1). No message counts as
-        part of an epilogue.
+        1F1B begins with warm-up forwards and ends with as many backward passes, and stages wait for each other in both
+        phases. Here, each of this step's warm-up forwards is followed by one of the last step's remaining backward
+        passes, so that the pipeline stays full (PipeDream-2BW, Narayanan et al. 2021, section 3.1). No message counts
+        as part of an epilogue.
 
         Args:
             table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
-            after_forwards: called before the first forward pass, and after each forward pass and its backward pass,
-                with the number of forward passes so far. After those of the warm-up, the last step's last backward has
-                run.
+            after_forwards: called before the first forward pass, and after each forward pass and the backward pass that
+                follows it, with the number of forward passes so far. Once that is the number of warm-up forwards, the
+                last step has run its last backward.
         """
         ops = table.schedules[self.stage]
         warm_up = table.warm_ups[self.stage]
-        never = (frozenset[PipelineOp](),) * len(table.epilogues)
+        no_epilogues = [frozenset[PipelineOp]() for _ in table.epilogues]
         messages = StepMessages(
-            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, never, scale
+            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, no_epilogues, scale
         )
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
         self.weight_grads.begin_step(separate=False)
@@ -296,7 +296,7 @@ class PipelineEngine:
         if not self.loads_kernels_lazily or self.channel is None:
             return []
         sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
-        # Backward passes launch other kernels if weight gradients are computed apart.
+        # Backward passes launch different kernels if weight gradients are computed separately.
         separates = any(op.computation is Pass.WEIGHT for op in ops)
         launches = [None if signature is None else (signature, separates) for signature in signatures]
         return [*launches, *self.channel.launch_signature(sent, received)]

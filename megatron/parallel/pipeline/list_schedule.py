@@ -48,7 +48,7 @@ class Candidate:
 
 
 class GreedyOrder:
-    """A rank that never waits while it has something to do: a backward pass before a forward before a weight pass.
+    """The order of a rank that never waits while it has a pass to run: backward first, then forward, then weight.
 
     Args:
         micro_batches: number of micro-batches in the step.
@@ -107,8 +107,8 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
-    that runs further ahead is not always faster. Of a step with more than 1,024 forward passes, and more than four for
-    each pair of stages, only the beginning is simulated, and its time multiplied. The result is deterministic.
+    that runs further ahead is not always faster. If a step has many micro-batches (``_num_simulated``), only its
+    beginning is simulated, and its time multiplied. The result is deterministic.
 
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.

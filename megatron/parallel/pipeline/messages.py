@@ -147,18 +147,18 @@ class PostedReceives:
         """Count a receive that is about to be waited for."""
         self._received[route] = self._received.get(route, 0) + 1
 
-    def post(self, num_due: Mapping[Route, int] | None = None) -> None:
+    def post(self, num_due: Mapping[Route, int]) -> None:
         """Post the receives that are due before the next operation, and later receives if they may be pending.
 
         Args:
-            num_due: number of receives on each route that are due; None to post only those that ``max_ahead`` allows.
+            num_due: number of receives on each route that are due.
         """
         if self.channel is None:
             return
         posting = []
         for route, messages in self._incoming.items():
             ahead = self._received.get(route, 0) + self.max_ahead if self.posts_ahead else 0
-            while messages and self._posted.get(route, 0) < max(num_due[route] if num_due is not None else 0, ahead):
+            while messages and self._posted.get(route, 0) < max(num_due[route], ahead):
                 posting.append(messages.popleft())
                 self._posted[route] = self._posted.get(route, 0) + 1
         self.channel.post(posting)

@@ -147,16 +147,16 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
     Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), schedule V-ZB. These are the operations that ranks
     choose if each pass of a chunk takes a unit of time, and messages take none. In each unit, every rank takes the most
     urgent pass (``_V_URGENCY``) that has its input: the passes of the older micro-batches first, and weight passes in
-    the gaps. An input that another rank has sent less than ``_FRESH_UNITS`` before is less urgent than the others, but
-    a rank takes it before it computes weight gradients; only a pair of ranks, with little else to do, takes it after
-    them. So passes begin as early as they can, and in the steady state messages still have time to arrive.
+    the gaps. A pass whose input another rank has sent less than ``_FRESH_UNITS`` before is less urgent than the others,
+    but more urgent than weight passes, except on a pair of ranks, which have little else to do. So passes begin as
+    early as they can, and in the steady state messages still have time to arrive.
 
     A rank holds at most 2 pp chunks' activations between their forward and their weight pass, as many layers' as the
     first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last of these places, so that there is
     always room for the second forward of the oldest micro-batch, and no rank waits forever.
 
     Returns:
-        the operations of every rank.
+        The operations of every rank.
     """
     layout = Layout(pp=pp, chunks=2, v_shaped=True)
     last = layout.num_virtual_stages - 1
@@ -231,7 +231,7 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 
 SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", ZERO_BUBBLE_V, "gpipe")
 WITH_WEIGHT_PASSES = frozenset({"zb-h1", ZERO_BUBBLE_V, "auto"})
-"""Schedules that compute weight gradients apart, or may do so; all but zb-v only after the first stage."""
+"""Schedules that compute weight gradients separately, or may do so; all but zb-v only after the first stage."""
 
 
 def make_schedule(

@@ -50,10 +50,10 @@ Hops = Callable[[bool, int, bool], Hop]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of a pipeline rank's step, which consists of computing, coding and waiting for messages.
+    """Times of a step on a pipeline rank, which computes, encodes and decodes, and waits for messages.
 
     Args:
-        end: time at which the last operation has completed.
+        end: completion time of the last operation.
         busy: seconds of computing.
         coding: seconds of encoding and decoding messages.
         passes: the passes, in a step that is simulated in full.
@@ -284,7 +284,7 @@ class _Simulation:
         self.layout = pipeline.layout
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, float] = {}
-        """Seconds of decoding of the messages that have arrived and are not decoded yet."""
+        """Messages that have arrived and are not decoded yet, with the seconds of their decoding."""
         self.flows: dict[tuple[int, int], _Flow] = {}
         self.leaving: list[list[_Flow]] = [[] for _ in orders]
         self.arriving: list[list[_Flow]] = [[] for _ in orders]
@@ -323,26 +323,26 @@ class _Simulation:
         """Begin the next operation of a free rank, if there is one with its input."""
         pipeline, rank = self.pipeline, self.ranks[number]
         late = rank.order.in_epilogue
-        op = rank.order.choose(lambda op: (needed := self._input(number, op)) is None or needed in self.arrived)
+        op = rank.order.choose(lambda op: (message := self._input(number, op)) is None or message in self.arrived)
         rank.is_waiting = op is None
         if op is None:
             return
         rank.clock = max(rank.clock, time)
-        needed = self._input(number, op)
-        if needed is not None:
-            decode_s = self.arrived.pop(needed)
+        message = self._input(number, op)
+        if message is not None:
+            decode_s = self.arrived.pop(message)
             rank.clock += decode_s
             rank.coding += decode_s
         virtual = self.layout.virtual_stage(number, op.chunk)
         if op.is_forward:
-            spent = pipeline.forward_s[virtual]
+            compute_s = pipeline.forward_s[virtual]
         elif op.is_backward:
-            spent = pipeline.backward_s[virtual] - rank.order.separates(op) * pipeline.weight_s[virtual]
+            compute_s = pipeline.backward_s[virtual] - rank.order.separates(op) * pipeline.weight_s[virtual]
         else:
-            spent = pipeline.weight_s[virtual]
-        rank.passes.append(TimedPass(op, rank.clock, rank.clock + spent))
-        rank.clock += spent
-        rank.busy += spent
+            compute_s = pipeline.weight_s[virtual]
+        rank.passes.append(TimedPass(op, rank.clock, rank.clock + compute_s))
+        rank.clock += compute_s
+        rank.busy += compute_s
         boundary = virtual if op.is_forward else virtual - 1
         if self._is_message(op, boundary):
             # Nothing overlaps backward messages after the last forward.
@@ -353,17 +353,17 @@ class _Simulation:
             self._schedule(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
         self._schedule(rank.clock, self._begin_op, number)
 
-    def _send(self, time: float, number: int, to: int, message: Message, hop: Hop) -> None:
+    def _send(self, time: float, sender: int, receiver: int, message: Message, hop: Hop) -> None:
         if hop.transfer_s == 0.0:
-            self._schedule(time + hop.latency_s, self._arrive, to, message, hop)
+            self._schedule(time + hop.latency_s, self._arrive, receiver, message, hop)
             return
-        flow = self.flows.setdefault((number, to), _Flow(number, to))
+        flow = self.flows.setdefault((sender, receiver), _Flow(sender, receiver))
         flow.queue.append((message, hop))
         if len(flow.queue) == 1:
             flow.remaining_s, flow.since, flow.rate = hop.transfer_s, time, 0.0
-            self.leaving[number].append(flow)
-            self.arriving[to].append(flow)
-            self._update_rates(number, to, time)
+            self.leaving[sender].append(flow)
+            self.arriving[receiver].append(flow)
+            self._update_rates(sender, receiver, time)
 
     def _update_rates(self, sender: int, receiver: int, time: float) -> None:
         """Recompute the rates of all flows at both ends of a link after a flow has started or ended."""

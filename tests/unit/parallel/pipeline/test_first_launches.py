@@ -290,9 +290,8 @@ def test_a_schedule_that_is_chosen_after_some_steps_keeps_the_rule(pp: int, weig
 class Checked(PostedReceives):
     """Checks that due messages are posted before each operation."""
 
-    def post(self, due: DueReceives | None = None) -> None:
+    def post(self, due: DueReceives) -> None:
         super().post(due)
-        assert due is not None
         assert all(self._posted[route] >= count for route, count in due.items() if count)
 
 
