@@ -34,9 +34,9 @@ class PointChoice:
     Args:
         point: the point.
         candidate: the chosen compressor; None for none.
-        saved_s: predicted seconds per iteration that it saves in the chosen set; without one, that the fastest
-            candidate would save in addition.
-        reason: reason why nothing is chosen; empty where something is.
+        saved_s: predicted seconds per iteration that the candidate saves in the chosen set; if there is none, that the
+            fastest candidate would save in addition.
+        reason: reason why nothing is chosen; empty if something is.
     """
 
     point: Point
@@ -164,9 +164,9 @@ class AutoSearch:
         return self.search_with(settings).find_set(specs)
 
     def contenders(self) -> list[CompressorSet]:
-        """Sets worth timing: the run as it is and, if any are nearly as fast as the fastest prediction, up to
-        ``MAX_TRIALS`` of them, or a single one if none is predicted to gain; empty if nothing can gain. If the first
-        has settings, the best without settings is timed as well, in case that they save less than predicted."""
+        """Sets worth timing: the run as it is and up to ``MAX_TRIALS`` sets that are nearly as fast as the fastest
+        prediction, or a single one if none is predicted to gain; empty if nothing can gain. If the first of them has
+        settings, the best without settings is timed as well, in case the settings save less than predicted."""
         plain = self.sets[0]
         limit_s = min(candidate_set.seconds for candidate_set in self.sets) * (1 + TRIAL_MARGIN)
         fast_sets = [candidate_set for candidate_set in self.sets[1:] if candidate_set.seconds <= limit_s]
@@ -200,12 +200,12 @@ class AutoSearch:
         return [self.find_set(each.specs, each.settings) for each in contenders]
 
     def choose(self, trials: Sequence[CompressorSet] = ()) -> AutoChoice:
-        """Choose a set: the run as it is if that is as fast as the fastest set, within ``WORTHWHILE``; otherwise, among
-        those that are, the set with the lowest increase.
+        """Choose among the sets as fast as the fastest, within ``WORTHWHILE``: the run as it is, if it is among them,
+        otherwise the set with the lowest increase.
 
         Args:
-            trials: sets whose iterations were timed, the first without compressors, of which only those that gain may
-                be chosen; empty to choose by prediction.
+            trials: sets whose iterations were timed, the first without compressors. Only those that gain may be chosen.
+                Empty to choose by prediction.
         """
         chosen = _lowest_increase_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
         return AutoChoice((trials or self.sets)[0], chosen, self, trials)
@@ -271,7 +271,7 @@ def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
 
 
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
-    """Table of the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
+    """Describe the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
     the choice.
 
     Args:

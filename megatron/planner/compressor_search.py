@@ -36,7 +36,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class CompressorSet:
-    """Compressors for the points of a run, with the settings that it has besides.
+    """Compressors and settings that a run may have beside those of the user.
 
     Args:
         candidates: the compressors by point; points without one are missing.
@@ -90,7 +90,7 @@ class CompressorSearch:
         ladders: candidates by point.
         budget: largest acceptable sum of increases of the validation loss, in percent.
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
-        settings: settings that the run has besides those of the layout.
+        settings: settings that the run has beside those of the user.
 
     ``sets`` are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
     pipeline messages determine the passes of an iteration; for each combination of them, ``Predictor.lower_bound``

@@ -21,7 +21,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
 from megatron.planner.dry_run import DryBackend, ExpertLoad
 from megatron.planner.piece_costs import EMBEDDING, EXPERTS, HEAD, MessageCost, PieceCost, ReductionCost, kind_of
-from megatron.planner.pieces import Pieces, message
+from megatron.planner.pieces import Pieces, run_message
 
 _T = TypeVar("_T")
 
@@ -292,7 +292,7 @@ class CostBook:
             plan = CompressionPlan({} if spec is None else {point: spec}, 0, stages)
             plan.begin_step(STEADY)
             dtype, *samples = content
-            return message(plan.codec(point), shape, dtype, self._backend, *samples)
+            return run_message(plan.codec(point), shape, dtype, self._backend, *samples)
 
         return self._get_or_compute((point, shape, texts), texts, run)
 
@@ -313,7 +313,7 @@ class CostBook:
         return self._message(Point.PARAM_GATHER, spec if covered else None, 1, texts, torch.Size((elements,)), dtype)
 
     def fused(self, choice: Choice) -> bool:
-        """Return whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
+        """Whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
         spec = self.specs(choice).get(Point.EMBED_GRAD)
         return spec is not None and spec.fused and choice.splits_tie and self.tied
 

@@ -1,7 +1,7 @@
 """Dry runs: the real code on meta tensors, to count the computation, memory and traffic of a step.
 
-Model, buckets, compressors and tensor-parallel collectives are the training code; only the process groups are
-stand-ins, which record the requested collectives. There is no second cost model that could go stale.
+Model, buckets, compressors and tensor-parallel collectives are the training code, so no second cost model can go stale.
+Only the process groups are stand-ins, which record the requested collectives.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CostTally:
         )
 
     def with_changes(self, changed: Sequence[CostTally]) -> CostTally:
-        """Tally with several independent changes, from the tallies with each of them alone."""
+        """Tally with several independent changes, given the tallies with each change alone."""
         collectives = Counter(self.collectives)
         sent, inside = Counter(self.sent), Counter(self.inside)
         for tally in changed:
@@ -117,7 +117,7 @@ class CostTally:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Tally of the operations that run inside the context, with encoding and decoding counted separately.
+    """Context that tallies the operations that run inside it, with encoding and decoding counted separately.
 
     Args:
         device: device whose rates apply.
@@ -128,7 +128,7 @@ class OpRecorder(TorchDispatchMode):
         self.device = device
         self.tally = CostTally()
         self.ledger: Ledger = _RecordingLedger(self)
-        self.coding = 0
+        self.coding_depth = 0  # of nested encodings and decodings
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,7 +140,7 @@ class OpRecorder(TorchDispatchMode):
         if cost is not None:
             seconds = self.device.seconds(cost.flops, cost.nbytes)
             self.tally.flops += cost.flops
-            if self.coding:
+            if self.coding_depth:
                 self.tally.coding_s += seconds
             else:
                 self.tally.seconds += seconds
@@ -166,11 +166,11 @@ class _RecordingLedger(Ledger):
 
     @contextmanager
     def encoding(self, point: Point) -> Iterator[None]:
-        self.recorder.coding += 1
+        self.recorder.coding_depth += 1
         try:
             yield
         finally:
-            self.recorder.coding -= 1
+            self.recorder.coding_depth -= 1
 
     decoding = encoding
 
@@ -201,10 +201,10 @@ class DryGroup(Group):
         self.level = level
         self.of_experts = of_experts
         if nodes:
-            each = size // nodes
-            positions = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
-            node = DryGroup(each, recorder, level=Level.NODE, of_experts=of_experts)
-            across = DryGroup(nodes, recorder, level=Level.ACROSS, of_experts=of_experts, stride=each)
+            per_node = size // nodes
+            positions = tuple(tuple(range(first, first + per_node)) for first in range(0, nodes * per_node, per_node))
+            node = DryGroup(per_node, recorder, level=Level.NODE, of_experts=of_experts)
+            across = DryGroup(nodes, recorder, level=Level.ACROSS, of_experts=of_experts, stride=per_node)
             self.split = NodeSplit(positions, node, across)
 
     def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
@@ -326,15 +326,15 @@ class DryExpertComm(ExpertComm):
         (tokens, k), nodes = once_tk.shape, self.nodes.size
         local, other_experts = experts // nodes, experts - 1
         choices_n = self.count_rows(node_tk, experts, capacity).view(nodes, local).sum(1)
-        chosen = min(self.imbalance * k / experts, 1.0)
+        chosen = min(self.imbalance * k / experts, 1.0)  # probability of the fullest expert
         kept_share = chosen if capacity is None else min(chosen, capacity / tokens)
 
         def hit(node_experts: int, choices: int) -> float:
             return 1 - comb(other_experts - node_experts, choices) / max(comb(other_experts, choices), 1)
 
-        first = kept_share + (chosen - kept_share) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
-        each = chosen * hit(local, k - 1) + (1 - chosen) * hit(local, k)
-        rows_n = torch.tensor([round(tokens * share) for share in (first, *[each] * (nodes - 1))])
+        first_share = kept_share + (chosen - kept_share) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
+        other_share = chosen * hit(local, k - 1) + (1 - chosen) * hit(local, k)
+        rows_n = torch.tensor([round(tokens * share) for share in (first_share, *[other_share] * (nodes - 1))])
         return rows_n.minimum(choices_n), choices_n
 
 

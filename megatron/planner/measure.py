@@ -36,7 +36,7 @@ from megatron.planner.costs import STEADY, TP_POINTS, run_dry, wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
 from megatron.planner.links import SIDES, measure_links
 from megatron.planner.piece_costs import EMBEDDING, kind_of, piece_of
-from megatron.planner.pieces import Pieces, message
+from megatron.planner.pieces import Pieces, run_message
 from megatron.planner.stages import Stages
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
@@ -236,7 +236,7 @@ class Corrections:
             # One row for each expert of a token; the number of rows per rank hardly affects the speed.
             shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
-        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, backend, keys, self.vocab_size)
+        sent = run_message(pieces.plan.codec(point), torch.Size(shape), dtype, backend, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s
 
 

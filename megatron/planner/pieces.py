@@ -288,10 +288,10 @@ class Pieces:
         return ReductionCost((tuple(tally.collectives),), coding, state_bytes=state_bytes(sync.state))
 
 
-def message(
+def run_message(
     codec: Codec, shape: torch.Size, dtype: torch.dtype, backend: DryBackend, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
-    """Run a message through a codec, in the steady state: its samples were sent before.
+    """Run a message through a codec, in the steady state in which its samples have been sent before.
 
     Args:
         codec: codec of the message.

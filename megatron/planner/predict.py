@@ -1,4 +1,4 @@
-"""Prediction of a step of a choice: time and its breakdown, memory, traffic, and utilization."""
+"""Prediction of a choice's step: time and its breakdown, memory, traffic, and utilization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prediction:
     Args:
         choice: the predicted choice.
         seconds: seconds of an iteration.
-        parts: breakdown of ``seconds`` on the last pipeline rank to finish; the values add up to ``seconds``.
+        parts: breakdown of ``seconds`` on the last pipeline rank to reduce its gradients; the values add up to it.
         memory: bytes on the fullest rank, by category.
         sent: bytes that a device sends in an iteration, by point, averaged over the pipeline ranks.
         across: the part of ``sent`` that leaves the node.
@@ -60,12 +60,13 @@ class _Iteration:
     """The times of an iteration, in seconds.
 
     Args:
-        wires, pipeline, stages: wires, pipeline, and stages by pipeline rank of the choice.
+        wires, pipeline: wires and pipeline of the choice.
+        stages: costs of each pipeline rank.
         times: simulated times of each pipeline rank.
-        synced: times at which each rank's gradients are reduced.
-        embedding_s: coding of the tied embedding's gradient.
+        reduced: time at which each pipeline rank's gradients are reduced.
+        embedding_coding_s: encoding and decoding of the tied embedding's gradient.
         gather_s: all-gather of the parameters.
-        slowest: the last rank to reduce its gradients.
+        slowest: the last pipeline rank to reduce its gradients.
         seconds: the whole iteration.
     """
 
@@ -73,8 +74,8 @@ class _Iteration:
     pipeline: Pipeline
     stages: Sequence[StageCost]
     times: Sequence[RankTimes]
-    synced: Sequence[float]
-    embedding_s: float
+    reduced: Sequence[float]
+    embedding_coding_s: float
     gather_s: float
     slowest: int
     seconds: float
@@ -104,7 +105,7 @@ class Predictor(Stages):
 
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
-        # Optimizer and gradient reduction only add time, and no order of operations is faster.
+        # The bound holds for any order of passes; reduction and optimizer only add time.
         schedule: Literal["zb-v", "zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
         schedule = "zb-v" if choice.in_v_form else schedule
         passes_only = dataclasses.replace(_passes_only(choice), schedule=schedule, micro_batches=1)
@@ -142,8 +143,8 @@ class Predictor(Stages):
         iteration = self._predict_times(choice)
         wires, slowest, gather = iteration.wires, iteration.slowest, iteration.gather_s
         seconds = iteration.seconds * self.slowdown
-        stage, time, synced_s = iteration.stages[slowest], iteration.times[slowest], iteration.synced[slowest]
-        embedding_s = iteration.embedding_s
+        stage, time, reduced_s = iteration.stages[slowest], iteration.times[slowest], iteration.reduced[slowest]
+        reduction_coding_s = stage.coding_s + iteration.embedding_coding_s
         passes = self.passes(choice, wires)
         exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in stage.pieces.items())
         tp_coding = choice.micro_batches * sum(n * passes[name].coding_s for name, n in stage.pieces.items())
@@ -153,9 +154,9 @@ class Predictor(Stages):
             "tensor parallel": exposed,
             "expert parallel": experts,
             "pipeline": time.end - time.busy - time.coding,
-            "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
-            "gradients": synced_s - time.end - stage.coding_s - embedding_s,
-            "optimizer": iteration.seconds - synced_s - gather,
+            "coding": time.coding + tp_coding + reduction_coding_s,
+            "gradients": reduced_s - time.end - reduction_coding_s,
+            "optimizer": iteration.seconds - reduced_s - gather,
             "parameters": gather,
         }
         breakdown = {name: part_s * self.slowdown for name, part_s in breakdown.items()}
@@ -193,8 +194,8 @@ class Predictor(Stages):
         """Lower bound on the seconds of an iteration beyond ``passes_s``.
 
         It does not depend on the compressors of the passes. The rank whose passes end last cannot reduce its gradients
-        faster than a rank that waits for nothing. The last rank to reduce its gradients, which may be another, then
-        updates its parameters, and all ranks gather them.
+        faster than a rank that waits for nothing. Then the last rank to reduce its gradients, possibly another one,
+        updates its parameters, and all ranks gather theirs.
         """
         wires, ranks = wires_of(self.cluster, choice), range(choice.pp)
         reduction_s = min(self._least_reduction_s(choice, rank, wires) for rank in ranks)
@@ -216,12 +217,12 @@ class Predictor(Stages):
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
-        synced, embedding_s = self._reduction_ends(choice, wires, pipeline, times, stages)
-        slowest = max(range(choice.pp), key=lambda rank: synced[rank])
+        reduced, embedding_coding_s = self._reduction_ends(choice, wires, pipeline, times, stages)
+        slowest = max(range(choice.pp), key=lambda rank: reduced[rank])
         gather_s = self._slowest_gather_s(choice, wires)
-        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather_s
+        seconds = reduced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather_s
         seconds += self._orthogonal_s(choice, slowest, wires)
-        return _Iteration(wires, pipeline, stages, times, synced, embedding_s, gather_s, slowest, seconds)
+        return _Iteration(wires, pipeline, stages, times, reduced, embedding_coding_s, gather_s, slowest, seconds)
 
     def _add_islands(self, inner: Prediction, choice: Choice) -> Prediction:
         """Predict the mean iteration of a run with islands.

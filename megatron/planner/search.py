@@ -91,35 +91,43 @@ class SearchResult:
 
 
 def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
-    """Enumerate all ways to run a model on a cluster that divide evenly.
+    """Enumerate all choices for a model on a cluster that divide evenly.
 
     Args:
-        config: resolved configuration; only its model, global batch size, delay and number of islands matter.
+        config: resolved configuration, for everything that a choice does not change.
         cluster: the cluster; all devices are used, divided equally among the islands.
         spec_sets: sets of compressors that may be used together.
     """
     islands = config.islands.islands
     model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
-    most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
+    max_tp = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
     of_experts = (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) if model.has_experts else ()
     split_widths = [width for width in (model.ffn_hidden_size, *of_experts) if width]
     for tp in divisors(world):
-        heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
-        if tp > most or not heads or any(width % tp for width in split_widths):
+        splits_heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
+        if tp > max_tp or not splits_heads or any(width % tp for width in split_widths):
             continue
         for pp in divisors(world // tp):
             dp = world // (tp * pp)
             if model.num_layers % pp or batch % dp:
                 continue
-            parallel = tp > 1 and not any(length % tp for length in lengths)
+            sequence_parallel = tp > 1 and not any(length % tp for length in lengths)
             for micro_batch in sorted({*MICRO_BATCHES, config.training.micro_batch_size}):
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
-                plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, islands=islands)
-                plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1 and not config.parallel.delay)
-                plain = replace(plain, delay=config.parallel.delay)
+                plain = Choice(
+                    tp,
+                    pp,
+                    dp,
+                    micro_batch=micro_batch,
+                    micro_batches=count,
+                    islands=islands,
+                    sequence_parallel=sequence_parallel,
+                    overlap=dp > 1 and not config.parallel.delay,
+                    delay=config.parallel.delay,
+                )
                 for base in _enumerate_schedules(model.num_layers, plain):
                     if config.parallel.no_pipeline_flush and base.can_overlap_steps:
                         base = replace(base, flush=False)
@@ -129,9 +137,9 @@ def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[t
 def _enumerate_variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """Enumerate expert parallelism, recomputation, sharding and compressors for a layout and schedule."""
     counts = model.expert_layers.values()
-    ways = [(ep, False) for ep in divisors(base.dp)]
-    ways += [(base.tp * ep, True) for ep in divisors(base.dp) if base.tp > 1]
-    fitting = [(ep, folded) for ep, folded in ways if counts and not any(count % ep for count in counts)]
+    splits = [(ep, False) for ep in divisors(base.dp)]
+    splits += [(base.tp * ep, True) for ep in divisors(base.dp) if base.tp > 1]
+    fitting = [(ep, folded) for ep, folded in splits if counts and not any(count % ep for count in counts)]
     for ep, folded in fitting or [(1, False)]:
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
@@ -197,7 +205,7 @@ def search(
         UserError: when nothing fits.
     """
     config, cluster = predictor.config, predictor.cluster
-    limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
+    memory_limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
     possible = dict.fromkeys(enumerate_choices(config, cluster, spec_sets))
     configured = make_choice(config, cluster.gpus)
     configured = replace(configured, specs=_drop_silent_specs([configured.specs], configured)[0])
@@ -211,30 +219,30 @@ def search(
     why_refused: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
-        # Seconds that a layout must undercut to be among the fastest.
-        most = sorted(prediction.seconds for prediction in best.values())[top - 1] if len(best) >= top else math.inf
-        if bound >= most:
+        # Seconds that a new layout must undercut to be among the fastest.
+        limit_s = sorted(prediction.seconds for prediction in best.values())[top - 1] if len(best) >= top else math.inf
+        if bound >= limit_s:
             break
         incumbent = best.get(choice.layout)
         if incumbent is not None and bound >= incumbent.seconds:
             continue
         # Compressor state adds to this; it is computed only if the rest fits.
         needed = predictor.memory_bytes(replace(choice, specs=()))
-        if needed <= limit and choice.specs:
+        if needed <= memory_limit and choice.specs:
             needed = predictor.memory_bytes(choice)
         smallest = min(smallest, needed)
-        if needed > limit:
+        if needed > memory_limit:
             too_large += 1
             continue
         predicted += 1
         prediction = predictor.predict(choice)
-        if prediction.seconds >= (most if incumbent is None else incumbent.seconds):
+        if prediction.seconds >= (limit_s if incumbent is None else incumbent.seconds):
             continue
         if (refused := refusal_reason(config, choice)) is None:
             best[choice.layout] = prediction
         why_refused = refused or why_refused
     if not best:
-        raise UserError(_explain_no_result(config, cluster, considered, why_refused, smallest, limit))
+        raise UserError(_explain_no_result(config, cluster, considered, why_refused, smallest, memory_limit))
     fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
     return SearchResult(fastest[:top], considered, predicted, too_large)
 

@@ -30,7 +30,7 @@ class StageCost:
 
     Args:
         pieces: number of each piece on the rank, by name.
-        parts: (number of parameters, number of replicas that hold them): all replicas, or those with equal experts.
+        parts: (number of parameters, number of replicas that hold them), for dense and expert parameters.
         rounds: seconds of each round of the gradient reduction.
         sent: bytes that a device sends in the reduction.
         across: bytes sent between nodes by two-level sums; None for single-level sums.
@@ -148,14 +148,14 @@ class Stages:
         return passes
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
-        """Return whether messages of a pipeline rank are compressed; ``late``: sent in its epilogue."""
+        """Whether messages of a pipeline rank are compressed; ``late``: those sent in its epilogue."""
         spec = self.book.specs(choice).get(point)
         if spec is None:
             return False
         return spec.activation.covers_stage(sender, choice.pp) and spec.activation.is_active(STEADY, late)
 
     def pipeline(self, choice: Choice, wires: Wires) -> Pipeline:
-        """Return the pipeline and the times of its chunks."""
+        """The pipeline of a choice, with the times of its passes and messages."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
         key = dataclasses.replace(choice, specs=self.book.spec_texts(choice, Point.PP_FWD, Point.PP_BWD, *TP_POINTS))
@@ -233,17 +233,14 @@ class Stages:
         sizes = choice.tp, choice.dp, choice.ep, choice.expert_dp
         key = (tuple(chunks), *sizes, choice.sharded, choice.overlaps_reduction)
         if key not in self._matrices:
-            pieces = [[self.book.piece(choice, name).params for name in names] for names in chunks]
+            params_by_chunk = [
+                [param for name in names for param in self.book.piece(choice, name).params] for names in chunks
+            ]
             self._matrices[key] = [
                 matrix_work(
                     [
-                        [
-                            param
-                            for params in chunk
-                            for param in params
-                            if (choice.ep > 1 and param.spec.of_expert) is of_experts
-                        ]
-                        for chunk in pieces
+                        [param for param in params if (choice.ep > 1 and param.spec.of_expert) is of_experts]
+                        for params in params_by_chunk
                     ],
                     replicas,
                     choice.tp,
@@ -260,7 +257,7 @@ class Stages:
         return bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlaps_reduction, choice.dp)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
-        """Return the all-reduce, once a step, of sequence-parallel partial gradients over the tensor-parallel ranks."""
+        """The all-reduce of sequence-parallel partial gradients over the tensor-parallel ranks, once a step."""
         contents = self.contents(choice, rank).items()
         elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
         return Collective("all-reduce", float(elements * self.grad_bytes))
@@ -289,7 +286,7 @@ class Stages:
     def _add_reduction(
         self, choice: Choice, rank: int, before: StageCost, of_experts: bool, wire: Wire, size: int
     ) -> StageCost:
-        """Return ``before`` with the costs of another reduction, of dense or expert gradients, appended.
+        """Add the costs of another reduction, of dense or expert gradients, to those of ``before``.
 
         Args:
             choice, rank, before: the choice, the pipeline rank, and its costs so far.
