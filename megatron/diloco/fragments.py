@@ -82,7 +82,7 @@ class Fragment:
 
     Args:
         number: index of the fragment.
-        fragments, layers: numbers of fragments and of layers.
+        fragments, layers: number of fragments, and of the model's layers.
         buffers: all parameters of this rank.
         shards: shards that this rank updates.
         ties: group of the stages with a copy, for each tied embedding.
@@ -111,16 +111,16 @@ class Fragment:
             if (fragment_bucket := _make_bucket(buffer, bucket, number, fragments, layers, ties)) is not None
         ]
         locations = {
-            id(slot): (at, param_range.start)
-            for at, bucket in enumerate(self.buckets)
+            id(slot): (number_of_bucket, param_range.start)
+            for number_of_bucket, bucket in enumerate(self.buckets)
             for slot, param_range in zip(bucket.slots, bucket.reduced.ranges, strict=True)
         }
-        self.shard_ranges = [
-            ShardRange(index, at, start + shard.start, start + shard.stop, shard)
-            for index, shard in enumerate(shards)
-            if (location := locations.get(id(shard.slot))) is not None
-            for at, start in (location,)
-        ]
+        self.shard_ranges: list[ShardRange] = []
+        for index, shard in enumerate(shards):
+            if id(shard.slot) in locations:
+                number_of_bucket, start = locations[id(shard.slot)]
+                shard_range = ShardRange(index, number_of_bucket, start + shard.start, start + shard.stop, shard)
+                self.shard_ranges.append(shard_range)
         self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.is_owner]
         self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
 
@@ -142,8 +142,8 @@ def _make_bucket(
     tie = slots[0].spec.tied
     tie = tie if tie in ties else None
     # The copies of a tied embedding are equal, so only one stage exchanges it with other islands.
-    reduces = tie is None or ties[tie].rank == 0
-    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(ranges)), tie, reduces)
+    is_owner = tie is None or ties[tie].rank == 0
+    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(ranges)), tie, is_owner)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:

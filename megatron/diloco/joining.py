@@ -32,12 +32,14 @@ _MAX_STATE_COPIES, _MAX_EXTRA_ELEMENTS = 8, 1 << 20
 
 @dataclass(eq=False)
 class Joining:
-    """Transfer of an island's state to an island that joins: the outer parameters with their momentum (the
-    weights, before there are outer parameters), the inner optimizer, the compressors' states without residuals, and the
-    position of the run. Every rank sends to the same rank of the other island.
+    """Transfer of an island's state to an island that joins.
+
+    The state is the outer parameters with their momentum (before there are any, the weights), the inner optimizer's
+    state, the compressors' states without residuals, and the position of the run. Every rank sends to the same rank of
+    the other island.
 
     Args:
-        stages: this rank's part of the model.
+        stages: this rank's chunks of the model.
         sync: transfers and outer steps of this rank.
         islands: the other islands.
         stateful_parts: checkpoint state besides tensors.
@@ -51,7 +53,7 @@ class Joining:
     tell: Callable[[str], None]
 
     def admit_islands_at_start(self) -> None:
-        """Before the first step, send the state to islands that started without it."""
+        """Send the state, before the first step, to islands that started without it."""
         islands = self.islands
         awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
         while awaited and islands.admits_islands and not any_rank(islands.control, time.monotonic() > deadline):
@@ -59,8 +61,8 @@ class Joining:
             time.sleep(POLL_SECONDS)
 
     def admit_islands(self) -> set[int]:
-        """After a round, send this island's state to islands that join, if this island is to do so. Returns the islands
-        that have joined, the same on all ranks."""
+        """Send this island's state to islands that join after a round, if this island is the one that admits them.
+        Return the islands that have joined, the same on all ranks."""
         joined = set()
         for island, ticket in self.islands.admit_islands():
             problem = ""

@@ -22,7 +22,7 @@ from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
 
 _WATCHED_TIME_LIMITS = 3
-"""Time limits after which an island outside an attempt declares it failed."""
+"""Number of time limits after which an island outside an attempt declares the attempt failed."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Islands:
         device: device of this rank's tensors.
         tell: prints a line, on rank 0.
 
-    ``expected`` are the islands of the last round, initially the islands that began. ``behind`` are islands with an
-    older state at the start. ``starts_synchronously``: whether the start is in the synchronous warm-up.
+    ``expected`` are the islands of the last round, initially the islands that began. ``behind`` are islands that had an
+    older state at the start. ``starts_synchronously``: whether the first step is in the synchronous warm-up.
+    ``last_round`` is the key of the last round that counted, empty before the first.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Islands:
         def poll() -> None:
             reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
-            silent_islands = monitor.silent()
+            silent_islands = monitor.find_silent()
             joining_islands = {k for k, _ in self._waiting_tickets()}  # they do not report to rounds
             missing = set(awaited_islands) - arrivals.keys() - silent_islands - joining_islands
             wait_notice.update(missing)
@@ -265,7 +266,7 @@ class Islands:
             if answer is None and self.store.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
                 answer = JoinReply(self.island, "", (), why)
-            if len(monitor.silent()) == len(peers) and answer is None:
+            if len(monitor.find_silent()) == len(peers) and answer is None:
                 break
             time.sleep(POLL_SECONDS)
         if any_rank(self.control, answer is None):

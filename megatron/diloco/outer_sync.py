@@ -77,9 +77,9 @@ class OuterSync:
         untrained_tensors: tensors without gradients (expert biases), by name. Islands average them exactly, without
             momentum.
 
-    ``in_flight`` is the fragment in transit. ``last_round_iteration`` and ``last_sync_iteration`` are the numbers of
-    completed iterations at the last round, and when all islands last had the values of the outer parameters. ``norms``
-    are the norms of the fragments' last means, 0 before the first mean.
+    ``in_flight`` is the fragment in transit. ``last_round_iteration`` is the number of completed iterations at the last
+    round, ``last_sync_iteration`` that at which all islands last had the values of the outer parameters. ``norms`` are
+    the norms of the fragments' last means, 0 before the first mean.
     """
 
     def __init__(

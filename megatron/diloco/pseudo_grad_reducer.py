@@ -28,7 +28,7 @@ class PseudoGradReducer(BucketReducer):
         """Begin a round.
 
         Args:
-            group: this rank on all members.
+            group: this rank and the same rank of all other members.
             iteration: 0-based.
             scale: the loss scale of gradients.
             early: whether to compress even before the end of the point's warm-up.
@@ -41,7 +41,7 @@ class PseudoGradReducer(BucketReducer):
         """Run all rounds of all buckets, which take turns. Results take effect only in ``write_results``.
 
         Args:
-            wait: False advances only as far as possible without blocking; all ranks still start collectives in the
+            wait: if False, only advance as far as possible without blocking; all ranks still start collectives in the
                 same order.
 
         Returns:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 OUTLIER_RATIO = 100.0
-"""A difference with a norm of more than this many times the (lower) median norm is left out of the sum."""
+"""A pseudo-gradient is left out of the sum if its norm is more than this many times the (lower) median norm."""
 
 _MAX_STOP = 6
 """Value of the most urgent reason to end a run (``ExitReason`` in megatron.training.signals)."""
@@ -49,7 +49,7 @@ class RoundOutcome(str, Enum):
     FAILED = "failed"
     """The attempt failed on some rank, and must be repeated."""
     SPOILED = "spoiled"
-    """The mean that was received is not finite, or far larger than the differences."""
+    """The received mean is not finite, or far larger than the pseudo-gradients."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,11 @@ class Vote:
 
 
 def check_mean(votes: Sequence[Vote]) -> RoundOutcome:
-    """Judge an attempt by the means that its members received, regardless of the norms that they claim to have sent.
-
-    Args:
-        votes: the votes of all members.
-    """
+    """Check an attempt by the norms of the means that all members received, against the norms that are usual."""
     if any(vote.failed for vote in votes):
         return RoundOutcome.FAILED
     norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
-    # Of two norms, it is unknown which is the outlier.
+    # Of two norms, either may be the outlier.
     usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
     spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > OUTLIER_RATIO * usual > 0 for vote in votes)
     return RoundOutcome.SPOILED if spoiled else RoundOutcome.COUNTS
@@ -99,8 +95,8 @@ class Decision:
     Args:
         members: numbers of the islands whose pseudo-gradients are summed.
         arrivals: the reports of the islands, by number.
-        left_out: reasons why other islands that reported take no part.
-        excluded_island: an island that reported and is left out, to see whether it spoils the mean; None for none.
+        left_out: reasons why islands that reported take no part, by number.
+        excluded_island: an island that is left out only to see whether it spoils the mean; None for none.
     """
 
     members: tuple[int, ...]
@@ -152,12 +148,13 @@ class Decision:
 def select_members(
     arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, outer_param_norm: float = 0.0
 ) -> Decision:
-    """Decide which differences are summed: those that are finite and not absurdly large.
+    """Decide which pseudo-gradients are summed: those that are finite and not absurdly large.
 
     Args:
         arrivals: the reports of the islands, by number.
-        last_norm: norm of the last mean, to judge two islands' pseudo-gradients by; 0 before the first mean.
-        outer_param_norm: norm of the islands' common values, used instead before the first mean; 0 where unknown.
+        last_norm: norm of the last mean, as a reference for the pseudo-gradients of only two islands; 0 before the
+            first mean.
+        outer_param_norm: norm of the outer parameters, the reference before the first mean; 0 where unknown.
 
     Raises:
         ValueError: when no pseudo-gradient is finite.
@@ -166,13 +163,13 @@ def select_members(
     left_out = {k: "its difference is not finite" for k in arrivals if k not in finite}
     if not finite:
         raise ValueError("no island has a finite difference")
-    usual, of_what = statistics.median_low(finite.values()), "the median"
-    if len(finite) == 2:  # it is unknown which is the outlier, unless a common norm is known
-        common_norm, of_what = (
+    usual, reference = statistics.median_low(finite.values()), "the median"
+    if len(finite) == 2:  # either may be the outlier, unless a common norm is known
+        common_norm, reference = (
             (last_norm, "that of the last mean") if last_norm else (outer_param_norm, "that of the parameters")
         )
         usual = max(usual, common_norm) if common_norm else 0.0
     for k, norm in finite.items():
         if norm > OUTLIER_RATIO * usual > 0:
-            left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {of_what}"
+            left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {reference}"
     return Decision(tuple(sorted(k for k in finite if k not in left_out)), dict(sorted(arrivals.items())), left_out)

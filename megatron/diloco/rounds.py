@@ -33,8 +33,8 @@ Tell = Callable[[str, dict[str, Any]], None]
 class Rounds:
     """Rounds of this island. Every rank of the island has an instance, and all ranks make the same calls.
 
-    An attempt counts if all ranks of all members have completed it. Only then do compressor states and outer parameters
-    change. Otherwise the remaining members try again with the same pseudo-gradients and residuals.
+    An attempt of a round counts if all ranks of all members have completed it. Only then do compressor states and outer
+    parameters change. Otherwise the remaining members try again with the same pseudo-gradients and residuals.
 
     Args:
         sync: transfers and outer steps on this rank.
@@ -68,7 +68,7 @@ class Rounds:
         self.stop_request = self.stop_reason = 0
         self._losses: list[float] = []
         self._absent_islands: list[int] = []
-        # Of a transfer: ``time.monotonic()`` at its start, and the seconds that training has waited for it.
+        # ``time.monotonic()`` at the start of the latest transfer, and the seconds that training has waited for it.
         self._sent_at = self._waited_seconds = 0.0
 
     def before_step(self, iteration: int) -> None:
@@ -117,10 +117,10 @@ class Rounds:
     def catch_up(self, done: int) -> None:
         """Run the rounds that are due after ``done`` iterations, unless they have been run; see ``after_step``."""
         if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
-            fragments, later = self.schedule.due_fragments(done), self.schedule.applied_at(done) > done
+            fragments, is_delayed = self.schedule.due_fragments(done), self.schedule.applied_at(done) > done
             for fragment in fragments:
                 in_flight = None if self.left_behind else self._begin_attempt(fragment, done, 0)
-                if in_flight is not None and (in_flight.failed or not later):
+                if in_flight is not None and (in_flight.failed or not is_delayed):
                     self._apply_fragment(in_flight)
             if fragments:
                 self.sync.last_round_iteration = done
@@ -132,7 +132,7 @@ class Rounds:
         self.synced = False
 
     def finish_transfer(self) -> None:
-        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which
+        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds the fragment's mean, which
         ``after_step`` applies later."""
         in_flight = self.sync.in_flight
         if in_flight is not None and not in_flight.arrived:

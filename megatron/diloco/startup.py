@@ -83,8 +83,8 @@ class Start:
         members: the islands that begin the generation.
         problem: the reason why no island may begin; empty if they may.
         iteration: iteration of the checkpoint from which islands continue; None if no island has a checkpoint.
-        behind: the islands that arrived without that state; it is sent to them before the first step.
-        in_step: whether islands synchronize every step from there.
+        behind: the islands that arrived with an older state; they receive the members' state before the first step.
+        in_step: whether islands synchronize every step from that state on.
     """
 
     members: tuple[int, ...] = ()
@@ -104,8 +104,8 @@ class Start:
 def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Choose the newest checkpoint that enough islands have: all islands in the synchronous warm-up, else a quorum.
 
-    If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
-    work that they have done since the last checkpoint in common.
+    If there is none, choose the newest of the most common checkpoints. Islands that lack the chosen checkpoint receive
+    its state, and lose the work that they have done since the last checkpoint in common.
 
     Args:
         entries: checkpoint iterations of the islands that arrived.
@@ -128,10 +128,11 @@ def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, 
 
 
 def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
-    """Decide which islands begin: the furthest, if they agree. They send their state to the others.
+    """Decide which islands begin: those with the most iterations, if they agree. They send their state to the others.
 
     Args:
-        entries: iteration, whether islands synchronize every step from there, identity and weights, by island.
+        entries: by island: its iteration, whether islands synchronize every step from there, its settings that must be
+            equal, and a fingerprint of its weights.
         limits: limits of the start.
     """
     first, ahead = min(entries), max(iteration for iteration, *_ in entries.values())
@@ -238,8 +239,8 @@ class IslandStart:
         return ""
 
     def _check_running_generation(self, newest: int | None) -> tuple[str, str]:
-        """Whether this generation has begun ("yes", "no") or was ended because nobody is left ("ended"); and the reason
-        why this island cannot begin another generation, empty if it can.
+        """Check whether this generation is running ("yes"), has yet to begin ("no"), or was ended because no island is
+        left ("ended"); and why this island cannot begin another generation, empty if it can.
 
         Raises:
             CommunicationError: when the generation's islands synchronize every step and do not end.
@@ -257,7 +258,7 @@ class IslandStart:
         monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.count_heartbeats(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
-        while len(silent := monitor.silent(SILENT_SECONDS)) < len(peers):
+        while len(silent := monitor.find_silent(SILENT_SECONDS)) < len(peers):
             # During the synchronous warm-up nobody can join: when any of them is gone, all end.
             if self.store.get(LOCAL) and self.store.count_heartbeats(peers) != earlier_pulse:
                 return "yes", ""

@@ -65,11 +65,11 @@ class IslandStore:
     """A process's view of the store.
 
     A generation lasts from a common start of islands to the end of the last of them. An island that arrives later joins
-    it; if none is left, the next start begins another generation.
+    the generation; if no island is left, the next start begins another.
 
     Args:
         host, port: address of the store.
-        seconds: longest time until it answers.
+        seconds: longest time until the store answers.
         tell: prints a line.
 
     Raises:
@@ -102,8 +102,8 @@ class IslandStore:
     def own_address(self) -> str | None:
         """This machine's address towards the store, at which others reach this process.
 
-        None if it is unknown: the store is served at every address, or the user has chosen an interface other
-        than loopback, at which the ranks of a machine listen for each other.
+        None if the store is served at every address, or if the user has chosen an interface. The loopback interface
+        does not count as chosen: only the ranks of a machine listen there for each other.
         """
         own_interfaces = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
         if os.environ.get("GLOO_SOCKET_IFNAME") not in own_interfaces:
@@ -192,7 +192,7 @@ class IslandStore:
             return json.loads(text)
 
     def note_end(self, island: int, has_ended: bool = True) -> None:
-        """Record that an island's launcher has ended and the island will not come; or that the island is back."""
+        """Record that an island's launcher has ended, so the island will not come; or that the island is back."""
         self._call(lambda: note_end(self._tcp, island, has_ended))
 
     def have_ended(self, islands: Iterable[int]) -> bool:
@@ -205,14 +205,14 @@ class IslandStore:
         return self._call(lambda: self.box.add(key, 1))
 
     def wait_for(
-        self, key: str, until: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
+        self, key: str, on_poll: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """Poll a key until it has a value; ``until`` is called in between, and may raise or set it.
+        """Poll a key until it has a value. ``on_poll`` is called in between; it may set the key, or raise an error.
 
         Returns the raw value, once ``decode`` accepts it; see ``get``.
         """
         while self.get(key, decode) is None:
-            until()
+            on_poll()
             time.sleep(POLL_SECONDS)
         return self.get(key)
 
@@ -235,7 +235,7 @@ class IslandStore:
             self._heartbeats = None
 
     def count_heartbeats(self, islands: Iterable[int]) -> dict[int, int]:
-        """Count the heartbeats so far; 0 for islands without heartbeats."""
+        """Count the heartbeats of each island so far."""
         return self._call(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
 
 
@@ -260,8 +260,8 @@ class HeartbeatMonitor:
         self._seen = {island: (count, current_time) for island, count in store.count_heartbeats(islands).items()}
         self._read = current_time
 
-    def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
-        """The islands without a new heartbeat for the given time."""
+    def find_silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
+        """Find the islands without a new heartbeat for the given time."""
         current_time = time.monotonic()
         if current_time - self._read >= HEARTBEAT_SECONDS:
             self._read = current_time

@@ -165,7 +165,7 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
     if engines.delayed is None:
         engines.sync.begin_step(iteration, engines.optimizer.loss_scale.scale)
     engines.experts.begin_step()
-    dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands, None
+    dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands_in_step, None
     if config.masks_labels and (engines.holds_loss or _counts_in_world(engines)):
         # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
         # label is masked, micro-batches of equal size are averaged.
@@ -237,7 +237,7 @@ def make_metrics(
         num_micro_batches: number of its micro-batches on each replica.
         length: tokens of each sample.
     """
-    replicas = engines.topology.layout.dp * engines.sync_warmup.count
+    replicas = engines.topology.layout.dp * engines.sync_warmup.num_islands
     return StepMetrics(
         iteration=iteration + 1,
         losses={},

@@ -102,7 +102,7 @@ class ExpertTally:
                     assert bias is not None
                     step = (counts.mean() - counts).sign() * self._config.moe_router_bias_update_rate
                     bias.add_(step.to(bias.dtype).to(bias.device))
-        replicas = self._topology.layout.dp * self._sync_warmup.islands
+        replicas = self._topology.layout.dp * self._sync_warmup.islands_in_step
         loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * replicas)
         return {MOE_LOSS: loss}, loads
 

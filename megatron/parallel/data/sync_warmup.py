@@ -19,15 +19,16 @@ class SyncWarmup:
     """Sums over all islands in synchronous steps; no-ops in the other steps.
 
     Args:
-        count: number of islands.
+        num_islands: number of islands.
         steps: synchronous steps at the beginning of the run.
         ledger: ledger that counts the bytes.
         compressed: whether gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
 
-    ``group`` holds this rank and its peers in all islands, after the rendezvous; None without synchronous steps.
+    ``group`` holds this rank and the same rank of all other islands, after the rendezvous; None without synchronous
+    steps. ``active``: whether the current step is synchronous.
     """
 
-    count: int
+    num_islands: int
     steps: int
     ledger: Ledger
     compressed: bool = False
@@ -39,9 +40,9 @@ class SyncWarmup:
         self.active = self.group is not None and 0 <= iteration < self.steps
 
     @property
-    def islands(self) -> int:
-        """Number of islands that share this step."""
-        return self.count if self.active else 1
+    def islands_in_step(self) -> int:
+        """Number of islands that share this step: all in a synchronous step, else only this one."""
+        return self.num_islands if self.active else 1
 
     def all_reduce(self, tensors: list[Tensor], point: Point = Point.CONTROL) -> None:
         """Sum tensors over the islands in a synchronous step, in place, with bitwise identical results on all islands.
