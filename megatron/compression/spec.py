@@ -91,7 +91,8 @@ class Spec:
         if not values:
             return self.options
         types = {name: type(getattr(self.options, name)) for name in values}
-        return replace(self.options, **{n: types[n](round(v) if types[n] is int else v) for n, v in values.items()})
+        values = {name: round(value) if types[name] is int else types[name](value) for name, value in values.items()}
+        return replace(self.options, **values)
 
     def extreme_options(self) -> list[Any]:
         """Options with the lowest values during the run, and options with the highest values."""
@@ -166,12 +167,12 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
 
 
 def point_name(text: str) -> str:
-    """Name of the point, or of the points, of a value of ``--compress``."""
+    """Name before the ``=`` of a value of ``--compress``: a point, or several points such as ``experts``."""
     return text.partition("=")[0].strip().lower()
 
 
 def named_points(texts: Iterable[str]) -> set[str]:
-    """Names of the points that values of ``--compress`` serve; those of several points expanded."""
+    """Names of all points that values of ``--compress`` serve."""
     return {point_name(each) for text in texts for each in expand_spec(text)}
 
 
@@ -179,7 +180,7 @@ def expand_spec(text: str) -> list[str]:
     """Expand a spec for several points to a spec for each point.
 
     Raises:
-        UserError: when the word after ``experts=`` is unknown, or when an option repeats the word's choice.
+        UserError: when the word after ``experts=`` is unknown, or an option is one that the word already sets.
     """
     point_name, equals, spec_text = text.partition("=")
     point_name = point_name.strip().lower()
@@ -217,26 +218,25 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         if key in values:
             raise UserError(f"{key} is given twice; leave one out")
         values[key] = value.strip()
-    alias = point is Point.EMBED_GRAD and name == FUSED
+    is_fused_name = point is Point.EMBED_GRAD and name == FUSED
     try:
-        registration = registry["none" if alias else name]
+        registration = registry["none" if is_fused_name else name]
     except KeyError as error:
         raise UserError(f"{error.args[0]}{nearest(name, registry.names)}") from None
     try:
         registration.check_serves(point, name)
     except UserError as error:
         fitting = [other for other in registry.names if can_serve(registry[other], point, other)]
-        use = [
-            f"; use {other}" for other in registration.alternatives if _accepts_spec(point, other, registry, length)
-        ][:1]
-        raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
+        accepted = (spec for spec in registration.alternatives if _accepts_spec(point, spec, registry, length))
+        advice = next((f"; use {spec}" for spec in accepted), "")
+        raise UserError(f"{error}{advice}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: values.pop(key).lower() for key in COMMON if key in values}
     preset, point_options = "", None
     if point in POINT_OPTIONS:
         preset = values.pop(PRESET, "").lower()
-        why = NOT_OFFERED.get(preset.removesuffix("-like"))
-        if why:
-            raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
+        reason = NOT_OFFERED.get(preset.removesuffix("-like"))
+        if reason:
+            raise UserError(f"{PRESET}={preset}: {reason}; the choices are {', '.join(PRESETS)}")
         if preset and preset not in PRESETS:
             raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
         point_values = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON}
@@ -249,7 +249,39 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     for key in values:
         if key not in flags:
             raise UserError(f"{name} has no option {key!r}{nearest(key, flags)}; its options are: {', '.join(flags)}")
-    # Options that change over the run begin with their first values.
+    schedules = _read_schedules(values, registration, name, length)
+    options = options_from_words(registration.config, values, name)
+    for field_name, schedule in schedules.items():
+        for number in schedule.values:
+            replace(options, **{field_name: type(getattr(options, field_name))(number)})
+    feedback = _parse_feedback(point, registration, name, common.get("error-feedback"))
+    spec = Spec(
+        point,
+        name,
+        registration,
+        options,
+        _parse_activation(point, common, length),
+        feedback,
+        is_fused_name or _parse_fused(point, common.get("fused", "off")),
+        schedules,
+        point_options,
+        preset,
+        _parse_decay(point, feedback, common.get("feedback-decay", "1")),
+    )
+    if spec.decay < 1.0 and spec.make_rounds().traits.scales_residual:
+        raise UserError(f"feedback-decay={spec.decay:g}: {name} itself scales the residual here; leave it out")
+    if spec.activation.evaluation and spec.remembered_samples:
+        raise UserError(f"eval=on: {name} remembers training samples, but evaluation has other samples; leave it out")
+    problem = spec.make_compressor().problem(spec.activation)
+    if problem:
+        raise UserError(problem)
+    return spec
+
+
+def _read_schedules(
+    values: dict[str, str], registration: Registration, name: str, length: RunLength
+) -> dict[str, Schedule]:
+    """Read the options that change over the run, and replace each of them in ``values`` with its first value."""
     schedules = {}
     declared = {option.flag: option for option in field_options(name, registration.config)}
     for key, value in values.items():
@@ -268,32 +300,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         schedules[declared[key].name] = schedule
         first = schedule.at(0)
         values[key] = str(round(first)) if declared[key].element is int else repr(first)
-    options = options_from_words(registration.config, values, name)
-    for field_name, schedule in schedules.items():
-        for number in schedule.values:
-            replace(options, **{field_name: type(getattr(options, field_name))(number)})
-    feedback = _parse_feedback(point, registration, name, common.get("error-feedback"))
-    spec = Spec(
-        point,
-        name,
-        registration,
-        options,
-        _parse_activation(point, common, length),
-        feedback,
-        alias or _parse_fused(point, common.get("fused", "off")),
-        schedules,
-        point_options,
-        preset,
-        _parse_decay(point, feedback, common.get("feedback-decay", "1")),
-    )
-    if spec.decay < 1.0 and spec.make_rounds().traits.scales_residual:
-        raise UserError(f"feedback-decay={spec.decay:g}: {name} itself scales the residual with these options; leave it out")
-    if spec.activation.evaluation and spec.remembered_samples:
-        raise UserError(f"eval=on: {name} remembers training samples, but evaluation has other samples; leave it out")
-    problem = spec.make_compressor().problem(spec.activation)
-    if problem:
-        raise UserError(problem)
-    return spec
+    return schedules
 
 
 def _point_flags(point: Point) -> list[str]:
