@@ -1,6 +1,6 @@
 """Conformance checks of compressors against the interfaces in ``api.py``, on simulated ranks in a single process.
 
-Tests of a plug-in call ``check_compressor``. Each check raises a ``CompressorFault`` that names the broken promise. The
+Tests of a plug-in call ``check_compressor``, which raises a ``CompressorFault`` that names each broken promise. The
 tests of the built-in compressors run the same checks on many more inputs.
 """
 
@@ -175,7 +175,7 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
 
 
 def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Check that messages fit the receiver's buffer and decode to finite tensors, and that inputs stay unchanged."""
+    """Check that messages fit the receiver's buffer and decode to finite tensors, and that inputs do not change."""
     codec, ends = make(), (CompressorState(), CompressorState())
     for step in range(3):
         x = noise(shape, dtype, step % 2)
@@ -348,7 +348,7 @@ def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dty
     _require(equal, f"a run resumed from a checkpoint has a different state{_STATE_ADVICE}")
 
 
-class _Run:
+class _FeedbackRun:
     """Steps with error feedback, with the exact and the compressed sums of all steps."""
 
     def __init__(self, make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
@@ -377,7 +377,7 @@ class _Run:
 
 def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
     """Check error feedback over six steps with three ranks."""
-    run, states = _Run(make, shape, kind), [CompressorState() for _ in range(3)]
+    run, states = _FeedbackRun(make, shape, kind), [CompressorState() for _ in range(3)]
     for step in range(6):
         run.step(3 * step, states)
     run.check_sums(states, "over six steps")
@@ -388,7 +388,7 @@ def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
 
     Each new replica gets an equal share of the sum of all residuals; other state is copied from the first replica.
     """
-    run, states = _Run(make, shape, "local"), [CompressorState() for _ in range(4)]
+    run, states = _FeedbackRun(make, shape, "local"), [CompressorState() for _ in range(4)]
     for step in range(3):
         run.step(4 * step, states)
     residual_share = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0) / 2

@@ -1,9 +1,9 @@
 """Messages of differences from a prediction at both ends: a sample's last visit, or the mean of its tokens.
 
 By sample (AQ-SGD, Wang et al. 2022, algorithm 1), both ends remember the receiver's value of each sample. The first
-visit sends the activation itself, unchanged, in half precision or in fixed point. Later visits send only the quantized
-difference, and the next difference includes its error. Both ends distinguish first from later visits by the sample ids
-and the sequence length; when the length changes, all samples are forgotten.
+visit sends the activation itself: as it is, in half precision, or in fixed point. Later visits send only the quantized
+difference, and the next difference makes up for the error of the last. Both ends distinguish first from later visits by
+the sample ids and the sequence length; when the length changes, all samples are forgotten.
 
 By token, both ends keep a running mean of the decoded activations of each token, and every message is a quantized
 difference from it. Samples need not repeat.
@@ -189,19 +189,12 @@ class DeltaCodec(Codec):
         wires = []
         for index, (sample, is_known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
             sample_x = x.select(1, index) if len(row) < x.dim() else x
+            seed = _seed(self.config, state)
             if is_known:
                 reference = self._recall(cache, sample, row, x.device)
-                wire = self.difference.encode(sample_x.float(), _seed(self.config, state), Role.DELTA, reference)
+                wire = self.difference.encode(sample_x.float(), seed, Role.DELTA, reference)
             else:
-                seed = _seed(self.config, state)
-                first_dtype = self._first_dtype(sample_x.dtype)
-                if first_dtype is None:
-                    wire = self.first.encode(sample_x.float(), seed)
-                else:
-                    wire = torch.zeros(
-                        self._nbytes(sample_x.shape, False, sample_x.dtype), dtype=torch.uint8, device=sample_x.device
-                    )
-                    wire[: sample_x.numel() * first_dtype.itemsize].view(first_dtype).copy_(sample_x.reshape(-1))
+                wire = self._encode_first(sample_x, seed)
                 reference = self._decode_first(wire, row, x.dtype)
             self._remember(cache, sample, reference)
             wires.append(wire)
@@ -254,6 +247,16 @@ class DeltaCodec(Codec):
         if is_known or first_dtype is None:
             return (self.difference if is_known else self.first).nbytes(row)
         return -(-row.numel() * first_dtype.itemsize // 4) * 4
+
+    def _encode_first(self, sample_x: Tensor, seed: int | None) -> Tensor:
+        """Encode the row of a first visit."""
+        first_dtype = self._first_dtype(sample_x.dtype)
+        if first_dtype is None:
+            return self.first.encode(sample_x.float(), seed)
+        nbytes = self._nbytes(sample_x.shape, False, sample_x.dtype)
+        wire = torch.zeros(nbytes, dtype=torch.uint8, device=sample_x.device)
+        wire[: sample_x.numel() * first_dtype.itemsize].view(first_dtype).copy_(sample_x.reshape(-1))
+        return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
         """Decode the row of a first visit, at the receiver and, from the same bytes, at the sender."""

@@ -1,7 +1,7 @@
 """PowerSGD ranks that follow the entropy of the gradient (EDGC, arXiv 2511.10333).
 
-The entropy of gradients decreases during training, and fewer columns carry the same share of them. The entropy is
-averaged over windows of iterations, and at each window's end a rule maps it to the rank for the next window.
+During training, the entropy of gradients decreases, and fewer columns suffice for the same share of a gradient. The
+entropy is averaged over windows of iterations, and at each window's end a rule maps it to the rank for the next window.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ class EDGCConfig(PowerSGDConfig):
 def differential_entropy(x: Tensor, stride: int = 1) -> float:
     """Differential entropy in nats of the finite elements, from a histogram of 1000 bins over their range.
 
-    NaN if no element is finite. Only every ``stride``-th element is sampled.
-
-    The entropy includes the logarithm of the bin width; without it, it would not depend on the gradient's scale.
+    NaN if no element is finite. Only every ``stride``-th element is sampled. The logarithm of the bin width is added,
+    without which the result would not depend on the gradient's scale.
     """
     counts_b, range_2 = sample_histogram(x, stride, _BINS)
     low, high = range_2.tolist()
@@ -136,7 +135,7 @@ class RankByEntropy:
             moves: False during the warm-up: its windows are measured, but do not change the rank.
         """
         measured = self.count > 0
-        if measured:
+        if measured:  # keep the first two windows, which are the reference, and the last two
             self.means = [*self.means[:2], *self.means[2:][-1:], self.sum / self.count]
         self.sum, self.count = 0.0, 0
         if moves and measured and len(self.means) >= 3:
@@ -273,7 +272,8 @@ class RankController(Controller):
     def _all_finite(self, reduced: Reduced) -> Generator[Request, Tensor, bool]:
         """Whether all gradients of all ranks are finite."""
         finite = bool(reduced.flats) and all(bool(finite_norm(flat)[1]) for flat in reduced.flats)
-        return float((yield Request(torch.tensor([0.0 if finite else 1.0])))) == 0.0
+        num_bad = yield Request(torch.tensor([0.0 if finite else 1.0]))
+        return float(num_bad) == 0.0
 
     def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
         """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds measured by the probe."""

@@ -40,13 +40,13 @@ class _MeasuredAggregate(Aggregate):
 
 
 class ErrorFeedback(RoundCompressor):
-    """A ``RoundCompressor`` with a residual, which is added to the input and then keeps the unsent part.
+    """A ``RoundCompressor`` with a residual: the unsent part of a tensor, which is added to the next input.
 
     Args:
         inner: the compressor; it must not change its input, unless it returns no ``local``.
-        kind: "local" keeps input - this rank's contribution to the sum. "aggregate" keeps input - sum / n, as in
-            PowerSGD's published code (Vogels et al. 2019, algorithm 2); the ranks' residuals then differ by the
-            differences of their gradients.
+        kind: "local" keeps the input minus this rank's contribution to the sum. "aggregate" keeps the input minus the
+            mean over the ranks, as in PowerSGD's published code (Vogels et al. 2019, algorithm 2); the ranks' residuals
+            then differ by as much as their gradients.
         decay: factor of the residual when it is added; below 1, part of it is forgotten (SparseLoCo, Sarfi et al.
             2025).
     """
@@ -117,8 +117,8 @@ class ErrorFeedbackCodec(Codec):
     For activation gradients of the pipeline, this is lazy error propagation (Optimus-CC, Song et al. 2023, section
     5.2): the error of a micro-batch is added to the next compressed micro-batch, across iterations.
 
-    When the sequence length changes, the error of each token moves to the token at the same position, and errors beyond
-    the last position wrap around to the first, so the sum of errors is conserved.
+    When the sequence length changes, errors stay at their positions, and those beyond the last position wrap around to
+    the first, so the sum of errors is conserved.
 
     Args:
         inner: the codec.

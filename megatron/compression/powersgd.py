@@ -83,7 +83,7 @@ class PowerSGD(RoundCompressor):
 
 
 def _share_of_width(divisor: int) -> Callable[[int], str]:
-    """Options with a rank of a share of the hidden size, after a warm-up of 4% of the run."""
+    """Options of a rung whose rank is a share of the hidden size, with a warm-up of 4% of the run."""
     return lambda hidden_size: f"rank={max(hidden_size // divisor, 1)},factors=fixpoint8,warmup=0.04"
 
 

@@ -1,4 +1,4 @@
-"""Store of equally sized rows by number: the most recently used in memory, the others in a file of this process.
+"""Store of equally sized rows: the most recently used in memory, the others in a file of this process.
 
 A worker thread reads ahead and writes behind, in the order of the requests, so rows can be loaded (``prefetch``) during
 computation.

@@ -2,7 +2,7 @@
 
 When the row size changes (longer sequences), all samples are forgotten.
 
-Deciding the content of a message (``visit``) and storing its rows (``store``) are separate, because a receiver decides
+Deciding what a message contains (``visit``) is separate from storing its rows (``store``), because a receiver decides
 when it posts the receive, before earlier messages have arrived. Both ends decide in the order of the messages, so they
 agree.
 """

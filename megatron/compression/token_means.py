@@ -37,12 +37,12 @@ def learn(state: CompressorState, tokens_n: Tensor, x_nh: Tensor, vocab_size: in
     sorted_n, order_n = tokens_n.sort(stable=True)
     x_nh = x_nh[order_n]
     finite_n = x_nh.isfinite().all(dim=1)
-    # Index of each token among the message's distinct tokens; as many slots as tokens, the last slots empty.
-    place_n = torch.cat([sorted_n.new_zeros(1), (sorted_n[1:] != sorted_n[:-1]).long()]).cumsum(0)
-    token_n = torch.zeros_like(sorted_n).index_put_((place_n,), sorted_n)
-    new_n = torch.zeros_like(x_nh[:, 0]).index_put_((place_n,), finite_n.float(), accumulate=True)
+    # A slot for each distinct token of the message; there are as many slots as tokens, and the last ones stay empty.
+    slot_n = torch.cat([sorted_n.new_zeros(1), (sorted_n[1:] != sorted_n[:-1]).long()]).cumsum(0)
+    token_n = torch.zeros_like(sorted_n).index_put_((slot_n,), sorted_n)
+    new_n = torch.zeros_like(x_nh[:, 0]).index_put_((slot_n,), finite_n.float(), accumulate=True)
     x_nh = x_nh.masked_fill(~finite_n.unsqueeze(1), 0.0)
-    sum_nh = torch.zeros_like(x_nh).index_put_((place_n,), x_nh, accumulate=True)
+    sum_nh = torch.zeros_like(x_nh).index_put_((slot_n,), x_nh, accumulate=True)
     share_n = new_n / (counts_v[token_n].clamp(max=horizon) + new_n).clamp(min=1.0)
     step_nh = share_n.unsqueeze(1) * (sum_nh / new_n.clamp(min=1.0).unsqueeze(1) - means_vh[token_n])
     # An empty slot adds zero to the mean of token 0.

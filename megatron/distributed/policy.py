@@ -117,8 +117,8 @@ class CompressionPlan:
             self._iteration = iteration
 
     def tune(self, point: Point, values: Mapping[str, float] | None) -> None:
-        """Set options chosen by a controller, or None for exact reductions on this stage. All ranks of the reduction
-        must make the same call."""
+        """Set the options that a controller has chosen; None means exact reductions on this stage. All ranks of the
+        reduction must make the same call."""
         self._tuned[point] = dict(values or {})
         self._exact = self._exact - {point} if values is not None else self._exact | {point}
 
@@ -127,7 +127,7 @@ class CompressionPlan:
 
         Args:
             point: a point with a compressor.
-            spec: the same compressor with other options, also after exact traffic; None for exact traffic.
+            spec: the same compressor with other options, which also ends exact traffic; None for exact traffic.
             text: the value of ``--compress``; unused for exact traffic.
         """
         if spec is None:

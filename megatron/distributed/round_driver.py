@@ -46,14 +46,14 @@ class _RunningCollective:
 class PackedReduction:
     """A pending reduction of several tensors that packs the requests of each round into shared collectives.
 
-    The first round starts at construction, so it overlaps with the caller's next work; the remaining rounds run in
-    ``finish``, which leaves the reduced tensors in the reductions.
+    The first round starts at construction, so it overlaps with the caller's next work. The remaining rounds run in
+    ``advance`` or ``finish``; ``finish`` leaves the reduced tensors in the reductions.
 
     Args:
         reductions: the tensors and their compressors, in the same order on every rank.
         group: the ranks.
         ledger, point: ledger that counts the bytes, and the point to charge.
-        sharded: this rank reads only its own share of the results.
+        sharded: whether this rank reads only its own share of the results.
         raw_bytes: bytes that exact collectives would have sent.
     """
 
@@ -224,7 +224,7 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
     Args:
         request: the request.
         group: the reducing ranks; the request's level may select a subset.
-        sharded: this rank reads only its own share of the result, if the request allows that.
+        sharded: whether this rank reads only its own share of the result, if the request allows that.
 
     Raises:
         CompressorFault: when the request is for a node level, and the group has no node groups.
