@@ -35,6 +35,21 @@ def test_kept_places_and_their_energy() -> None:
     assert probe.look()["w"]["energy"] == 0.0
 
 
+def test_gradients_are_read_before_the_update_replaces_them() -> None:
+    """After the step, the buffers hold the optimizer's update if a compressor needs it."""
+    probe, grad = _probe_and_gradient(w=(4, 5))
+    probe.begin_step(0)
+    grad[:] = 0.0
+    grad[:4] = 1.0
+    with probe.span("optimizer"):
+        grad[:] = 1.0
+    (finding,) = probe.findings(1)
+    assert finding.values["parameters"]["w"]["energy"] == 1.0
+    probe.begin_step(-1)
+    with probe.span("optimizer"):
+        assert next(iter(probe.findings(2))).values["parameters"] == {}
+
+
 def test_the_largest_are_counted_by_place() -> None:
     """20 numbers in 3 bins are 7, 7 and 6; a matrix of 2 numbers has 2 bins."""
     probe, grad = _probe_and_gradient(bins=3, w=(4, 5), small=(1, 2))
