@@ -19,7 +19,7 @@ from megatron.parallel.data.param_shards import ParamShard
 def make_inner(
     shards: Sequence[ParamShard], config: OptimizerConfig, norms: ParamNormReducer, matrices: MatrixGather
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the shards' main values, its state allocated.
+    """Build the optimizer over the shards' main values, and allocate its state.
 
     Args:
         shards: the shards that this rank updates.
@@ -89,7 +89,7 @@ def state_names(config: OptimizerConfig, shard: ParamShard) -> tuple[str, ...]:
 def set_hyperparameters(
     inner: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
 ) -> None:
-    """Set this step's learning rate, that of the vocabulary's rows where they have another, and weight decay."""
+    """Set this step's learning rate, that of input embeddings and the output layer if it differs, and weight decay."""
     for group in inner.param_groups:
         group["lr"] = decoupled_lr if group["of_vocabulary"] and decoupled_lr is not None else lr
         if group["decays"]:
@@ -97,9 +97,9 @@ def set_hyperparameters(
 
 
 def step_inner(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float) -> None:
-    """Update the main values by gradients divided by ``divisor`` (loss scale and clipping in one).
+    """Update the main values with the gradients divided by ``divisor``, for loss scale and clipping together.
 
-    torch's fused optimizers divide as they go, without another pass over the gradients.
+    torch's fused optimizers divide during the update, without another pass over the gradients.
     """
     for shard in shards:
         shard.main.grad = shard.grad if shard.grad.dtype == shard.main.dtype else shard.grad.to(shard.main.dtype)

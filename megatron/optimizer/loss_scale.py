@@ -29,7 +29,7 @@ class LossScale(Protocol):
 
 
 class ConstantLossScale:
-    """A constant scale (1 for bf16 and fp32). The command line's value wins over a checkpoint's."""
+    """A constant scale (1 for bf16 and fp32), from the command line even if a checkpoint has another."""
 
     def __init__(self, scale: float = 1.0) -> None:
         if scale <= 0:
@@ -54,8 +54,8 @@ class DynamicLossScale:
     """A scale that halves after overflows, doubles after a window of clean steps, and has a minimum.
 
     ``hysteresis`` is a budget of overflows: the overflow that exhausts it, and each later overflow, halves the scale.
-    The budget is refilled when a window completes and the scale grows, so a lone overflow inside a window is forgiven,
-    and a series of overflows halves the scale at once.
+    The budget is refilled when a window completes and the scale grows. So with a budget of 2, a lone overflow is
+    forgiven, and in a series of overflows each one after the first halves the scale.
 
     Raises:
         UserError: when a value cannot work.

@@ -51,7 +51,7 @@ class _MatrixJob:
 
 @dataclass(frozen=True)
 class _Wave:
-    """Matrices assembled at the same time, at most one at each owner; ``replicas``, if given, hold ranges of them."""
+    """Matrices assembled at the same time, at most one per owner; ``replicas``, if not None, hold ranges of them."""
 
     replicas: Group | None
     jobs: tuple[_MatrixJob, ...]
@@ -100,7 +100,7 @@ class MatrixGather:
             if wave.replicas is None:
                 self._change_slices(wave.jobs, [values_by_slot[id(job.slot)] for job in wave.jobs], empty, change)
                 continue
-            # The replicas send their ranges of slices to the owners, and get them back changed.
+            # The replicas send their ranges of slices to the owners, and receive the changed ranges.
             size, rank = wave.replicas.size, wave.replicas.rank
             jobs_by_owner = [[job for job in wave.jobs if job.replica == owner] for owner in range(size)]
             own_jobs = jobs_by_owner[rank]
@@ -182,8 +182,8 @@ def assign_owners(
 ) -> Iterator[tuple[int, int, int]]:
     """Assign each matrix to an owner, the costliest first.
 
-    The replica that holds most of a matrix owns it, unless it already has its share of the work: then the replica that
-    holds the next most does, or else the least loaded.
+    The replica that holds most of a matrix owns it, unless that replica already has its share of the work. Then the
+    replica with the next largest part does, and if none has room, the least loaded one.
 
     Returns:
         Index of the matrix, its owner's rank among the replicas, and its owner's tensor-parallel rank.

@@ -36,7 +36,7 @@ class StepTotals:
     Args:
         losses: mean of each loss in nats, by name; zero for a loss without items.
         counted: number of items in all losses together.
-        grad_sq: sum of squares of the scaled gradients of the whole model.
+        grad_sq: sum of squares of the applied gradients of the whole model, with their loss scale.
         params_sq: sum of squares of the parameters; None unless requested.
         num_zeros: number of zero elements in the gradients; None unless requested.
         votes: requests of all ranks to stop.
@@ -117,7 +117,8 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        # Lossy gathers of any stage give those of all stages separate memory: checkpoints hold all main values or none.
+        # If any stage gathers parameters through a compressor, the main values of all stages have separate memory,
+        # because a checkpoint holds all main values or none.
         separate = look_ahead is not None or (self.sharded and plan.is_compressed(Point.PARAM_GATHER))
         self.shards = make_local_shards(buffers, self.sharded, separate)
         ahead = None if look_ahead is None else LookAhead(self.shards, look_ahead)
@@ -147,7 +148,7 @@ class Optimizer:
         """Add the numbers of the gradients to apply, and the votes, to this rank's numbers of a step.
 
         Args:
-            completed: losses of a step, and whether its gradients are finite if a later step applies them.
+            completed: losses of a step and, if a later step applies its gradients, whether they are finite.
             gradients: properties of the gradients to apply; None if there are no delayed gradients yet.
             votes: this rank's requests to stop.
 
@@ -202,7 +203,7 @@ class Optimizer:
         new_is_finite = not summary.not_finite if delayed else can_apply
         finite = new_is_finite and (gradients is None or can_apply)
         totals = replace(totals, finite=finite, new_finite=new_is_finite, scale_can_fall=self.loss_scale.can_fall)
-        # A sum that overflowed under an earlier, larger scale says nothing of the present one.
+        # A sum that overflowed under an earlier, larger scale says nothing about the current scale.
         of_this_scale = gradients is None or gradients.loss_scale <= totals.loss_scale
         self.loss_scale.update(found_inf=not finite if of_this_scale else not new_is_finite)
         # The items of this step's losses do not matter to the gradients of an earlier step.

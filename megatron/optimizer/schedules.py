@@ -1,8 +1,8 @@
 """Learning-rate and weight-decay schedules: pure functions of the samples consumed.
 
-A length given in iterations is multiplied by the global batch size and a length in tokens is divided by the
-sequence length (exactly: fractions of a sequence count), so that every schedule counts in samples. A learning rate
-with a decay given in tokens counts samples by their tokens: a sample of half the sequence length is half a sample.
+Every schedule counts in samples: lengths in iterations are multiplied by the global batch size, and lengths in tokens
+are divided by the sequence length, without rounding. If the decay of the learning rate is given in tokens, a sample of
+half the sequence length counts as half a sample.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ OnMismatch = Literal["refuse", "command-line", "checkpoint"]
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """The parameters of the two schedules. Lengths are in samples (fractions of a sample are allowed).
+    """The parameters of both schedules. Lengths are in samples (fractions of a sample are allowed).
 
-    The last ``annealing_samples`` of the decay's length are the decay of ``WSD``, which is constant before them.
+    With ``WSD``, the learning rate is constant after the warm-up and decays in the last ``annealing_samples`` of
+    ``decay_samples``.
     ``decoupled_lr`` and ``decoupled_min_lr``, unless None, replace ``max_lr`` and ``min_lr`` for input embeddings and
     the output layer.
     """
@@ -154,9 +155,9 @@ def schedule_values(
         options: the optimizer's section.
         global_batch_size: samples per step; the final size of a ramp-up.
         seq_length: tokens of a sample.
-        train_iters, train_samples, train_tokens: length of the run, the default length of the decay. A run with
-            ``train_samples`` or only ``train_tokens`` is counted in samples, and lengths in iterations are ignored; and
-            vice versa. A length in tokens takes precedence over both.
+        train_iters, train_samples, train_tokens: length of the run, the default length of the decay. With
+            ``train_samples``, or only ``train_tokens``, the schedules' lengths in iterations are ignored; with
+            ``train_iters``, those in samples. Lengths in tokens take precedence over both.
 
     Raises:
         UserError: when no length is given, or when the lengths do not fit each other.
@@ -239,10 +240,12 @@ class StepRates(NamedTuple):
 class LRSchedule:
     """The schedules at a position: the samples consumed by optimizer steps that were not skipped.
 
-    ``on_mismatch`` decides when a checkpoint was written under other values: refuse (as Megatron does), take the
-    command line's (``--override-opt_param-scheduler``) or the checkpoint's (``--use-checkpoint-opt_param-scheduler``).
-    ``overrides`` names values for which the command line always wins (``--use-new-lr``, ``--use-new-min-lr``).
-    ``tokens_per_sample`` is the full sequence length, if the learning rate counts by tokens.
+    Args:
+        values: the parameters of the schedules.
+        on_mismatch: reaction to a checkpoint with other values: refuse it (as Megatron does), take the command line's
+            (``--override-opt_param-scheduler``), or the checkpoint's (``--use-checkpoint-opt_param-scheduler``).
+        overrides: names of values for which the command line always wins (``--use-new-lr``, ``--use-new-min-lr``).
+        tokens_per_sample: the full sequence length, if the learning rate counts by tokens; else None.
     """
 
     def __init__(
@@ -362,7 +365,7 @@ class LRSchedule:
         self.consumed_samples, self.consumed_tokens = position, tokens
 
     def _relevant_fields(self) -> list[str]:
-        """Fields that matter: a constant schedule has no length, so such a run can be prolonged freely."""
+        """Fields that affect the schedules. A constant schedule has no length, so its run can be prolonged freely."""
         irrelevant_fields: set[str] = set()
         if self.values.decay_style == "constant":
             irrelevant_fields |= {"decay_samples", "min_lr", "decoupled_min_lr"}

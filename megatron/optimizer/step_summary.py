@@ -40,7 +40,7 @@ class StepSummary:
     """A rank's numbers of a step, or their sums over all ranks.
 
     Args:
-        losses: sum of each loss in nats and the number of items it sums, by name; the same names on all ranks.
+        losses: sum of each loss in nats and its number of items, by name; the same names on all ranks.
         votes: requests to stop.
         grad_sq: sum of squares of the scaled gradients.
         params_sq: sum of squares of the parameters.

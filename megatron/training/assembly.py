@@ -242,7 +242,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     # elsewhere.
     only_replicas = layout.tp == layout.pp == layout.ep == 1
     never_blocks = topology.device.type == "cpu" and all(buffer.group.split is None for buffer in buffers)
-    after_pass = delayed.advance if delayed is not None and (only_replicas or never_blocks) else lambda: None
+    after_pass = delayed.advance_reduction if delayed is not None and (only_replicas or never_blocks) else lambda: None
     return Engines(
         config=config,
         topology=topology,

@@ -155,7 +155,7 @@ class _UpdateCommunication:
             _launch(engines, delayed, usable=self._agreement.wait().usable)
         if number == self._reduce_at:
             with engines.ledger.computing():
-                self._gradients = delayed.take()
+                self._gradients = delayed.take_gradients()
             summary = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
             self._pending = _start_all_reduce(engines, summary)
 
@@ -183,7 +183,7 @@ def _complete_gradients(engines: Engines, delayed: DelayedGradients) -> StepSumm
     if engines.channel is not None:
         end_states(engines.channel.backward.states(), keep=True)
     with engines.ledger.computing():
-        not_finite = 1.0 - float(delayed.check_new())
+        not_finite = 1.0 - float(delayed.complete_gradients())
     return StepSummary(delayed.open_step.report_losses(), not_finite=not_finite)
 
 
@@ -198,7 +198,7 @@ def _launch(engines: Engines, delayed: DelayedGradients, *, usable: bool) -> Non
     step = delayed.open_step
     assert step is not None
     with engines.ledger.computing():
-        delayed.launch(step.iteration, step.loss_scale, usable=usable)
+        delayed.launch_reduction(step.iteration, step.loss_scale, usable=usable)
     delayed.open_step = None
 
 

@@ -138,7 +138,7 @@ class RunCheckpoints:
         raise_together(self.group, self.lock.explain_loss() if self.lock is not None else None)
         delayed = self.engines.delayed
         if delayed is not None:
-            delayed.settle()
+            delayed.settle_states()
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
             if delayed is not None:

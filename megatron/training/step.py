@@ -132,9 +132,10 @@ def train_step(
     delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
         losses = report_losses(engines, passes.programs[-1])
-        not_finite = 1.0 - float(delayed.check_new()) if delayed is not None else 0.0
+        not_finite = 0.0
         if delayed is not None:
-            gradients = delayed.take()
+            not_finite = 1.0 - float(delayed.complete_gradients())
+            gradients = delayed.take_gradients()
         else:
             gradients = engines.sync.reduce_gradients(sum(count for _, count in losses.values()))
         sync_warmup = engines.sync_warmup
@@ -155,7 +156,7 @@ def train_step(
     else:
         with ledger.computing(), timers(reduction, level=1):
             delayed.end_step(updated)
-            delayed.launch(iteration, loss_scale, usable=totals.usable)
+            delayed.launch_reduction(iteration, loss_scale, usable=totals.usable)
     expert_losses, loads = engines.experts.finish_step(len(batches), totals.usable)
     engines.plan.steps.skipped += totals.skipped
     engines.end_step(keep_states=totals.usable)

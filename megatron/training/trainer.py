@@ -151,7 +151,7 @@ class Trainer:
                             reason = self._run_iteration(batches, self._make_vote(signals))
             reason = max(reason, self._flush())
             if self.engines.delayed is not None:
-                self.engines.delayed.finish()
+                self.engines.delayed.finish_reduction()
             self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason
@@ -267,7 +267,7 @@ class Trainer:
         self._count_iteration()
         if self.schedule_choice is not None and self.schedule_choice.is_due:
             if self.engines.delayed is not None:
-                self.engines.delayed.finish()  # its messages would take a part of the links
+                self.engines.delayed.finish_reduction()  # its messages would take a part of the links
             with self.reporter.paused("schedule"):
                 report = self.schedule_choice.decide(count)
             self.reporter.line(report)

@@ -181,7 +181,7 @@ def release_engines(engines: Engines) -> None:
     """Release engines after their last use, so that ``free_memory`` can free them."""
     if engines.delayed is not None:
         flush_pipeline(engines, Timers())
-        engines.delayed.finish()
+        engines.delayed.finish_reduction()
     for buffer in engines.buffers:
         buffer.release()
 

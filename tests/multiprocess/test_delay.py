@@ -106,7 +106,7 @@ def _run(changes: Changes, steps: int) -> tuple[Trace, list[str]]:
     engines = tiny_engines(merge(changes, DELAY))
     trace = tiny_train(engines, steps)
     assert engines.delayed is not None
-    engines.delayed.finish()
+    engines.delayed.finish_reduction()
     return trace, disagreements(engines)
 
 
@@ -175,7 +175,7 @@ def _norms_and_states(changes: Changes, steps: int) -> tuple[list[float], list[d
     engines = tiny_engines(changes)
     trace = tiny_train(engines, steps)
     if engines.delayed is not None:
-        engines.delayed.settle()
+        engines.delayed.settle_states()
     states = [{name: x.clone() for name, x in state.export_tensors().items()} for state in engines.sync.states()]
     return trace.grad_norms, states
 
@@ -221,7 +221,7 @@ def _evaluated_between(changes: Changes, steps: int) -> tuple[list[float], list[
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         first = evaluate(engines, batches, 1, 2, 0).losses
         assert engines.delayed is not None
-        engines.delayed.settle()
+        engines.delayed.settle_states()
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         with engines.optimizer.publisher.exact_parameters():
             assert all(torch.equal(shard.main, shard.model) for shard in engines.optimizer.shards)
@@ -303,9 +303,9 @@ def _overflow_of_sum() -> list[float]:
         assert delayed is not None
         if delayed.in_flight is not None and delayed.in_flight.iteration == 2:
             before = _factors(engines)
-            delayed.finish()
+            delayed.finish_reduction()
             buffer.reduced_flat[0] = torch.inf
-            delayed.settle()
+            delayed.settle_states()
             assert all(map(torch.equal, _factors(engines), before))
 
     return tiny_train(engines, 7, after_step=overflow).grad_norms

@@ -88,7 +88,7 @@ def _train(changes: Changes, masked: bool, steps: int, grows: bool) -> tuple[Tra
     sizes = StepSizes(batches, LengthSchedule((8, 12, 16), (0, 2, 3))) if grows else None
     trace = tiny_train(engines, steps, masked, epoch=12, sizes=sizes)
     assert engines.delayed is not None
-    engines.delayed.finish()
+    engines.delayed.finish_reduction()
     return trace, disagreements(engines)
 
 

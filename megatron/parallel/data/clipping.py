@@ -1,4 +1,4 @@
-"""Clipping of each replica's gradient before the all-reduce, for compressors with noise that would trip it later."""
+"""Clipping of each replica's gradient before the all-reduce, for compressors whose noise would distort the norm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clip_replica(
 
     Args:
         buffers: local gradients, as parts of a mean over all replicas, times ``scale``.
-        topology, ledger: the groups of a small all-reduce, and its byte counter.
+        topology, ledger: groups of this rank, and ledger that counts the bytes.
         max_norm: maximum norm, above zero.
         scale: the loss scale.
     """

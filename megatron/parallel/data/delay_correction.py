@@ -34,9 +34,9 @@ class DelayCorrection:
 
 
 class GradientExtrapolation(DelayCorrection):
-    """Extrapolation of this step's gradients from the last two available: g + strength (g - g_before).
+    """Extrapolation of this step's gradients from the last two that were reduced: g + strength (g - g_before).
 
-    ``previous`` holds the last applied gradients without a loss scale, as they were reduced.
+    ``previous`` holds the gradients of the last update, without a loss scale and before their extrapolation.
     """
 
     name = "extrapolate"
@@ -65,8 +65,8 @@ class GradientExtrapolation(DelayCorrection):
 class LookAhead(DelayCorrection):
     """Extrapolation of the parameters along the last update: theta + strength (theta - theta_before).
 
-    Gradients are computed at the extrapolated parameters. ``previous`` holds the main values before the last update,
-    which serves as the estimate of the next update.
+    The last update serves as the estimate of the next, and gradients are computed at the extrapolated parameters.
+    ``previous`` holds the main values before the last update.
     """
 
     name = "lookahead"

@@ -41,7 +41,8 @@ class OpenStep:
 
     Args:
         iteration: 0-based number of the step.
-        num_micro_batches, seq_length: its number of micro-batches on each replica, and tokens of each sample.
+        num_micro_batches: number of its micro-batches on each replica.
+        seq_length: tokens of each sample.
         loss_scale: the loss scale in its gradients.
         report_losses: returns the sum and the number of items of each loss on this rank, by name.
         losses: means of the losses, once all ranks know them.
@@ -83,9 +84,8 @@ class DelayedGradients:
     Args:
         sync: reduction of the gradients.
         buffers: buffers with separate memory for the reduction.
-        plan: compressors of all points; set to the iteration that computed the gradients while these are finished and
-            applied.
-        correction: correction of the delay, if any; ``take`` extrapolates, and the optimizer looks ahead.
+        plan: compressors of all points; its step is that of the gradients while they are reduced and applied.
+        correction: correction of the delay, if any: ``take_gradients`` extrapolates, or the optimizer looks ahead.
         versions: parameters of the last two steps, whose passes take turns; None if pipelines are flushed.
 
     With ``--no-pipeline-flush``, ``open_step`` is the last step while some of its backward passes have not run, and
@@ -106,34 +106,34 @@ class DelayedGradients:
         self.last_outcome = StepOutcome()
         self.in_flight: InFlightGradients | None = None
 
-    def check_new(self) -> Tensor:
+    def complete_gradients(self) -> Tensor:
         """Complete this step's gradients; return whether they are finite on this rank: 1 or 0, fp64."""
         self._sync.complete_gradients()
-        if self.versions is not None:  # backward passes of the next step overwrite them before ``launch``
+        if self.versions is not None:  # backward passes of the next step overwrite them before ``launch_reduction``
             self._copy_new()
         return torch.stack([finite_norm(buffer.grads_flat)[1] for buffer in self._buffers]).amin()
 
-    def advance(self) -> None:
+    def advance_reduction(self) -> None:
         """Run the rounds in flight whose messages have arrived.
 
-        Call it only between passes of a training step: until ``take``, no other collective may use the same group,
-        since ranks get here at different times but must start a group's collectives in the same order.
+        Call it only between passes of a training step: until ``take_gradients``, no other collective may use the same
+        group, since ranks get here at different times but must start a group's collectives in the same order.
         """
         if self.in_flight is not None and self.in_flight.reduced is None:
             self._sync.advance_reduction()
 
-    def take(self) -> ReducedGradients | None:
+    def take_gradients(self) -> ReducedGradients | None:
         """Finish the reduction in flight, and correct its gradients for the step that applies them.
 
         Returns:
             Properties of the gradients; None if there are none.
         """
-        gradients = self.finish()
+        gradients = self.finish_reduction()
         if gradients is not None and isinstance(self.correction, GradientExtrapolation):
             self.correction.apply(gradients.loss_scale)
         return gradients
 
-    def finish(self) -> ReducedGradients | None:
+    def finish_reduction(self) -> ReducedGradients | None:
         """Finish the reduction in flight, and return properties of its gradients; None if there are none."""
         in_flight = self.in_flight
         if in_flight is None:
@@ -143,13 +143,13 @@ class DelayedGradients:
             in_flight.reduced = self._sync.finish_reduction(all_finite=True)
         return in_flight.reduced
 
-    def settle(self) -> None:
+    def settle_states(self) -> None:
         """Finish the reduction in flight, and commit its compressors' states if its sums are finite. A collective call.
 
-        Afterwards a checkpoint can hold the gradients and the states.
+        Afterwards, a checkpoint can save the gradients and the states.
         """
         assert self.open_step is None, "flush the pipeline first"
-        gradients, in_flight = self.finish(), self.in_flight
+        gradients, in_flight = self.finish_reduction(), self.in_flight
         if gradients is None or in_flight is None or in_flight.settled:
             return
         finite = self._sync.reduced_are_finite()
@@ -160,13 +160,13 @@ class DelayedGradients:
         """End the step that has applied the gradients.
 
         Args:
-            updated: whether they were finite, and there were any.
+            updated: whether there were any, and they were finite.
         """
         self._sync.end_step(keep_states=updated)
         if isinstance(self.correction, GradientExtrapolation):
             self.correction.end_step(updated)
 
-    def launch(self, iteration: int, loss_scale: float, *, usable: bool) -> None:
+    def launch_reduction(self, iteration: int, loss_scale: float, *, usable: bool) -> None:
         """Launch the reduction of this step's gradients, in place of those that were applied.
 
         Args:
@@ -190,15 +190,15 @@ class DelayedGradients:
             buffer.reduced_flat.copy_(buffer.grads_flat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Properties of the gradients in flight, the correction that has previous tensors, if any, and the outcome of
-        a step whose gradients were dropped."""
+        """Properties of the gradients in flight, the name of the correction if it has previous tensors, and the outcome
+        of a step whose gradients were dropped."""
         in_flight, correction = self.in_flight, self.correction
         has_previous = correction is not None and correction.previous is not None
         state: dict[str, Any] = {"previous": correction.name if correction is not None and has_previous else ""}
         if not self.last_outcome.usable:
             state["dropped"] = asdict(self.last_outcome)
         if in_flight is not None:
-            assert in_flight.reduced is not None, "settle before a save"
+            assert in_flight.reduced is not None, "settle the states before a save"
             state |= asdict(in_flight.reduced)
         return state
 

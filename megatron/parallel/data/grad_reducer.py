@@ -92,7 +92,8 @@ class GradReducer(BucketReducer):
     def mark_ready(self, index: int) -> None:
         """Mark the local gradients of bucket ``index`` as final, and launch the ready buckets that are next in order.
 
-        The previous bucket's intra-node rounds have had time to complete, so its inter-node round is started first.
+        Before each launch, the previous bucket's inter-node round is started: its intra-node rounds have had time to
+        complete.
         """
         self._ready[index] = True
         while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
@@ -114,9 +115,9 @@ class GradReducer(BucketReducer):
                 self._finite.append(finite_norm(flat)[1])
 
     def finite(self) -> Tensor:
-        """Flag: 1 if all recorded local gradients are finite, else 0."""
-        none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
-        return torch.stack([none, *self._finite]).amin()
+        """1 if all recorded local gradients are finite, else 0, as fp64."""
+        one = self.buckets[0].flat.new_ones((), dtype=torch.float64)
+        return torch.stack([one, *self._finite]).amin()
 
     def advance(self) -> bool:
         """Run the launched buckets' rounds whose messages have arrived, in the order of ``finish_reduction``.

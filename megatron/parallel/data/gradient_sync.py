@@ -188,7 +188,7 @@ class GradientSync:
         return self.group.size > 1 and self.reduce and any(reducer.clips_first for reducer in self.reducers)
 
     def observe_update(self) -> None:
-        """Pass the optimizer's update, which the buckets (with ``sharded``, local shares) hold, to compressors."""
+        """Pass the optimizer's update, which the buckets (with ``sharded``, local shares) now hold, to compressors."""
         if self.sharded:
             for buffer, bucket in self._buckets:
                 grads = buffer.grads_of(bucket)
@@ -298,8 +298,8 @@ class GradientSync:
         end_states(self.states(), keep_states)
 
     def _sum_over_islands(self) -> None:
-        """Sum the reduced gradients over islands, and send each element only once: each replica sends a share, and
-        only the first stage sends a tied embedding."""
+        """Sum the reduced gradients over islands. Each element is sent only once: each replica sends a share, and only
+        the first stage sends a tied embedding."""
         bucket_grads = [buffer.grads_of(bucket) for buffer, bucket in self._buckets]
         shares = [
             grads[local_share(bucket, buffer.group, True)]

@@ -36,7 +36,7 @@ class ParamAllGather:
         plan: plan with the compressor of ``PARAM_GATHER``.
         ledger: ledger that counts the bytes.
         sharded: whether each rank owns a share.
-        look_ahead: values of the model's parameters in training, if not the main values.
+        look_ahead: extrapolation of the model's parameters in training; None to train at the main values.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ParamAllGather:
 
     @contextmanager
     def exact_parameters(self) -> Iterator[None]:
-        """Set the model's parameters to the main values within this block, if they look ahead. All ranks enter it."""
+        """Context in which the model's parameters are the main values, even if they look ahead. All ranks enter it."""
         looks_ahead = self.look_ahead is not None and self.look_ahead.previous is not None
         if looks_ahead:
             self.publish_exactly()

@@ -22,7 +22,8 @@ class ParamShard:
         main: the values that the optimizer updates, fp32 (or fp64): the model's memory itself if the dtypes agree.
         model: the same range of the model's parameter, flat.
         grad: the same range of the reduced gradients, flat.
-        counted: whether this rank counts it in sums over replicas; of equal replicas only the first does.
+        counted: whether this rank counts the shard in sums over replicas: if replicas hold equal shards, only the first
+            does.
     """
 
     slot: ParamSlot
@@ -45,11 +46,11 @@ class ParamShard:
 
 
 def make_local_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = False) -> list[ParamShard]:
-    """The shards of this rank, over all chunks.
+    """Make the shards of this rank, over all chunks.
 
     Args:
         buffers: buffers of the chunks.
-        sharded: whether to own only an equal share of each bucket, which is sharded over its replicas.
+        sharded: whether this rank owns only its share of each bucket.
         separate: whether main values have separate memory even if the dtypes agree.
     """
     shards = []

@@ -15,8 +15,8 @@ class ParamVersions:
 
     Backward passes of a step need the values of its forward passes, while forward passes of the next step already use
     updated values. Autograd keeps a parameter rather than its values, so ``select`` exchanges the memory of all
-    parameters before a pass. The memory of a step does not change until its last backward has run: what else autograd
-    keeps, as a view of a parameter, stays valid too.
+    parameters before a pass. The memory of a step does not change until its last backward has run, so views of
+    parameters that autograd keeps stay valid, too.
 
     Args:
         buffers: buffers of all chunks, which hold the newest values.
@@ -33,7 +33,7 @@ class ParamVersions:
         self._selected: int | None = None
 
     def _values_in(self, memory: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-        """All parameters, and their values in the memory of a version."""
+        """All parameters with their views of the memory of a version."""
         return [
             (slot.param, flat[slot.start : slot.stop].view(slot.param.shape))
             for buffer, flat in zip(self._buffers, memory, strict=True)
@@ -42,7 +42,7 @@ class ParamVersions:
         ]
 
     def begin_step(self, iteration: int) -> None:
-        """Keep the present values as those of a step, in place of those of the step before the last."""
+        """Copy the current values for a step, over those of the step before the last."""
         for buffer, copy in zip(self._buffers, self._copies[iteration % 2], strict=True):
             copy.copy_(buffer.params_flat)
 

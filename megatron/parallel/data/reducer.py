@@ -48,7 +48,7 @@ class GradBucket:
     Args:
         flat: gradients, contiguous.
         ranges: ranges of the parameters, in order, with equal shapes next to each other.
-        skipped: the bucket is not reduced here (fused embedding).
+        skipped: whether the bucket is not reduced here but with the fused embedding.
     """
 
     flat: Tensor
@@ -104,7 +104,7 @@ class PendingBucket:
 
     Args:
         reduction: the pending reduction; None for a skipped bucket.
-        units: compressed units, in the order of ``reduction.reductions``, which start with them.
+        units: compressed units; ``reduction.reductions`` begins with theirs, in the same order.
     """
 
     reduction: PackedReduction | None
@@ -153,8 +153,7 @@ class BucketReducer:
 
     def states(self) -> Iterator[CompressorState]:
         """Compressor states of all units."""
-        for units in self.units:
-            yield from (unit.state for unit in units)
+        return (unit.state for units in self.units for unit in units)
 
     def _make_units(self, bucket: GradBucket) -> list[ParamStack]:
         """Make the compressed units of a bucket. Parameters outside the units are reduced exactly."""

@@ -27,7 +27,7 @@ class TrialReduction:
     Args:
         reduced: the step's reduced gradients, contiguous.
         local_range: range of the gradients that this rank holds.
-        fill: fills in the other ranks' ranges of a copy.
+        fill: gathers the other ranks' ranges of a copy.
         run: reduces a copy over the group, in place.
         ranks: number of ranks of the group.
         states: compressor states of the trial.
