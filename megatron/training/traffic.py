@@ -20,8 +20,11 @@ from megatron.training.metrics import PointTraffic
 _ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s", "inside_bytes")
 _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
+"""Norm of a residual over that of the compressor's input above which the residual counts as amplified."""
 _EXPANDED = 1.01
+"""Bytes sent over uncompressed bytes above which a compressor counts as expanding its input."""
 _OLD_STEPS = 1000.0
+"""Mean age in steps above which a residual counts as never sent."""
 
 
 def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic], computed_s: float) -> str:
@@ -86,8 +89,7 @@ class TrafficMeter:
         own_row = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         own_row += [sums[p][row] for row in range(3) for p in Point]
         own_row.append(self.engines.ledger.take_computed())
-        columns = list(zip(*gather_rows(topology.control, self.engines.ledger, own_row), strict=True))
-        *columns, computed = columns
+        *columns, computed = zip(*gather_rows(topology.control, self.engines.ledger, own_row), strict=True)
         count = len(Point)
         table = [columns[start : start + count] for start in range(0, len(columns), count)]
         traffic = {}
@@ -128,9 +130,10 @@ class TrafficMeter:
     def _residuals_by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
         """Measured residuals, by the group over which their figures are summed."""
         sync, channel = self.engines.sync, self.engines.channel
-        reduced = [entry for reducer in sync.reducers for entry in reducer.residuals() if entry[1].health is not None]
-        if reduced:
-            yield Point.DP_GRAD, sync.group, reduced
+        for reducer in sync.reducers:
+            reduced = [entry for entry in reducer.residuals() if entry[1].health is not None]
+            if reduced:
+                yield Point.DP_GRAD, reducer.group, reduced
         for tied in sync.ties:
             if tied.sync.state.health is not None:
                 yield Point.EMBED_GRAD, tied.sync.group, [([tied.slot.logical_name], tied.sync.state)]

@@ -8,6 +8,7 @@ import torch
 
 from megatron.compression.health import ResidualHealth
 from megatron.compression.points import Point
+from megatron.distributed.group import Group
 from megatron.training.metrics import PointTraffic
 from megatron.training.traffic import TrafficMeter, format_comm_line
 from tests.support.tiny import tiny_engines
@@ -43,6 +44,16 @@ def _warnings(statistics: tuple[float, float, float, float], reports: int) -> tu
         state.stage_health(ResidualHealth(*(torch.full((len(names),), x) for x in statistics)))
         warnings += meter.collect(1)[1]
     return warnings, names[0]
+
+
+def test_residuals_are_summed_over_the_ranks_that_reduce_them() -> None:
+    """Expert parameters have fewer replicas than others; the other data-parallel ranks hold other experts."""
+    meter = _meter()
+    reducer = meter.engines.sync.reducers[0]
+    for _, state in reducer.residuals():
+        state.stage_health(ResidualHealth(*torch.ones(4, 1)))
+    reducer.group = Group(None, (0,), 0, "expert replicas", "none")
+    assert {group for _, group, _ in meter._residuals_by_group()} == {reducer.group}
 
 
 def test_a_growing_residual_gives_a_single_warning() -> None:
