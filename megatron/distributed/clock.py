@@ -50,7 +50,7 @@ class HostClock:
 
 
 Clock = HostClock
-"""A clock of the host, or of a device, which overrides it."""
+"""A clock of the host, or its subclass for a device."""
 
 
 class DeviceClock(HostClock):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
@@ -40,13 +39,11 @@ class PendingGather:
         with ledger.encoding(point):
             wire = ledger.audited(point, codec).encode(x, state, key).wire
         self.out = out
-        exact = out is not None and wire.dtype == x.dtype and wire.shape == x.shape
-        self.wires = (
-            out
-            if exact and out is not None
-            else torch.empty((group.size * wire.shape[0], *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
-        )
-        self._alive = wire
+        if out is not None and wire.dtype == x.dtype and wire.shape == x.shape:
+            self.wires = out
+        else:
+            self.wires = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
+        self._alive = wire  # until the all-gather has sent it
         self.pending: Pending = group.all_gather(self.wires, wire)
         if group.size > 1:
             raw = num_bytes(x) if raw_bytes is None else raw_bytes

@@ -17,7 +17,7 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     """Cut the groups of a kind by node: into blocks of equal size, at the same positions in all groups.
 
     The ranks of a node form a block, or several if nodes hold different numbers of ranks: the block size is the
-    greatest that divides all of these numbers. Groups that are placed on nodes in different ways are not cut, as
+    greatest that divides all of these numbers. Groups that are placed on nodes in different ways are not cut, because
     tensor-parallel ranks must get equal sums of replicated tensors.
 
     Args:

@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def outer_spec(self) -> str:
-        """The spec of the point ``outer``, which islands exchange by; "" without islands."""
+        """The spec of the point ``outer``; empty without islands."""
         outer_specs = (spec for spec in self.specs if spec.startswith(f"{Point.OUTER.value}="))
         return next(outer_specs, "") if self.islands > 1 else ""
 
@@ -118,7 +118,7 @@ class Choice:
         return [boundary for boundary in range(placement.num_virtual_stages - 1) if placement.crosses(boundary)]
 
     def link_of(self, boundary: int) -> int:
-        """Return the pipeline rank with the link of a boundary to the rank after it, the first after the last."""
+        """The rank whose link to the next rank (cyclic) a boundary's messages use, in either direction."""
         first, second = self.placement.ends_of(boundary, forward=True)
         return first if (first + 1) % self.pp == second else second
 

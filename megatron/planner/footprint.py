@@ -90,9 +90,10 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
             saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
-        if choice.schedule == AUTO:  # its schedule may hold as many as are allowed
-            most = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
-            counts: frozenset[HeldCounts] = frozenset({((most, 0),), ((0, most),)} if rank > 0 else {((most, 0),)})
+        if choice.schedule == AUTO:  # which may hold as many micro-batches as are allowed
+            max_held = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
+            all_activations, all_records = ((max_held, 0),), ((0, max_held),)
+            counts: frozenset[HeldCounts] = frozenset({all_activations, all_records} if rank > 0 else {all_activations})
         else:
             counts = held_by_rank(
                 choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush
@@ -131,7 +132,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
 
 
 def _count_bytes(counts: HeldCounts, chunk_bytes: Sequence[tuple[float, float]]) -> float:
-    """Bytes of a rank's activations and records; ``chunk_bytes`` has the sizes of each, by chunk."""
+    """Bytes of a rank's activations and records; ``chunk_bytes`` holds the size of either, by chunk."""
     return sum(
         activations * saved_bytes + records * recorded_bytes
         for (activations, records), (saved_bytes, recorded_bytes) in zip(counts, chunk_bytes, strict=True)
@@ -177,8 +178,9 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         fused = book.fused(choice)
         reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
         levels = book.levels(choice, Point.EMBED_GRAD)
-        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in reduction.rounds)
-        by_point[Point.EMBED_GRAD.value] = 2 * each / choice.pp
+        holders = 2 * choice.dp if fused else 2
+        sent_by_holder = sum(sent_bytes(collectives, holders, levels) for collectives in reduction.rounds)
+        by_point[Point.EMBED_GRAD.value] = 2 * sent_by_holder / choice.pp
     if choice.sharded:
         by_point[Point.PARAM_GATHER.value] = sum(
             book.param_gather(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp

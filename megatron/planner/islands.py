@@ -61,7 +61,7 @@ class Transfer:
     state_bytes: float
 
     def waited_s(self, delay: int, step_s: float) -> float:
-        """Seconds not hidden by ``delay`` steps; a completed round is noticed, and the next started, after a step."""
+        """Seconds not hidden by ``delay`` steps. Rounds are started, and noticed to be complete, only between steps."""
         at, step = 0.0, 0
         for seconds in self.rounds_s:
             at = max(at, step * step_s) + seconds
@@ -78,12 +78,12 @@ class OuterPlan:
         every: inner steps of a round.
         in_step, local: number of synchronous iterations, and of iterations in which islands train independently.
         in_step_s: seconds that sums over islands add to a synchronous iteration.
-        round_s: seconds for which training waits in a round of all fragments.
+        round_s: seconds for which training waits in a round of every fragment.
         transfer_s: seconds of the transfers of a round, hidden or not.
         run_s: seconds that rounds add to the run.
         in_step_bytes, round_bytes: bytes that leave an island in a synchronous iteration, and in a round.
         mean_bytes: bytes that leave an island per iteration, on average.
-        memory_bytes: anchor, momentum, residual and pseudo-gradients on the fullest rank.
+        memory_bytes: outer parameters, momentum, residuals and pseudo-gradients on the fullest rank.
     """
 
     every: int
@@ -127,7 +127,7 @@ class OuterCosts:
         return max(self.stages.param_bytes, 4)
 
     def plan(self, choice: Choice, step_s: float) -> OuterPlan:
-        """Return the outer plan of a choice with a spec of ``outer`` and ``step_s`` seconds per step of an island."""
+        """The outer plan of a choice with a spec of ``outer``; ``step_s``: seconds of a step of an island."""
         iterations = self.stages.config.training.planned_iters
         assert iterations is not None
         spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
@@ -143,7 +143,7 @@ class OuterCosts:
         local_steps, count = schedule.end - schedule.start, len(transfers)
         # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
         turns = max(local_steps - 1, 0) // spec.outer_options.turn
-        sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
+        times_sent = [turns // count + (fragment < turns % count) for fragment in range(count)]
         inside_s = self._fixed_s(choice, count)
         fixed_s = [inside_s + transfer.coding_s for transfer in transfers]
         waited_s = [
@@ -152,8 +152,8 @@ class OuterCosts:
         ]
         transfer_s = sum(sum(transfer.rounds_s) for transfer in transfers)
         round_bytes = sum(transfer.nbytes for transfer in transfers)
-        run_s = sum(n * seconds for n, seconds in zip(sendings, waited_s, strict=True))
-        sent = sum(n * transfer.nbytes for n, transfer in zip(sendings, transfers, strict=True))
+        run_s = sum(n * seconds for n, seconds in zip(times_sent, waited_s, strict=True))
+        sent = sum(n * transfer.nbytes for n, transfer in zip(times_sent, transfers, strict=True))
         if local_steps:  # The last transfers are always waited for, regardless of ``delay``.
             run_s, sent = run_s + sum(fixed_s) + transfer_s, sent + round_bytes
         return OuterPlan(
@@ -190,7 +190,7 @@ class OuterCosts:
         return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
     def memory_bytes(self, choice: Choice) -> float:
-        """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
+        """Bytes of outer parameters, momentum, residuals and a fragment's pseudo-gradient on the fullest rank."""
         options, transfers = self.stages.book.specs(choice)[Point.OUTER].outer_options, self.transfers(choice)
         copies = 0 if options.offload else options.copies
         outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in range(choice.pp))

@@ -33,10 +33,10 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """Cost of reducing a piece's gradients over two replicas.
+    """Cost of reducing a piece's gradients over replicas.
 
     Args:
-        rounds: collectives of each round; the bytes do not depend on the number of replicas.
+        rounds: collectives of each round.
         coding_s: time of encoding and decoding.
         first_coding_s: the part of ``coding_s`` before the first round.
         state_bytes: bytes of the compressors' state.
@@ -82,7 +82,7 @@ class PieceCost:
     def with_changes(self, changed: Sequence[PieceCost]) -> PieceCost:
         """Costs with several compressors, from the costs with each of them alone.
 
-        Compressors of different points replace different operations, so that the changes of all costs add up.
+        Compressors of different points replace different operations, so their changes add up.
         """
         return replace(
             self,

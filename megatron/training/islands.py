@@ -59,7 +59,7 @@ _OWN_FLAGS = (
 )
 _SECONDS_TO_REFUSE = 5.0
 _MAX_OFFERED = 64
-"""Most checkpoints that an island offers to the others, newest first."""
+"""Maximum number of checkpoints that an island offers to the others, newest first."""
 
 
 def adapt_to_island(config: RunConfig) -> RunConfig:
@@ -106,7 +106,7 @@ def _holds_checkpoints(folder: str) -> bool:
 def folders_of_others(
     config: RunConfig, saved: SavedRun | None, topology: Topology, synchronous_steps: int = 0
 ) -> list[str]:
-    """Return the folders of all islands that saved a checkpoint, if this run's islands differ from them; else none.
+    """Return the folders of all islands that saved a checkpoint, if this run has other islands; otherwise none.
 
     Args:
         config, saved, topology: the run, the checkpoint that it starts from, and the ranks.
@@ -114,7 +114,7 @@ def folders_of_others(
 
     Raises:
         UserError: on every rank, when the checkpoint was saved in the middle of a round, which would be lost, or when
-            islands would go back to steps in common.
+            islands would return to synchronous steps.
     """
     root, number = config.checkpoint.load, config.islands.island
     outer = {} if saved is None else saved.common["outer"]
@@ -237,7 +237,7 @@ def reach_islands(
     local_iterations = run_together(group, lambda: _loadable_iterations(checkpoint) if topology.rank == 0 else [])
     iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
-    # A new run from a checkpoint's weights starts with steps in common, or from outer parameters that all islands have.
+    # A new run from a checkpoint's weights starts with synchronous steps, or with equal outer parameters.
     warmup = math.inf if checkpoint.finetune else outer.activation.warmup_iters
     chosen = islands.start.choose_iteration(iterations, warmup)
     if chosen is None or iterations[:1] == [chosen]:
@@ -253,8 +253,8 @@ def reach_islands(
 def _loadable_iterations(checkpoint: CheckpointConfig) -> list[int]:
     """Iterations of the checkpoints that an island can start from, newest first.
 
-    The checkpoint that would be loaded is listed even if incomplete, so that damage is reported instead of avoided in
-    silence. Later checkpoints, left by an earlier run that went further, are not.
+    The checkpoint that would be loaded is listed even if it is incomplete, so that damage is reported instead of
+    silently avoided. Later checkpoints, left by an earlier run that went further, are not listed.
 
     Raises:
         UserError: when no checkpoint can be used.
@@ -274,9 +274,9 @@ def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     """Join the other islands, if any.
 
     Args:
-        engines: engines of this rank, with the weights and state that they start from.
+        engines: engines of this rank, with their initial weights and state.
         env: environment of this process.
-        iteration: iterations that this island has done.
+        iteration: number of iterations that this island has completed.
         islands: the other islands.
 
     Raises:

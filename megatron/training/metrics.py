@@ -65,7 +65,7 @@ class StepMetrics:
     expert_loads: ExpertLoads = field(default_factory=dict)  # for layers with experts
     votes: StopVotes = NO_VOTES  # requests to stop, of all ranks
     iterations: int = 1
-    skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
+    skipped_iterations: int = 0  # steps without an update: a gradient was not finite, or no token counted
     nan_iterations: int = 0  # steps in a window with a loss that is not finite
     finite_gradients: bool = True
     searches_loss_scale: bool = False  # gradients overflowed under a loss scale that can still fall
@@ -279,10 +279,10 @@ def format_controller_lines(metrics: StepMetrics) -> list[str]:
 
 
 def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """Format the validation line (nats per token and perplexity of each loss), lines of several sets, and the scores of
+    """Format the validation line (nats and perplexity of each loss), a line for each of several sets, and the scores of
     files, between dash rules.
 
-    A loss that is not finite has no perplexity, nor has a task's loss.
+    A loss that is not finite has no perplexity, and neither has a task's loss.
     """
     line = f" validation loss at iteration {evaluation.iteration}"
     if evaluation.samples is not None:
@@ -302,7 +302,7 @@ def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
 
 
 def _values_of_losses(losses: Mapping[str, float]) -> str:
-    """Format losses and perplexities of an evaluation, with `` | `` after each."""
+    """Format the losses and perplexities of an evaluation, with `` | `` after each."""
     text = ""
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | "

@@ -49,7 +49,7 @@ class TensorwiseProducts(LinearProducts):
 
     Args:
         comm: the tensor-parallel ranks.
-        split_inputs: the layer is split by inputs, not by outputs.
+        split_inputs: whether the layer is split by inputs instead of outputs.
     """
 
     comm: TensorComm
@@ -83,7 +83,7 @@ class RowwiseProducts(LinearProducts):
 
     Args:
         comm: the tensor-parallel ranks.
-        split_inputs: the layer is split by inputs, not by outputs.
+        split_inputs: whether the layer is split by inputs instead of outputs.
     """
 
     comm: TensorComm

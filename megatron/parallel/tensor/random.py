@@ -16,7 +16,7 @@ from megatron.base.seeds import keyed_seed
 from megatron.parallel.tensor.shards import ParamSpec
 
 _INIT_ROWS = 256
-"""Rows drawn from a generator: a rank skips the blocks that it does not hold."""
+"""Number of rows per generator seed: a rank skips the blocks of rows that it does not hold."""
 
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -82,7 +82,7 @@ class DropoutKeys:
 class SiteKeys:
     """Seeds (sites, samples) of dropout masks, int64, on the CPU, where generators take them.
 
-    Seeds are a tensor because compiled code, the same for every micro-batch and layer, takes tensors as inputs.
+    They are a tensor, because compiled code is the same for every micro-batch and layer and takes tensors as inputs.
     """
 
     seeds_nb: Tensor
