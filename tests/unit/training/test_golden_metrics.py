@@ -97,11 +97,15 @@ class Run:
 
     def step(self, loss: float, grad_norm: float | None, lr: float, **norms: Any) -> None:
         """A step of half a second, the most of it computing; without a norm it is skipped."""
+        for observer in self.engines.ledger.observers:
+            observer.begin_step(self.progress.iteration)
         with self.timers("forward-backward", level=1), self.engines.ledger.computing():
             self.clock.now += 0.375
         self.engines.ledger.count_message(Point.DP_GRAD, 500, 2000)
         with self.engines.ledger.encoding(Point.DP_GRAD):
             self.clock.now += 0.125
+        with self.engines.ledger.span("optimizer"):
+            pass
         self.progress.iteration += 1
         self.progress.consumed_samples += 4
         self.reporter.after_step(
