@@ -1,9 +1,8 @@
 """A rank's part of a global tensor: boxes, as views of live memory.
 
-``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and
-loads objects that are not tensors (``__create_write_items__``, ``__create_chunk_list__``,
-``__get_tensor_shard__``). It writes the boxes it has and reads the boxes it has, which is all that resharding
-needs.
+``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and loads objects
+that are not tensors (``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). It writes and
+reads only the boxes that it has, which is all that resharding needs.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class LogicalShard:
         boxes: this rank's boxes; empty ones are dropped.
 
     Raises:
-        ValueError: when a box has another type or number of dimensions, or does not lie in the global
-            tensor.
+        ValueError: when a box has another dtype or number of dimensions, or does not lie in the global tensor.
     """
 
     global_shape: tuple[int, ...]

@@ -74,8 +74,8 @@ class CheckpointSaver:
     def poll(self) -> None:
         """Raise the error of a background save once it has ended on every rank; called once per step.
 
-        Ranks agree on whether it has ended, so that all raise at the same step. Costs nothing when no save is
-        pending.
+        Ranks agree on whether it has ended, so that all raise at the same step. This costs nothing without a pending
+        save.
         """
         if self._pending is not None and not any_rank(self._group, not self._pending.done()):
             self.finish_save()

@@ -105,7 +105,7 @@ class RoundSchedule:
 
     Args:
         options: options of the point.
-        start: number of iterations in step, before the first local iteration.
+        start: number of synchronous iterations, before the first local iteration.
         end: iterations of the whole run; after the last iteration, all fragments are sent.
     """
 

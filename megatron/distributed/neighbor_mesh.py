@@ -200,11 +200,8 @@ class Mesh:
                 self._selector.unregister(link)
                 del self._strangers[link]
                 peer = self._add_peer(rank, link)
-                peer.lines, peer._received_bytes, peer.closed = (
-                    stranger.lines,
-                    stranger._received_bytes,
-                    stranger.closed,
-                )
+                peer.lines, peer.closed = stranger.lines, stranger.closed
+                peer._received_bytes = stranger._received_bytes
                 if peer.closed:
                     self._close_link(link)
                 return

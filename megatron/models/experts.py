@@ -44,7 +44,7 @@ class Expert(nn.Module):
 
     Args:
         rank: the model and its setting; each tensor-parallel rank holds a slice of the inner width.
-        unshared: only this tensor-parallel rank holds the expert, with its full width.
+        unshared: whether only this tensor-parallel rank holds the expert, with its full width.
     """
 
     def __init__(self, rank: RankContext, unshared: bool = False) -> None:
@@ -78,7 +78,7 @@ class Expert(nn.Module):
         return self.dense_4h_to_h.weight, None if bias is None else bias if self.comm.rank == 0 else bias * 0.0
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Rows (r, h) to this tensor-parallel rank's partial outputs (r, h)."""
+        """Map rows (r, h) to this tensor-parallel rank's partial outputs (r, h)."""
         return linear(self.activation(linear(rows, *self.up)), *self.down)
 
 
@@ -180,16 +180,16 @@ class Experts(nn.Module):
                 out_sbh = shared_sbh * share_sb2[..., :1] + out_sbh * share_sb2[..., 1:]
             else:
                 out_sbh = out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
-        step = context.experts
-        if step is not None:
+        expert_context = context.experts
+        if expert_context is not None:
             counts = self.expert_comm.count_rows(routing.experts_tk, self.count)
-            step.statistics[self.layer, step.micro_batch] = (counts, routing.losses.detach())
+            expert_context.statistics[self.layer, expert_context.micro_batch] = (counts, routing.losses.detach())
             loss_weights = tuple(self.config.expert_losses.values())
             if any(loss_weights):
                 weights = routing.losses.new_tensor(loss_weights)
                 # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
                 objective = (routing.losses * weights).sum() / self.comm.size
-                out_sbh = _AttachLoss.apply(out_sbh, objective, step.loss_grad)
+                out_sbh = _AttachLoss.apply(out_sbh, objective, expert_context.loss_grad)
         return out_sbh, None
 
     def _apply_experts(self, x_sbh: Tensor, routing: Routing) -> Tensor:

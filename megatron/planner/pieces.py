@@ -135,12 +135,14 @@ class Pieces:
         tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
         weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
         targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
-        step = ExpertContext(0, torch.ones((), device=device), {}, {}) if config.model.has_experts else None
+        expert_context = None
+        if config.model.has_experts:
+            expert_context = ExpertContext(0, torch.ones((), device=device), {}, {})
         context = ForwardContext(
             segment_ids_bs=None if config.model.causal else tokens_bs,
             types_bs=tokens_bs,
             attention=self.backend.attention,
-            experts=step,
+            experts=expert_context,
         )
         rows = length // (stage.comm.size if stage.comm.sequence_parallel else 1)
         dtype = config.model.residual_dtype(stage.dtype)

@@ -9,35 +9,35 @@ from statistics import fmean, median, pvariance, variance
 from megatron.planner.compressor_search import WORTHWHILE
 
 MAX_SECONDS = 15.0
-"""Seconds of the rounds after the first, of which there must be at least ``_SETTLED_ROUNDS``, after which a gain that
-is still uncertain counts as none."""
+"""A gain counts as none if it is still uncertain after this many seconds, without those of the first round, and after
+``_SETTLED_ROUNDS`` rounds."""
 
 _MAX_SHARE, _LARGE_GAIN, _MAX_SHARE_OF_LARGE = 0.015, 0.1, 0.025
-"""Share of the run's time with the fastest set after which there is no further round; and the share of an iteration
-that an uncertain set must save in the mean for a larger share of the run.
+"""There is no further round once the choice has taken ``_MAX_SHARE`` of the run's time with the fastest set, or
+``_MAX_SHARE_OF_LARGE`` if an uncertain set saves ``_LARGE_GAIN`` of an iteration on average.
 
-The last round, and further steps of sets that gain, come on top: the whole choice shall take 2%.
+The last round, and further steps of sets that gain, come on top: the whole choice is to take 2%.
 """
 
 _SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
-"""Rounds after which gains above ``WORTHWHILE`` can be certain. If they were predicted, two rounds suffice after this
-many seconds. Before that, only gains above ``_CLEAR`` can be certain."""
+"""Gains above ``WORTHWHILE`` can be certain after ``_SETTLED_ROUNDS`` rounds or, if they were predicted, after two
+rounds and ``_SETTLED_SECONDS``. Before that, only gains above ``_CLEAR`` can be certain."""
 
 _CLEAR = 1 / 3
-"""Share of an iteration whose gain can be certain after few steps, if it was also predicted.
+"""Share of an iteration. A gain above it can be certain after few steps, if it was also predicted.
 
 Other processes can delay a single step to several times its usual time.
 """
 
 _SCATTER, _SCATTER_WEIGHT = 0.05, 4
-"""Assumed scatter of the ratio of two steps, and the number of rounds that it counts as.
+"""Assumed scatter of the ratio of two steps' times, and the number of rounds that this assumption counts as.
 
 With a machine's usual other processes, the times of half-second steps scatter by 3 to 5%.
 """
 
 _ERRORS_TO_GAIN, _ERRORS_TO_GAIN_AS_PREDICTED, _ERRORS_TO_GIVE_UP = 3.0, 2.0, 0.5
-"""Standard errors by which a gain must be above ``WORTHWHILE`` to be certain, also if twice ``WORTHWHILE`` or more was
-predicted, or below it to be given up.
+"""Numbers of standard errors: by which a gain must exceed ``WORTHWHILE`` to be certain; the same if at least twice
+``WORTHWHILE`` was predicted; and by which a gain must fall short of it to be given up.
 
 Choosing compressors that cost time is worse than missing a small gain.
 """
@@ -90,7 +90,7 @@ class TrialRounds:
         return self._spent_s >= (_MAX_SHARE_OF_LARGE if is_large else _MAX_SHARE) * run_s
 
     def gaining(self) -> list[int]:
-        """Return the sets that certainly save ``WORTHWHILE`` of an iteration."""
+        """The sets that certainly save ``WORTHWHILE`` of an iteration."""
         return [number for number in range(1, len(self._predicted_s)) if self._is_gain_certain(number)]
 
     def typical_s(self, number: int) -> float:

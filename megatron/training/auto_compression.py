@@ -197,8 +197,8 @@ def describe_choice(
     time_check: StepTimeCheck | None = None,
     settings: Settings = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Describe a choice for checkpoints: the specs in use and the settings, the layout and the budget that they were
-    chosen for, and the results of their checks. Empty without ``--compress auto``."""
+    """Describe a choice for checkpoints: its specs or their replacements, its settings, the layout and the budget that
+    they were chosen for, and the results of their checks. Empty without ``--compress auto``."""
     compression = config.compression
     if not compression.is_auto:
         return {}

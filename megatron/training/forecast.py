@@ -80,7 +80,7 @@ class Forecast:
         sizes: sizes of the run's steps.
         layout: mesh of the run.
         train_iters: iterations of the whole run.
-        evaluation_rounds: global batches of an evaluation of the validation set, and of the test set.
+        evaluation_batches: global batches of an evaluation of the validation set, and of the test set.
         work: operations for a sequence length; only ratios matter.
     """
 
@@ -90,14 +90,14 @@ class Forecast:
         sizes: StepSizes,
         layout: Layout,
         train_iters: int,
-        evaluation_rounds: tuple[int, int] = (0, 0),
+        evaluation_batches: tuple[int, int] = (0, 0),
         work: Callable[[int], float] = float,
     ) -> None:
         self._config = config
         self._sizes = sizes
         self._work = work
         self._train_iters = train_iters
-        self._evaluation_rounds = evaluation_rounds
+        self._evaluation_batches = evaluation_batches
         self._fill = (layout.pp - 1) / layout.chunks
         self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._pauses: dict[str, tuple[int, float]] = {}
@@ -141,7 +141,7 @@ class Forecast:
         # Pauses from the iteration's log line, which precedes those due with it, to the end. The final checkpoint comes
         # last, even if a save was due with the last iteration.
         config, last = self._config, self._train_iters
-        validates, tests = (rounds > 0 for rounds in self._evaluation_rounds)
+        validates, tests = (count > 0 for count in self._evaluation_batches)
         every, saves = config.validation.eval_interval, config.checkpoint.save_interval
         pauses = {
             "evaluate": (_count_due(every, iteration - 1, last) if validates else 0) + validates + tests,
@@ -155,7 +155,7 @@ class Forecast:
             elif activity == "evaluate":
                 batches = self._sizes.batches
                 count = batches.global_batch_size // batches.samples_per_micro_batch
-                seconds += times * (max(self._evaluation_rounds) * (count + self._fill) * per_slot * _FORWARD_SHARE)
+                seconds += times * (max(self._evaluation_batches) * (count + self._fill) * per_slot * _FORWARD_SHARE)
         return seconds
 
 

@@ -107,13 +107,15 @@ class Router(ShardedModule):
         bias = torch.zeros(experts, device=device, dtype=torch.promote_types(dtype, torch.float32))
         self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 
-    def forward(self, x_sbh: Tensor, dropout: DropoutKeys | None = None, step: ExpertContext | None = None) -> Routing:
+    def forward(
+        self, x_sbh: Tensor, dropout: DropoutKeys | None = None, context: ExpertContext | None = None
+    ) -> Routing:
         """Route all tokens of the micro-batch.
 
         Args:
             x_sbh: activations; this rank's slice of s under sequence parallelism.
             dropout: random keys of the input jitter; None in evaluation.
-            step: training state; None in evaluation.
+            context: training state; None in evaluation.
         """
         config = self.config
         wide = torch.promote_types(x_sbh.dtype, torch.float32)
@@ -142,7 +144,7 @@ class Router(ShardedModule):
         experts_tk = ranking_te.topk(config.moe_router_topk, dim=-1).indices
         weights_tk = self._routing_weights(logits_te, scores_te, experts_tk)
 
-        factor = config.moe_eval_capacity_factor if step is None else config.moe_expert_capacity_factor
+        factor = config.moe_eval_capacity_factor if context is None else config.moe_expert_capacity_factor
         capacity = kept_tk = None
         if factor is not None:
             # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
@@ -162,7 +164,7 @@ class Router(ShardedModule):
             within_capacity[order] = position < capacity
             kept_tk = within_capacity.view_as(experts_tk)
 
-        last_shares_e = None if step is None else step.shares.get(self.layer)
+        last_shares_e = None if context is None else context.shares.get(self.layer)
         losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], last_shares_e)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 

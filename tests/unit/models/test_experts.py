@@ -192,7 +192,7 @@ def test_an_integer_capacity_is_not_rounded_up() -> None:
     x_sbh = torch.randn(50, 1, HIDDEN, dtype=torch.float64)
     for factor, capacity in ((1.1, 55), (1.11, 56), (0.3, 15)):
         layer = _layer(num_experts=[2], moe_expert_capacity_factor=factor, moe_min_capacity=1)
-        assert layer.router(x_sbh, step=_step({}).experts).capacity == capacity
+        assert layer.router(x_sbh, context=_step({}).experts).capacity == capacity
 
 
 def test_capacities_of_evaluation_and_of_few_tokens() -> None:
