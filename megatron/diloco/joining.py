@@ -42,7 +42,7 @@ class Joining:
         stages: this rank's chunks of the model.
         sync: transfers and outer steps of this rank.
         islands: the other islands.
-        stateful_parts: checkpoint state besides tensors.
+        stateful_parts: checkpoint state other than tensors.
         tell: prints a line, on the rank that logs.
     """
 

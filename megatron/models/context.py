@@ -1,4 +1,4 @@
-"""Inputs of a forward pass besides activations."""
+"""Inputs of a forward pass other than activations."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Optimizer:
             votes: this rank's requests to stop.
 
         Returns:
-            Numbers whose sums over all ranks ``step`` needs.
+            This rank's numbers; ``step`` takes their sums over all ranks.
         """
         counted_shards = [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
         counted_grads = [] if gradients is None else [shard.grad for shard in counted_shards]

@@ -255,7 +255,7 @@ class OuterCosts:
         return counts
 
     def _fixed_s(self, choice: Choice, fragments: int) -> float:
-        """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
+        """Seconds of a fragment's round without transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
         wires = wires_of(self.stages.cluster, choice)
         local_s = max(self._replica_exchange_s(choice, stage, fragments, wires) for stage in range(choice.pp))
         requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands

@@ -26,7 +26,7 @@ from megatron.planner.piece_costs import EMBEDDING, HEAD, kind_of, piece_of, pie
 
 @dataclass(frozen=True)
 class StageCost:
-    """Costs of a pipeline rank besides its passes.
+    """Costs of a pipeline rank other than its passes.
 
     Args:
         pieces: number of each piece on the rank, by name.

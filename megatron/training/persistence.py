@@ -364,7 +364,7 @@ class RunCheckpoints:
 def _stateful_parts(
     engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]
 ) -> StatefulParts:
-    """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
+    """The stateful parts of a run: everything that a checkpoint holds other than tensors."""
     optimizer, controllers, outer, delayed = engines.optimizer, engines.sync.controllers, engines.outer, engines.delayed
 
     def set_runs(saved: Any) -> None:

@@ -1,4 +1,4 @@
-"""Position of a run: the counters in a checkpoint besides tensors."""
+"""Position of a run: the counters in a checkpoint other than tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Progress(SkippedSteps):
 
 @dataclass(frozen=True)
 class SavedCounters:
-    """Values of a checkpoint besides tensors, read and checked before anything is changed.
+    """Values of a checkpoint other than tensors, read and checked before anything is changed.
 
     Args:
         separate_main: whether the optimizer's main parameters are stored apart from the model's.

@@ -28,11 +28,11 @@ from megatron.training.progress_state import Progress, SavedCounters
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint that a run starts from, with its values besides tensors.
+    """A checkpoint that a run starts from, with its values other than tensors.
 
     Args:
         iteration: iteration of the checkpoint.
-        common: values of the checkpoint besides tensors.
+        common: values of the checkpoint other than tensors.
         counters: counters that describe the checkpoint's other contents.
         progress: position of the run; zero with ``--finetune``.
     """

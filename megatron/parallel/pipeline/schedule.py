@@ -160,12 +160,12 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
     """
     layout = Layout(pp=pp, chunks=2, v_shaped=True)
     last = layout.num_virtual_stages - 1
-    # The units at whose end a virtual stage has completed its micro-batches.
+    # Times at which each virtual stage has completed its micro-batches, by kind of pass.
     ends: dict[Pass, list[list[int]]] = {computation: [[] for _ in range(last + 1)] for computation in Pass}
     schedules: list[list[PipelineOp]] = [[] for _ in range(pp)]
 
     def find_input(computation: Pass, stage: int) -> int | None:
-        """Unit at whose end the next pass of a virtual stage has its input; None if it has none yet."""
+        """Find the time from which the next pass of a virtual stage has its input; None if it has none yet."""
         if computation is Pass.WEIGHT:
             inputs = ends[Pass.BACKWARD][stage]
         elif computation is Pass.FORWARD:
@@ -176,6 +176,7 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
         return inputs[number] if number < len(inputs) else None
 
     def choose(rank: int, unit: int) -> tuple[Pass, int] | None:
+        """Choose a rank's most urgent pass (computation, chunk) in a unit of time; None if none has its input."""
         stages = layout.virtual_stages(rank)
         in_flight = sum(len(ends[Pass.FORWARD][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
         possible: list[tuple[bool, bool, tuple[Pass, int]]] = []
