@@ -26,7 +26,7 @@ class TorchFile:
 
     Args:
         path: path of the file.
-        allowed: globals that it may use, apart from tensors and plain containers (``torch.serialization.safe_globals``).
+        allowed: further globals that it may use, beside tensors and containers (``torch.serialization.safe_globals``).
 
     Raises:
         UserError: when it is damaged, or the weights-only loader refuses it.
