@@ -39,7 +39,7 @@ from benchmarks.report import Column, Table, device_name, header, write_record
 from megatron.base.atomic import write_whole
 from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.planner.choice import make_choice
-from megatron.planner.cluster import Cluster, write_cluster
+from megatron.planner.cluster import Cluster, format_cluster
 from megatron.planner.measure import fill_in_measured
 from megatron.planner.predict import Predictor
 from megatron.training.schedule_choice import STEPS
@@ -213,7 +213,7 @@ def measure_cluster(name: str, bench: Bench, workers: Workers, out: Path) -> Clu
     specs = sorted({spec for case in bench.cases for spec in case.specs})
     (rates,) = workers.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
     cluster = fill_in_measured(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
-    (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
+    (out / f"cluster-{name}.yaml").write_text(format_cluster(cluster))
     return cluster
 
 

@@ -62,7 +62,7 @@ class CompressorCheckpoint:
     def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
         """Committed state tensors, by name. Every rank of the group calls this."""
         shards: dict[str, LogicalShard] = {}
-        tied: dict[str, tuple[StateSlice, str, Tensor]] = {}
+        tied: dict[str, tuple[StateSlice, Tensor]] = {}
         for state_slice in self._slices():
             slices = {
                 kind: state_slice.read_slice(kind, tensor)
@@ -74,32 +74,41 @@ class CompressorCheckpoint:
             for kind, local in slices.items():
                 shards[state_slice.label(kind)] = state_slice.shard(kind, local)
                 if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
-                    tied[state_slice.label(kind)] = state_slice, kind, local
+                    tied[state_slice.label(kind)] = state_slice, local
         if group is not None and self.layout.ties and self.sync.plan.is_compressed(Point.DP_GRAD):
-            # The stages that hold a parameter agree on the state to save for it, since their compressors may differ.
-            # They save a single residual, to which a stage without one contributes zeros; other state is saved under
-            # stage-specific names unless its form is the same on all stages.
-            buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
-            grad_slices = [self._grad_slice(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
-            held_slices = {state_slice.name: state_slice for state_slice in grad_slices if state_slice.stage[1] > 1}
-            types = {label: name_of_dtype(shards[label].dtype) for label in tied}
-            forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
-            rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
-            for label in sorted({label for _, row in rows for label in row}):
-                name, _, kind = label.removeprefix(PREFIX).rpartition("|")
-                stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
-                if name not in held_slices or all(form == stage_forms[0] for form in stage_forms):
-                    continue
-                if kind == RESIDUAL:
-                    state_slice, form = held_slices[name], next(form for form in stage_forms if form is not None)
-                    if label not in shards and state_slice.slot is not None:
-                        zeros = torch.zeros(state_slice.slot.param.shape, dtype=dtype_from_name(form[1]))
-                        shards[label] = state_slice.shard(RESIDUAL, zeros)
-                elif label in tied:
-                    tied_slice, _, local = tied[label]
-                    del shards[label]
-                    shards[tied_slice.stage_specific.label(kind)] = tied_slice.stage_specific.shard(kind, local)
+            self._agree_on_tied(shards, tied, group)
         return shards
+
+    def _agree_on_tied(
+        self,
+        shards: dict[str, LogicalShard],
+        tied: Mapping[str, tuple[StateSlice, Tensor]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Agree with the other stages that hold a tied parameter on the state to save, as their compressors may differ.
+
+        They save a single residual, to which a stage without one contributes zeros. Other state is saved under
+        stage-specific names, unless its form is the same on all stages.
+        """
+        buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
+        grad_slices = [self._grad_slice(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
+        held_slices = {state_slice.name: state_slice for state_slice in grad_slices if state_slice.stage[1] > 1}
+        forms = {label: [list(shards[label].global_shape), name_of_dtype(shards[label].dtype)] for label in tied}
+        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
+        for label in sorted({label for _, row in rows for label in row}):
+            name, _, kind = label.removeprefix(PREFIX).rpartition("|")
+            stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
+            if name not in held_slices or all(form == stage_forms[0] for form in stage_forms):
+                continue
+            if kind == RESIDUAL:
+                state_slice, form = held_slices[name], next(form for form in stage_forms if form is not None)
+                if label not in shards and state_slice.slot is not None:
+                    zeros = torch.zeros(state_slice.slot.param.shape, dtype=dtype_from_name(form[1]))
+                    shards[label] = state_slice.shard(RESIDUAL, zeros)
+            elif label in tied:
+                stage_specific, local = tied[label][0].stage_specific, tied[label][1]
+                del shards[label]
+                shards[stage_specific.label(kind)] = stage_specific.shard(kind, local)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restore this run's compressor state from a checkpoint. Every rank of the group calls this.

@@ -186,6 +186,7 @@ def init_process_group(
         store: the store that ``open_rendezvous_store`` returned, if it was called.
 
     Raises:
+        UserError: when ranks of other machines cannot reach this rank's store.
         CommunicationError: when the rendezvous fails.
     """
     timeout = timedelta(minutes=timeout_minutes)

@@ -308,8 +308,8 @@ def check_sites(cluster: Cluster) -> None:
         )
 
 
-def write_cluster(cluster: Cluster, path: str | Path = "cluster.yaml") -> str:
-    """Serialize a cluster as the text of a file for ``read_cluster``."""
+def format_cluster(cluster: Cluster, path: str | Path = "cluster.yaml") -> str:
+    """Format a cluster as the text of the file ``path``, which ``read_cluster`` reads."""
     values = dataclasses.asdict(cluster)
     return json.dumps(values, indent=2) + "\n" if _is_json(path) else dump_yaml(values)
 

@@ -48,8 +48,8 @@ from megatron.planner.cluster import (
     Device,
     check_sites,
     format_assumed_rates,
+    format_cluster,
     read_cluster,
-    write_cluster,
 )
 from megatron.planner.expert_imbalance import parse_imbalance
 from megatron.planner.growth import predict_growth
@@ -147,7 +147,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         if env.rank:
             return None
     machine = fill_in_measured(values, cluster)
-    write_whole(path, write_cluster(machine, path).encode(), "--cluster")
+    write_whole(path, format_cluster(machine, path).encode(), "--cluster")
     outliers = [f"{k} {v:.3g}" for k, v in values.items() if k in machine.corrections and v > MAX_USUAL_RATIO]
     if outliers:
         print(f"note: measured over predicted time: {', '.join(outliers)}; is the machine busy, or the model tiny?")

@@ -236,7 +236,7 @@ class RunCertificate:
             "messages": self.traffic.messages,
             "samples": [[*key, e.samples, e.worst_error, e.sha256] for key, e in self.sampler.entries.items()],
             "inputs": [[file.name, file.path, file.contents] for file in self._inputs],
-            # The reasons of the choice take predictions, and other ranks' may be rounded differently.
+            # The report holds predictions, which other ranks may round differently.
             "auto": self._auto_decision() if self.topology.rank == 0 else None,
         }
         group = self.topology.control.pg if self.topology.layout.world_size > 1 else None

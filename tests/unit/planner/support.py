@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, make_choice
-from megatron.planner.cluster import Cluster, Device, LinkSpec, write_cluster
+from megatron.planner.cluster import Cluster, Device, LinkSpec, format_cluster
 from megatron.planner.predict import Prediction, Predictor
 
 VOCAB = 1000
@@ -49,5 +49,5 @@ def write_files(folder: Path, config: RunConfig, cluster: Cluster = CLUSTER) -> 
     """Writes run.yaml and cluster.yaml; returns the planner's arguments."""
     run_file, cluster_file = folder / "run.yaml", folder / "cluster.yaml"
     run_file.write_text(config.to_yaml())
-    cluster_file.write_text(write_cluster(cluster))
+    cluster_file.write_text(format_cluster(cluster))
     return ["--config", str(run_file), "--cluster", str(cluster_file)]

@@ -17,9 +17,9 @@ from megatron.planner.cluster import (
     LinkSpec,
     Wire,
     format_assumed_rates,
+    format_cluster,
     read_cluster,
     wire_between,
-    write_cluster,
 )
 from megatron.planner.costs import wires_of
 
@@ -33,7 +33,7 @@ def test_a_written_cluster_is_read_back(name: str, tmp_path: Path) -> None:
         {"layer forward": 1.25, "coding dp-grad=powersgd,rank=32": 0.7},
     )  # fmt: skip
     path = tmp_path / name
-    path.write_text(write_cluster(cluster, path))
+    path.write_text(format_cluster(cluster, path))
     assert read_cluster(path) == cluster
 
 

@@ -22,7 +22,7 @@ from megatron.models.stages import padded_vocab_size
 from megatron.parallel.pipeline import schedule_plot
 from megatron.planner import report
 from megatron.planner.choice import make_choice
-from megatron.planner.cluster import LinkSpec, read_cluster, write_cluster
+from megatron.planner.cluster import LinkSpec, format_cluster, read_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
 from tests.support.disk import largest_file
@@ -218,7 +218,7 @@ def test_compressors_are_chosen_for_the_runs_layout(tmp_path: Path, capsys: pyte
     """By a flag, or by the run's own configuration; what is written repeats the choice."""
     words, best = _files(tmp_path), tmp_path / "best.yaml"
     slow = replace(CLUSTER, gpus_per_node=1, across=LinkSpec(0.05, 20.0))
-    (tmp_path / "cluster.yaml").write_text(write_cluster(slow))
+    (tmp_path / "cluster.yaml").write_text(format_cluster(slow))
     options = ["--max-loss-increase", "5%", "--write", str(best), "--json", str(tmp_path / "plan.json")]
     assert main([*words, "--compress", "auto", *options]) == 0
     output = capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_the_choice_of_compressors_is_compared_with_one_node_alone(
     words = _files(tmp_path)
     for gpus_per_node, count in ((CLUSTER.gpus // 2, 1), (CLUSTER.gpus, 0)):
         cluster = replace(CLUSTER, gpus_per_node=gpus_per_node, across=LinkSpec(0.05, 20.0))
-        (tmp_path / "cluster.yaml").write_text(write_cluster(cluster))
+        (tmp_path / "cluster.yaml").write_text(format_cluster(cluster))
         assert main([*words, "--compress", "auto"]) == 0
         assert capsys.readouterr().out.count("\none node alone, with the same global batch: ") == count
 
@@ -382,7 +382,7 @@ def test_a_full_disk_is_one_line(
 def test_measuring_keeps_other_corrections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = _files(tmp_path)
     corrections = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
-    (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=corrections)))
+    (tmp_path / "cluster.yaml").write_text(format_cluster(replace(CLUSTER, corrections=corrections)))
     rates = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
     monkeypatch.setattr("megatron.planner.command.measure_all", lambda *_: rates)
     assert main([*words, "--measure", "--no-search", "--gpus", "4"]) == 0

@@ -16,7 +16,7 @@ from megatron.config.flags import parse_args
 from megatron.launcher.islands import find_islands_problem, launch_parser
 from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import Choice, configure_first_island
-from megatron.planner.cluster import LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
+from megatron.planner.cluster import LinkSpec, check_sites, format_cluster, hop_wire, read_cluster, wire_between
 from megatron.planner.command import main
 from megatron.planner.islands import Transfer
 from megatron.planner.predict import Predictor
@@ -59,7 +59,7 @@ def test_a_group_across_sites_uses_their_link() -> None:
 
 def test_sites_are_written_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(write_cluster(SITES))
+    path.write_text(format_cluster(SITES))
     assert read_cluster(path) == SITES
     for sites in (3, 8):
         with pytest.raises(UserError, match=f"sites {sites}: 8 devices in nodes of 2 do not divide into equal sites"):
