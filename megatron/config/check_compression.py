@@ -47,9 +47,9 @@ def check_compression(
             )
         if probed.activation.epilogue:
             raise UserError("--check-orth-error-acti: compares all micro-batches; leave when=epilogue out")
+    stages = parallel.pipeline_model_parallel_size
     for point, spec in specs.items():
         flag = f"--compress {point.value}={spec.name}"
-        stages = parallel.pipeline_model_parallel_size
         for count, side in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
             if count is not None and stages == 1:
                 note(f"{flag}: stages={side}:{count} has no effect, there is one pipeline stage")
@@ -98,21 +98,25 @@ def check_compression(
             raise UserError(
                 f"{flag}: {parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; use fixpoint"
             )
-        if point is Point.PARAM_GATHER:
-            # All stages holding the tied embedding must receive the same values.
-            on_all_stages = model.shares_distances
-            # In V form, the first stage holds the output, too.
-            tied = stages > 1 and not parallel.in_v_form and (model.ties_embeddings or on_all_stages)
-            decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
-            holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
-            covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
-            if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
-                untie_advice = "" if decoder or on_all_stages else ", or --untie-embeddings-and-output-weights"
-                raise UserError(
-                    f"{flag}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all "
-                    f"gather it compressed, or none; write stages=all{untie_advice}"
-                )
+        if point is Point.PARAM_GATHER and parallel.use_distributed_optimizer and not spec.identity:
+            _check_tied_gather(flag, spec, model, parallel)
     return specs
+
+
+def _check_tied_gather(flag: str, spec: Spec, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that all stages that hold a tied embedding gather the same values of it."""
+    stages, on_all_stages = parallel.pipeline_model_parallel_size, model.shares_distances
+    # In V form, the first stage holds the output, too.
+    if stages == 1 or parallel.in_v_form or not (model.ties_embeddings or on_all_stages):
+        return
+    decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
+    holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
+    if len({spec.activation.covers_stage(stage, stages) for stage in holders}) > 1:
+        untie_advice = "" if decoder or on_all_stages else ", or --untie-embeddings-and-output-weights"
+        raise UserError(
+            f"{flag}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all "
+            f"gather it compressed, or none; write stages=all{untie_advice}"
+        )
 
 
 def no_traffic_reason(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:

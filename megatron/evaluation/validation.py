@@ -72,7 +72,7 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
     """
     topology = model.topology
     replicas = topology.layout.dp
-    size = math.gcd(samples // replicas, batch) if samples // replicas % batch else batch
+    size = math.gcd(samples // replicas, batch)
     batches = build_loader(
         dataset, consumed_samples=0, micro_batch_size=size, dp_rank=topology.dp.rank, dp_size=replicas, num_workers=0
     )

@@ -160,8 +160,8 @@ class Workspaces:
 def rows_to_keep(rows: Sequence[int], active_rows: Collection[int], recorded: bool) -> list[int] | None:
     """Indices of the rows to keep in memory after others have ended; None to keep all.
 
-    If steps are recorded, ended rows are computed along until they are half of all rows: fewer rows need a new
-    recording and are not faster.
+    If steps are recorded, ended rows are still computed until they are half of all rows: fewer rows need a new
+    recording and are no faster.
     """
     if len(active_rows) == len(rows) or (recorded and 2 * len(active_rows) > len(rows)):
         return None
