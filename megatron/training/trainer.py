@@ -371,9 +371,8 @@ class Trainer:
         """
         losses, scores = {}, None
         for evaluation_set in sets:
-            batch_size = evaluation_set.batch_size
-            count = batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
-            first = first_batch * batch_size
+            count = evaluation_set.batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
+            first = first_batch * evaluation_set.batch_size
             with self._make_loader(evaluation_set.dataset, first) as batches:
                 evaluation = evaluate(self.engines, batches, evaluation_set.num_batches, count, first)
             losses[evaluation_set.name] = evaluation.losses
