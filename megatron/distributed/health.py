@@ -191,7 +191,8 @@ class FailureDetector:
             for peer in self._mesh.peers.values():
                 if peer.lines or peer.rank not in self._last_heard:
                     self._last_heard[peer.rank] = self._beat
-                self._done |= {peer.rank} if _DONE in peer.lines else set()
+                if _DONE in peer.lines:
+                    self._done.add(peer.rank)
                 verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
                 peer.lines.clear()
                 if peer.closed and peer.rank not in self._done:
