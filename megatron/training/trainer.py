@@ -59,11 +59,10 @@ class Trainer:
         self.topology: Topology = engines.topology
         self.train_set, self.valid_sets, self.test_sets = plan.train_set, plan.valid_sets, plan.test_sets
         self.progress, self.schedule = checkpoints.progress, checkpoints.schedule
-        self.checkpoints, self.reporter = checkpoints, reporter
+        self.checkpoints, self.reporter, self.timers = checkpoints, reporter, reporter.timers
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck.of_run(engines, self.progress)
         self._unreported: StepMetrics | None = None  # of the last step, while some of its backward passes have not run
-        self.timers = reporter.timers
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
             exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -361,7 +360,7 @@ class Trainer:
         return open_loader(self.engines, dataset, consumed, num_workers=workers, trains=dataset is self.train_set)
 
     def _evaluate(self, sets: Sequence[EvaluationSet], first_batch: int, split: str, *, final: bool = False) -> None:
-        """Evaluate data sets, and report their losses and the mean over the sets.
+        """Evaluate data sets, with the scheduled options of the last iteration, and report their losses and the mean.
 
         Args:
             sets: data sets to evaluate.
@@ -370,6 +369,7 @@ class Trainer:
             final: whether this is an evaluation after training, with the number of samples in the report.
         """
         losses, scores = {}, None
+        self.engines.plan.begin_step(self.progress.iteration - 1)  # whoever has run it, or skipped it
         for evaluation_set in sets:
             count = evaluation_set.batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
             first = first_batch * evaluation_set.batch_size

@@ -485,3 +485,28 @@ def test_a_dense_run_continues_with_radius(prefix: Path, tmp_path: Path) -> None
     assert sparse[5] == pytest.approx(expected[5], rel=1e-5)
     assert sparse[12][0] != pytest.approx(expected[12][0], rel=1e-6)
     assert sparse[12][0] < expected[5][0]
+
+
+def _validation_losses(log: Path) -> list[float]:
+    """Losses of the evaluations, in order."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [event["lm_loss"] for event in events if event["kind"] == "validation"]
+
+
+def test_evaluations_of_a_checkpoint_compress_as_in_its_last_iteration(prefix: Path, tmp_path: Path) -> None:
+    """With the bits of that iteration, not of the first one; also after an iteration without a step."""
+    whole_log, evaluated_log, saved = tmp_path / "whole.jsonl", tmp_path / "evaluated.jsonl", tmp_path / "saved"
+    flags = tiny_flags(
+        prefix,
+        pipeline_model_parallel_size=2,
+        compress="pp-forward=fixpoint,bits=2@0/4@1/8@3,eval=on",
+        train_iters=4,
+        iterations_to_skip="4",
+    )
+    train(
+        2,
+        [*flags, "--save", str(saved), "--log-json-file", str(whole_log)],
+        [*flags, "--load", str(saved), "--skip-train", "--log-json-file", str(evaluated_log)],
+    )
+    assert len(_validation_losses(whole_log)) == 1
+    assert _validation_losses(evaluated_log) == _validation_losses(whole_log)
