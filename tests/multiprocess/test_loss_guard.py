@@ -154,6 +154,36 @@ def test_residuals_beyond_those_of_the_evidence_raise_the_cost() -> None:
     assert (values, lines) == other[:2]
 
 
+def _check_when_resumed(folder: Path) -> list[dict[str, float]]:
+    """Costs by a check after the step that follows a save, of the run that saved and of one that resumes it."""
+    changes = merge(_auto([FOUR_BITS], budget=100.0), {"parallel": {"delay": 1}})
+    costs = []
+    for section in ({"save": str(folder)}, {"load": str(folder)}):
+        engines = tiny_engines(merge(changes, {"checkpoint": section}))
+        checkpoints = tiny_checkpoints(engines, 2 if "save" in section else 0)
+        if "save" in section:
+            tiny_train(engines, 2)
+            checkpoints.save()
+        else:
+            saved = find_saved(checkpoints.config, engines.topology, checkpoints.log)
+            assert saved is not None
+            checkpoints.load(saved)
+        tiny_train(engines, 1, first=2)
+        guard = _guard(engines)
+        guarded = guard._points[Point.DP_GRAD]
+        guarded.settings[0] = replace(guarded.settings[0][0], residual=0.05), guarded.settings[0][1]
+        costs.append(guard.check().values["points"])
+    return costs
+
+
+def test_a_resumed_run_measures_the_residuals_of_delayed_gradients(tmp_path: Path) -> None:
+    """Whose reduction began in the last step; the gradients in the checkpoint were reduced before."""
+    (costs, resumed), others = run_ranks(2, _check_when_resumed, tmp_path)
+    assert resumed == costs
+    assert costs["dp-grad"] > 1.0
+    assert others == [costs, resumed]
+
+
 def test_the_settings_of_a_compressor_are_followed_to_exact_traffic() -> None:
     """The first exact reduction adds the residual."""
     (values, lines, _, (residuals, specs, used_specs)), _ = run_ranks(2, _check_residuals, 1e-9)
