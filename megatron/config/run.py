@@ -138,7 +138,12 @@ class RunConfig:
         settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
         specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
         check_islands(run.islands, run.parallel, run.training, run.model, specs)
-        check_delay(run.parallel, run.islands.several or Point.OUTER in specs, Point.PARAM_GATHER in specs)
+        gather = specs.get(Point.PARAM_GATHER)
+        check_delay(
+            run.parallel,
+            run.islands.several or Point.OUTER in specs,
+            gather is not None and not gather.identity,
+        )
         check_flush(
             run.parallel,
             run.model.has_experts,

@@ -414,5 +414,6 @@ def test_settings_similar_to_refused_settings_resolve(by_iterations: list[str]) 
         ("--data-path a b", 1),
         ("--tokenizer-type NullTokenizer", 1),
         ("--compress dp-grad=none --compress embedding=identity", 1),
+        (f"--delay 1 --delay-correction lookahead {DISTRIBUTED} --compress param-gather=none", 2),
     ):
         parse_args([*by_iterations, *flags.split()]).resolve(world_size)
