@@ -107,6 +107,17 @@ def flush_pipeline(engines: Engines, timers: Timers) -> None:
         _reset_codecs(engines)
 
 
+def complete_steps(engines: Engines, timers: Timers) -> None:
+    """Flush the pipeline, and finish the reduction of delayed gradients. A collective call.
+
+    Call it before work that is not part of a step, so that the traffic of steps is not counted as that of this work,
+    and compressors have their states.
+    """
+    flush_pipeline(engines, timers)
+    if engines.delayed is not None:
+        engines.delayed.finish_reduction()
+
+
 class _UpdateCommunication:
     """Communication for the update at a step's end, which runs between the step's passes.
 

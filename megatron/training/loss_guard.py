@@ -173,9 +173,7 @@ class LossGuard:
 
     def check(self) -> Finding:
         """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
-        it. A collective call."""
-        if self._engines.delayed is not None:
-            self._engines.delayed.finish()  # measures their residual, also in the first step of a resumed run
+        it. A collective call, after ``complete_steps``."""
         costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
         measurement = self._measure()
         for point, cost in measurement.costs.items():

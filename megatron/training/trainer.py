@@ -17,7 +17,7 @@ from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
-from megatron.training.flushless import flush_pipeline
+from megatron.training.flushless import complete_steps
 from megatron.training.loss_guard import LossGuard
 from megatron.training.metrics import StepMetrics
 from megatron.training.persistence import RunCheckpoints
@@ -149,8 +149,6 @@ class Trainer:
                         while self._may_continue(reason, self.train_iters) and not self._skips_next:
                             reason = self._run_iteration(batches, self._make_vote(signals))
             reason = max(reason, self._flush())
-            if self.engines.delayed is not None:
-                self.engines.delayed.finish_reduction()
             self.reporter.report_remaining_steps()
             if reason is ExitReason.DIVERGED:
                 return reason
@@ -305,8 +303,8 @@ class Trainer:
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
     def _flush(self) -> ExitReason:
-        """Run the passes that the last step has left, and report the step; return DIVERGED if the run has diverged."""
-        flush_pipeline(self.engines, self.timers)
+        """Complete the last step, and report it if that is left to do; return DIVERGED if the run has diverged."""
+        complete_steps(self.engines, self.timers)
         if self._unreported is not None:
             metrics, self._unreported = self._unreported, None
             warning = self.divergence.after_step(metrics)

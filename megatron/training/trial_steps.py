@@ -21,7 +21,7 @@ from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
-from megatron.training.flushless import flush_pipeline
+from megatron.training.flushless import complete_steps
 from megatron.training.run_plan import RunPlan
 from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.step import open_loader, take_full_batch, train_step
@@ -179,9 +179,7 @@ def _drop_engines(trials: Sequence[SetTrial]) -> None:
 
 def release_engines(engines: Engines) -> None:
     """Release engines after their last use, so that ``free_memory`` can free them."""
-    if engines.delayed is not None:
-        flush_pipeline(engines, Timers())
-        engines.delayed.finish_reduction()
+    complete_steps(engines, Timers())
     for buffer in engines.buffers:
         buffer.release()
 

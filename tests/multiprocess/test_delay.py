@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable
@@ -19,8 +20,10 @@ from megatron.training.evaluation import evaluate
 from megatron.training.replica_check import disagreements
 from megatron.training.saved_run import find_saved
 from megatron.training.step import evaluation_step, take_batches, train_step
+from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
+from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -259,6 +262,17 @@ def _advanced_gradients() -> float:
 
 def test_rounds_advance_between_the_passes() -> None:
     assert max(run_ranks(2, _advanced_gradients)) < 1e-6
+
+
+def test_a_log_counts_the_rounds_that_a_save_waits_for(prefix: Path, tmp_path: Path) -> None:
+    flags = tiny_flags(prefix, delay=1, compress="dp-grad=powersgd,rank=2,min-ratio=0", eval_iters=0, train_iters=3)
+    logs = tmp_path / "plain.jsonl", tmp_path / "saved.jsonl"
+    saves = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    train(2, [*flags, "--log-json-file", str(logs[0])], [*flags, *saves, "--log-json-file", str(logs[1])])
+    events = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
+    sent = [[e["comm"]["dp-grad"]["wire_bytes"] for e in run if e["kind"] == "train"] for run in events]
+    assert len(sent[0]) == 3
+    assert sent[0] == sent[1]
 
 
 def test_weights_are_saved_without_the_look_ahead(tmp_path: Path) -> None:

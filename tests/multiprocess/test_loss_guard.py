@@ -20,9 +20,11 @@ from megatron.planner.candidates import CandidateSpec
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate
+from megatron.training.flushless import complete_steps
 from megatron.training.loss_guard import CALM_CHECKS, LossGuard, _guard_point
 from megatron.training.saved_run import find_saved
 from megatron.training.step import take_batches
+from megatron.training.timers import Timers
 from megatron.training.traffic import TrafficMeter
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_train
@@ -169,6 +171,7 @@ def _check_when_resumed(folder: Path) -> list[dict[str, float]]:
             assert saved is not None
             checkpoints.load(saved)
         tiny_train(engines, 1, first=2)
+        complete_steps(engines, Timers())
         guard = _guard(engines)
         guarded = guard._points[Point.DP_GRAD]
         guarded.settings[0] = replace(guarded.settings[0][0], residual=0.05), guarded.settings[0][1]
