@@ -73,4 +73,6 @@ def fingerprint(path: str | Path) -> str:
                     digest.update(stream.read(length))
     except OSError as error:
         return f"unreadable ({error.strerror})"
+    except ValueError as error:  # no file has such a name
+        return f"unreadable ({error})"
     return f"{total} bytes with digest {digest.hexdigest()}"

@@ -22,6 +22,7 @@ Nothing is unpickled, and nothing but the folder and the run's input files is re
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -56,7 +57,7 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         UserError: when there is none.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path's method, false for too long names
         raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
     if (folder / CERTIFICATE).exists() or (folder / MANIFEST).exists():
         return folder
@@ -125,17 +126,17 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
     try:
         common = decode_plain((folder / COMMON).read_bytes())
         saved, choice = common["certificate"], common["compression_choice"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
+        turned_off = choice.get("turned_off", ())
+        specs_in_use = [spec for spec in choice.get("specs", ()) if point_name(spec) not in turned_off]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(f"{folder / COMMON} is not what a run with --certificate writes: {error!r}") from error
     stated = certificate.statements.to_dict()
     for name, value in stated.items():
         if not isinstance(saved, dict) or saved.get(name) != value:
             raise UserError(f"{folder / CERTIFICATE}: {name} differs from the one in {COMMON}")
     auto = certificate.statements.auto
-    if auto is not None and isinstance(choice, dict) and choice:
-        turned_off = choice.get("turned_off", ())
-        if [spec for spec in choice.get("specs", ()) if point_name(spec) not in turned_off] != list(auto.specs):
-            raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
+    if auto is not None and specs_in_use != list(auto.specs):
+        raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
     return f"as in {COMMON}, of iteration {certificate.iteration}"
 
 
@@ -180,6 +181,11 @@ def _machine_differences(statements: Statements) -> Iterator[str]:
             yield f"{file.name}, {file.path}, is {fingerprint(file.path)} here, and was {file.contents}"
 
 
+def _on_one_line(text: str) -> str:
+    """A text whose control characters, which a certificate's texts may hold, are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 when something differs or there is no certificate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,10 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = find_checkpoint(options.folder)
         lines = list(verify(folder, options.strict))
     except UserError as error:
-        print(f"verify: error: {error}".splitlines()[0], file=sys.stderr)
+        print(_on_one_line(f"verify: error: {error}"), file=sys.stderr)
         return 2
     try:
-        print("\n".join([f"{folder}: certified", *(f"  {line}" for line in lines)]))
+        print("\n".join(map(_on_one_line, [f"{folder}: certified", *(f"  {line}" for line in lines)])))
     except BrokenPipeError:  # as with `| head`
         sys.stdout = None
     return 0

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import parse_program
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training.console import make_output_last
@@ -16,7 +17,8 @@ from megatron.training.program import Ranks, run_program
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the machines and links, choose, and print the choice and the flags that take it.
 
-    The flags are those of ``pretrain_gpt.py``; ``--compress auto`` is implied. Nothing is loaded or saved.
+    The flags are those of ``pretrain_gpt.py``; ``--compress auto`` is implied. No weights are loaded, and nothing is
+    saved.
 
     Args:
         argv: words of the command line; those of the process if None.
@@ -33,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not compression.is_auto:
             compression = replace(compression, compress=[*compression.compress, "auto"])
         compression = replace(compression, compress_adapt=False)
-        checkpoint = replace(parsed.config.checkpoint, save=None, load=None)
-        parsed.config = replace(parsed.config, compression=compression, checkpoint=checkpoint)
+        parsed.config = replace(parsed.config, compression=compression)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
+        config = replace(resolve(parsed, env), checkpoint=CheckpointConfig())
         job = Job(after_choice=lambda _parts, _chosen: None)
-        train(ranks, resolve(parsed, env), parsed.notes, parsed.flag_fields, job)
+        train(ranks, config, parsed.notes, parsed.flag_fields, job)
 
     return run_program(body)

@@ -81,13 +81,16 @@ def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_choice_is_made_without_training(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
-    """On links as fast as this machine, whatever is chosen: the same report, nothing is saved, and bad flags take one
-    line."""
-    flags = tiny_flags(prefix, **STAGES, save=tmp_path / "saved", max_loss_increase=50)
+    """On links as fast as this machine, whatever is chosen: the same report, nothing is saved, though flags are of a
+    run that saves and resumes, and bad flags take one line."""
+    folders = {"save": tmp_path / "saved", "save_interval": 3, "certificate": True, "load": chosen[0] / "saved"}
+    resumed = {"ckpt_step": 3, "use_checkpoint_args": True}
+    flags = tiny_flags(prefix, **STAGES, **folders, **resumed, max_loss_increase=50)
     result = run_cli(2, ["tools/choose.py", *flags]).check()
     assert re.search(r"--compress auto: (?:measured|predicted) .*\n  pp-forward ", result.stdout)
     assert "measured and chosen in" in result.stdout
     assert "elapsed time per iteration" not in result.stdout
+    assert "the checkpoint's run" not in result.stdout
     assert not (tmp_path / "saved").exists()
     refused = run_cli(2, ["tools/choose.py", *flags, "--max-loss-increase", "0"])
     assert refused.returncode == 2

@@ -357,7 +357,8 @@ def test_the_command_explains_itself_and_refuses_in_one_line(
     text = capsys.readouterr().out
     for check in ("files", "statements", "bytes", "residuals", "replicas", "auto", "machine"):
         assert f"\n  {check} " in text
-    assert main([str(tmp_path / "missing")]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"verify: error: {tmp_path / 'missing'} is not a folder; name the one that --save wrote to"
-    ]
+    for name in ("missing", "long" * 100):
+        assert main([str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"verify: error: {tmp_path / name} is not a folder; name the one that --save wrote to"
+        ]

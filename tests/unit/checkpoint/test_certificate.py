@@ -59,7 +59,7 @@ def _statements(**changes: Any) -> Statements:
 
 
 def _save(root: Path, statements: Statements, choice: Any = None, **options: Any) -> Path:
-    choice = choice or {"specs": SPECS}
+    choice = {"specs": SPECS} if choice is None else choice
     common = {"iteration": 3, "certificate": statements.to_dict(), "compression_choice": choice}
     handle = save_checkpoint(root, 3, shards(model(3.0)), common, "seed: 1\n", statements=statements, **options)
     if handle is not None:
@@ -257,6 +257,22 @@ def test_the_choice_must_be_that_of_the_checkpoint(tmp_path: Path, capsys: pytes
     assert "auto differs from the choice" in _refusal(_save(tmp_path, other), capsys)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"specs": 5},
+        {"specs": [5]},
+        {"specs": SPECS, "turned_off": None},
+        [SPECS],
+        pytest.param({}, id="no choice"),
+    ],
+)
+def test_a_choice_that_no_run_writes_is_one_line(
+    choice: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "common.json" in _refusal(_save(tmp_path, _statements(), choice), capsys)
+
+
 @pytest.mark.parametrize(("specs", "is_right"), [([], True), (SPECS, False)])
 def test_a_compressor_that_was_turned_off_is_not_in_use(specs: list[str], is_right: bool, tmp_path: Path) -> None:
     turned_off = [SPECS[0].partition("=")[0]]
@@ -292,6 +308,27 @@ def test_input_files_are_compared_where_they_are(tmp_path: Path, capsys: pytest.
     data.write_bytes(b"tent")
     assert main([str(folder)]) == 0
     assert "warning: the .bin file of dataset 1 of --data-path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800"])
+def test_input_files_with_impossible_names_are_a_warning(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _save(tmp_path, _statements(inputs=[InputFile("--vocab-file", path, "1 byte")]))
+    assert main([str(folder)]) == 0
+    assert "  warning: --vocab-file, a\\" in capsys.readouterr().out
+    assert "is unreadable (" in _refusal(folder, capsys, "--strict")
+
+
+def test_texts_of_a_certificate_keep_to_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal sees no control character, and statements add no line."""
+    folder = _save(tmp_path / "reasons", _statements(not_sampled={"\x1b[2J": "\n  replicas: forged", "\ud800": "é"}))
+    assert main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4] == r"  residuals: \x1b[2J: not sampled: \n  replicas: forged"
+    assert lines[-3] == r"  residuals: \ud800: not sampled: é"
+    differ = _save(tmp_path / "differ", _statements(differences=["\x1b[2J"]))
+    assert _refusal(differ, capsys).endswith(r"replicas differ: \x1b[2J")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", ".", "a\0b", "sub/file"])
