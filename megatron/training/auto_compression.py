@@ -256,7 +256,7 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
     return SavedChecks(
         loss,
         choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None,
-        choice.integer("step_tokens") if choice.has("step_tokens") else None,
+        choice.integer("step_tokens", maximum=None) if choice.has("step_tokens") else None,
     )
 
 

@@ -155,9 +155,11 @@ def test_a_run_that_adapts_saves_itself(checkpoint: dict[str, Any]) -> None:
 def test_the_results_of_checks_are_kept() -> None:
     config = _choose(tiny_config(AUTO, 1), KEPT)[0]
     entry = {"chosen": "dp-grad=fixpoint,bits=4", "breaks": [1], "calm_checks": 3}
-    saved = SimpleNamespace(common={CHOICE: {**KEPT, "loss_checks": {"dp-grad": entry}, "s_per_token": 0.25}})
+    step_tokens = 15360 * 4096  # of DeepSeek-V3
+    steps = {"s_per_token": 0.25, "step_tokens": step_tokens}
+    saved = SimpleNamespace(common={CHOICE: {**KEPT, "loss_checks": {"dp-grad": entry}, **steps}})
     checks = restore_choice(cast(SavedRun, saved), config, CompressionPlan({}))
-    assert checks.s_per_token == 0.25
+    assert (checks.s_per_token, checks.step_tokens) == (0.25, step_tokens)
     assert {name: dict(values) for name, values in checks.loss.items()} == {"dp-grad": entry}
 
 
