@@ -281,6 +281,18 @@ def test_no_receive_is_posted_early_in_a_sampled_step() -> None:
     assert unknown == [False, True, False]
 
 
+def test_a_message_that_overflows_is_no_sample(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second step is skipped; the statements can be read again."""
+    flags = {"lr": 1e4, "train_iters": 2, "save": tmp_path, "certificate": True}
+    train(2, tiny_flags(prefix, **TWO_STAGES, **WIDE, **flags, compress=["pp-forward=cast,dtype=fp16"]))
+    assert main([str(tmp_path)]) == 0, capsys.readouterr().err
+    (sample,) = _newest(tmp_path).samples
+    assert sample.samples == 1
+    assert 0.0 < sample.worst_error < 1.0
+
+
 def test_auto_is_certified_with_its_prediction_and_the_measured_time(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
