@@ -98,13 +98,15 @@ class Registry:
         """Add a compressor.
 
         Raises:
-            ValueError: when the name is taken or cannot be written in a spec, or a ladder is too long.
+            ValueError: when the name is taken or cannot be written in a spec, or a ladder is too long or of other types.
         """
         if re.fullmatch("[a-z0-9][a-z0-9_.-]*", name) is None:
             raise ValueError(f"the name {name!r}: use lower-case letters, digits and hyphens, such as my-compressor")
         if name in self._entries:
             raise ValueError(f"a compressor named {name!r} is registered already; choose another name")
         for point, rungs in registration.ladder.items():
+            if not isinstance(point, Point) or not all(isinstance(rung, Rung) for rung in rungs):
+                raise ValueError(f"{name}: a ladder has tuples of Rung by Point, not {point!r}: {rungs!r}")
             if len(rungs) > MAX_RUNGS:
                 raise ValueError(f"{name} has {len(rungs)} rungs at {point.value}; declare at most {MAX_RUNGS}")
         self._entries[name] = registration

@@ -370,6 +370,8 @@ def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
         ('(Rung("", (0.1, 0.2)),)', "a rung has increases by the number of iterations, such as {1000: (0.31, 0.12)}"),
         ('(Rung("", {9: (0.1,)}),)', "a rung has the increases of at least two runs"),
         ('(Rung("", {9: (0.1, 0.2)}),) * 9', "mine has 9 rungs at dp-grad; declare at most 8"),
+        ('("bits=4",)', "mine: a ladder has tuples of Rung by Point, not <Point.DP_GRAD: 'dp-grad'>: ('bits=4',)"),
+        ('rungs, "dp-grad": ()', "mine: a ladder has tuples of Rung by Point, not 'dp-grad': ()"),
         ('(Rung("bitz=3", {9: (0.1, 0.2)}),)', "mine has no option 'bitz'"),
     ],
 )
