@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from types import MappingProxyType
 
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
@@ -270,6 +271,11 @@ def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
     return sum(each.prediction.memory_bytes for each in sets) <= _MEMORY_SHARE * memory_gib * 2**30
 
 
+def _has_safety_card(point: Point, candidate: CandidateSpec) -> bool:
+    """Whether ``make safety-card`` knows a compressor at a point."""
+    return point not in EXPERT_POINTS and candidate.spec.partition("=")[2].partition(",")[0] in BUILTIN
+
+
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
     """Describe the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
     the choice.
@@ -308,9 +314,8 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    card_specs = " ".join(
-        candidate.spec for point, candidate in result.chosen.candidates.items() if point not in EXPERT_POINTS
-    )
+    chosen = result.chosen.candidates
+    card_specs = " ".join(chosen[point].spec for point in chosen if _has_safety_card(point, chosen[point]))
     if card_specs:
         lines.append(f"  to try them on small models: make safety-card ARGS=\"--short --spec '{card_specs}'\"")
     if result.chosen.flags:

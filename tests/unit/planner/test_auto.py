@@ -21,6 +21,7 @@ from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
 from megatron.compression.points import EXPERT_POINTS, Point
+from megatron.compression.spec import point_name
 from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, fit_together, report
 from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import Choice
@@ -323,6 +324,17 @@ def test_the_report_names_each_point_and_the_flags() -> None:
         assert f"\n  {choice.point.value} " in text
     assert "\n  not switched on: --flag would save 4%" in report(result, 0.5, ["--flag would save 4%"])
     assert re.search(r"nothing: (\S+ would save|coding would take longer)", report(_auto(FAST), 100.0))
+
+
+def test_a_safety_card_has_no_compressor_of_a_module() -> None:
+    """Its command does not know them."""
+    saved_s = {"pp-forward=mine,bits=4": 0.3, "dp-grad=cast": 0.3}
+    ladders = {Point(point_name(spec)): [CandidateSpec(spec, 0.1)] for spec in saved_s}
+    fake = cast(Predictor, FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0), 0.0))
+    search = AutoSearch([CompressorSearch(fake, Choice(1, 1, 1), ladders, 0.5, 1.0)])
+    text = report(search.choose(), 0.5)
+    assert "--spec 'dp-grad=cast'" in text
+    assert "the same by hand: --compress pp-forward=mine,bits=4 --compress dp-grad=cast" in text
 
 
 def test_the_highest_increase_is_the_end_of_a_confidence_interval() -> None:
