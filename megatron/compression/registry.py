@@ -98,7 +98,7 @@ class Registry:
         """Add a compressor.
 
         Raises:
-            ValueError: when the name is taken or cannot be written in a spec, or a ladder is too long or of other types.
+            ValueError: when the name is taken or cannot be written in a spec, or a ladder is too long or no ladder.
         """
         if re.fullmatch("[a-z0-9][a-z0-9_.-]*", name) is None:
             raise ValueError(f"the name {name!r}: use lower-case letters, digits and hyphens, such as my-compressor")

@@ -95,7 +95,7 @@ class MessageSampler(Observer):
         if self in self._observers:
             self._observers.remove(self)  # observers slow every operation down
         for point, sample in self._samples:
-            if bool(torch.isfinite(sample.intended).all() & torch.isfinite(sample.sent).all()):  # or the step is skipped
+            if all(bool(x.isfinite().all()) for x in (sample.intended, sample.sent)):  # otherwise the step is skipped
                 key = point.value, sample.residual is not None
                 before = self.entries.get(key, SampledPoint(*key, 0, 0.0, ""))
                 digest = sha256(before.sha256.encode() + sample.intended.cpu().numpy().tobytes()).hexdigest()
