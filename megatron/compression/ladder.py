@@ -8,6 +8,7 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.base.errors import UserError, describe_failure
 from megatron.compression.points import Point
 
 MAX_RUNGS = 8
@@ -70,8 +71,16 @@ class Rung:
             raise ValueError(f"the residual of a rung is a positive share of the gradient, not {self.residual}")
 
     def spec(self, point: Point, name: str, hidden_size: int) -> str:
-        """The value of ``--compress``."""
-        options = self.options if isinstance(self.options, str) else self.options(hidden_size)
+        """The value of ``--compress``.
+
+        Raises:
+            UserError: when the function of the options fails.
+        """
+        try:
+            options = self.options if isinstance(self.options, str) else self.options(hidden_size)
+        except Exception as error:
+            failure = describe_failure(error)
+            raise UserError(f"{name}: options of its ladder at {point.value} cannot be read: {failure}") from error
         return f"{point.value}={name}{options and ','}{options}"
 
     def highest_increase(self, iterations: int | None) -> float:

@@ -385,6 +385,10 @@ def test_a_compressor_of_a_module_takes_part(tmp_path: Path) -> None:
         ('("bits=4",)', "mine: a ladder has tuples of Rung by Point, not <Point.DP_GRAD: 'dp-grad'>: ('bits=4',)"),
         ('rungs, "dp-grad": ()', "mine: a ladder has tuples of Rung by Point, not 'dp-grad': ()"),
         ('(Rung("bitz=3", {9: (0.1, 0.2)}),)', "mine has no option 'bitz'"),
+        (
+            "(Rung(lambda hidden: {}[hidden], {9: (0.1, 0.2)}),)",
+            "mine: options of its ladder at dp-grad cannot be read: KeyError: 64 (mine.py, line 9)",
+        ),
     ],
 )
 def test_a_ladder_that_cannot_be_is_refused(ladder: str, message: str, tmp_path: Path) -> None:
