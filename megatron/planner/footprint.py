@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from megatron.compression.api import Level
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
+from megatron.distributed.layout import Tie
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST
 from megatron.parallel.pipeline.schedule import (
     Pass,
@@ -118,6 +120,10 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             for of_experts in (False, True)
             if n and summed
         ]
+        tied = book.piece(choice, EMBEDDING).tied_shape
+        holds_copy = bool(tied) and choice.splits_tie and rank in choice.placement.holders(Tie.WORDS)
+        if holds_copy and Point.EMBED_GRAD in book.specs(choice):
+            reductions.append((1, book.embedding_reduction(choice, tied, stages.tied_elements(choice))))
         by_category = {
             "parameters": float(elements * sizes.weight * (1 if choice.flush else 3)),
             "gradients": float(elements * sizes.gradient * (1 + choice.delay)),
@@ -173,14 +179,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     for point in (Point.PP_FWD, Point.PP_BWD):
         by_point[point.value] = _message_traffic(stages, choice, point) / choice.pp
     by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
-    tied = book.piece(choice, EMBEDDING).tied_shape
-    if tied and choice.splits_tie:
-        fused = book.fused(choice)
-        reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
-        levels = book.levels(choice, Point.EMBED_GRAD)
-        holders = 2 * choice.dp if fused else 2
-        sent_by_holder = sum(sent_bytes(collectives, holders, levels) for collectives in reduction.rounds)
-        by_point[Point.EMBED_GRAD.value] = 2 * sent_by_holder / choice.pp
+    by_point[Point.EMBED_GRAD.value] = _embedding_traffic(stages, choice, tuple(Level))
     if choice.sharded:
         by_point[Point.PARAM_GATHER.value] = sum(
             book.param_gather(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
@@ -191,6 +190,18 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         exchanged = sum(work.to_replicas + work.to_tensors for work in stages.matrices(choice, rank))
         by_point[Point.OPTIMIZER.value] = by_point.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in by_point.items() if nbytes}
+
+
+def _embedding_traffic(stages: Stages, choice: Choice, levels: Sequence[Level]) -> float:
+    """Bytes of the tied embedding's gradient that a device sends in a step at some levels, averaged over the ranks."""
+    book = stages.book
+    tied = book.piece(choice, EMBEDDING).tied_shape
+    if not tied or not choice.splits_tie:
+        return 0.0
+    reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
+    collectives = [each for collectives in reduction.rounds for each in collectives if each.level in levels]
+    holders = 2 * choice.dp if book.fused(choice) else 2
+    return 2 * sent_bytes(collectives, holders, book.levels(choice, Point.EMBED_GRAD)) / choice.pp
 
 
 def _inner_traffic(
@@ -227,12 +238,14 @@ def _message_traffic(stages: Stages, choice: Choice, point: Point) -> float:
 def internode_traffic(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
     """Bytes that leave the node, by point: for a ring, those sent by its last member in a node; for an all-to-all,
     those sent to members in other nodes."""
+    # Where the first and the last stage share a node, all holders of a tied embedding are in it.
+    fused = stages.book.fused(choice) and wires.ends.per_node == 1
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),
         Point.DP_GRAD: (wires.dp, choice.dp),
         Point.PARAM_GATHER: (wires.dp, choice.dp),
-        Point.EMBED_GRAD: (wires.ends, 2),
+        Point.EMBED_GRAD: (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2),
     }
     by_point = {
         point.value: sent[point.value] / wire.per_node
@@ -249,6 +262,8 @@ def internode_traffic(stages: Stages, choice: Choice, wires: Wires, sent: Mappin
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
         across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
         by_point |= {Point.DP_GRAD.value: across}
+    if stages.book.levels(choice, Point.EMBED_GRAD) and Point.EMBED_GRAD.value in sent:
+        by_point[Point.EMBED_GRAD.value] = _embedding_traffic(stages, choice, (Level.ACROSS,))
     boundaries = [wires.hops[choice.link_of(boundary)] for boundary in choice.message_boundaries]
     crossing = sum(wire.per_node == 1 for wire in boundaries)
     for point in (Point.PP_FWD, Point.PP_BWD):

@@ -62,4 +62,17 @@ def test_levels_of_the_tied_embedding() -> None:
     # Each stage has a node: four replicas.
     n, g, m = shape[0] * shape[1], 4, 2
     per_replica = (g - 1) / g * n * (PER_NUMBER[8] + PER_NUMBER[4]) + 2 * (m - 1) / m * n / g * PER_NUMBER[4]
-    assert predictor.predict(choice).sent["embedding"] == pytest.approx(per_replica, rel=0.02)
+    prediction = predictor.predict(choice)
+    assert prediction.sent["embedding"] == pytest.approx(per_replica, rel=0.02)
+    across = 2 * (m - 1) / m * n / g * PER_NUMBER[4]
+    assert prediction.across["embedding"] == pytest.approx(across, rel=0.02)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+def test_a_fused_ring_leaves_a_node_once(per_node: int) -> None:
+    """Of the holders in a node, only the last one sends to another node."""
+    specs, cluster = ("embedding=fused",), replace(CLUSTER, gpus_per_node=per_node)
+    predictor, choice = predictor_of(small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}), cluster)
+    prediction = predictor.predict(choice)
+    across = prediction.sent["embedding"] / per_node if per_node < 8 else 0.0
+    assert prediction.across.get("embedding", 0.0) == across

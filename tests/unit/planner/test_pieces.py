@@ -288,6 +288,14 @@ def test_memory_of_a_sample_cache() -> None:
     assert predictor.predict(smaller).memory["compressors"] == pytest.approx(10 * 32 * 64 * 2, rel=0.01)
 
 
+def test_memory_of_the_tied_embedding_residual() -> None:
+    """The first and the last stage keep a residual and a factor of their copies."""
+    specs = ("embedding=powersgd,rank=4",)
+    predictor, choice = predictor_of(small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}))
+    entries, hidden = predictor.book.piece(choice, "embedding").tied_shape
+    assert predictor.predict(choice).memory["compressors"] == 4 * (entries * hidden + 4 * hidden)
+
+
 @pytest.mark.parametrize("coding", ["encoding", "decoding"])
 def test_coding_and_computing_are_separate(coding: str) -> None:
     backend = DryBackend(Device(memory_gib=1.0))
