@@ -87,10 +87,11 @@ def layout_of(specs: Mapping[Point, Spec]) -> RankLayout:
     """Return the layout of a card with these specs."""
     needs = {need for point in specs for need in _NEEDS[point]}
     tp, pp, dp = (1 + (need in needs) for need in (TENSORS, STAGES, REPLICAS))
+    flags = {"use-distributed-optimizer": True} if Point.PARAM_GATHER in specs else {}
     compressors = [spec.make_compressor() for spec in specs.values()]
     if any(isinstance(each, RoundCompressor) and each.traits.levels for each in compressors):
-        return RankLayout(tp, pp, 4, nodes=2)
-    return RankLayout(tp, pp, dp, flags={"use-distributed-optimizer": True} if Point.PARAM_GATHER in specs else {})
+        return RankLayout(tp, pp, 4, nodes=2, flags=flags)
+    return RankLayout(tp, pp, dp, flags=flags)
 
 
 @dataclass(frozen=True)

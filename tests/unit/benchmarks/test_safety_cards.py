@@ -126,6 +126,10 @@ def test_costs_are_those_of_programs(tmp_path: Path) -> None:
         ("tp-forward=fixpoint tp-backward=fixpoint", RankLayout(tp=2)),
         ("param-gather=fixpoint,bits=4,group=2048", RankLayout(dp=2, flags={"use-distributed-optimizer": True})),
         ("dp-grad=fixpoint,levels=8/4,error-feedback=on", RankLayout(dp=4, nodes=2)),
+        (
+            "dp-grad=fixpoint,levels=8/4,error-feedback=on param-gather=fixpoint,bits=4,group=2048",
+            RankLayout(dp=4, nodes=2, flags={"use-distributed-optimizer": True}),
+        ),
         ("dp-grad=cast pp-forward=cast", RankLayout(pp=2, dp=2)),
     ],
 )
