@@ -186,22 +186,21 @@ def outcomes(
     out: Path, cases: Iterable[str] | Mapping[str, Sequence[str]], seeds: Sequence[int], iterations: int
 ) -> list[Outcome]:
     """Outcomes of the finished runs of cases, by name or with their words."""
+    logs = {case: {seed: log_of(out, case, seed, iterations) for seed in seeds} for case in cases}
+    ended = {case: {seed: read_records(log) for seed, log in logs[case].items() if runs.has_ended(log)} for case in logs}
+    final = {case: {seed: runs.final_loss(run) for seed, run in events.items()} for case, events in ended.items()}
     finished = []
-    dense: dict[str, dict[int, float]] = {}
-    for case in cases:
-        words = cases[case] if isinstance(cases, Mapping) else CASES.get(case, ())
-        kind, baseline = family(case), family(case).baseline
-        logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
-        events = {seed: read_records(log) for seed, log in logs.items() if runs.has_ended(log)}
-        losses = {seed: runs.final_loss(run) for seed, run in events.items()}
+    for case, losses in final.items():
         if not losses:
             continue
-        dense.setdefault(baseline, losses if case == baseline else {})
-        increases = [100 * (losses[seed] / dense[baseline][seed] - 1) for seed in losses if seed in dense[baseline]]
-        sent = [bytes_per_iteration(run) for run in events.values()]
+        words = cases[case] if isinstance(cases, Mapping) else CASES.get(case, ())
+        kind = family(case)
+        dense = final.get(kind.baseline, {})
+        increases = [100 * (losses[seed] / dense[seed] - 1) for seed in losses if seed in dense]
+        sent = [bytes_per_iteration(run) for run in ended[case].values()]
         means = {p: kind.islands * statistics.fmean(run.get(p, 0.0) for run in sent) / 1000 for p in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
-        quality = [figures for seed in losses if (figures := continuation_figures(logs[seed]))]
+        quality = [figures for seed in losses if (figures := continuation_figures(logs[case][seed]))]
         exact, ranked = (statistics.fmean(column) for column in zip(*quality, strict=True)) if quality else (None, None)
         loss = statistics.fmean(losses.values())
         finished.append(Outcome(case, loss, spread, increases, means, len(losses), " ".join(words), exact, ranked))

@@ -118,6 +118,8 @@ def test_each_case_is_compared_with_the_baseline_of_its_family(tmp_path: Path) -
         _log(log_of(tmp_path, case, 1, 2), loss, 8000.0)
     percents = [outcome.worse for outcome in outcomes(tmp_path, list(cases), [1], 2)]
     assert percents == pytest.approx([0.0, 5.0, 0.0, 1.0])
+    percents = [outcome.worse for outcome in outcomes(tmp_path, list(cases)[::-1], [1], 2)]
+    assert percents == pytest.approx([1.0, 0.0, 5.0, 0.0])
 
 
 def test_the_interval_shows_equivalence(tmp_path: Path) -> None:
