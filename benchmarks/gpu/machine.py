@@ -11,9 +11,8 @@ import torch
 from benchmarks import REPO
 from benchmarks.device_clock import clock_of
 from benchmarks.report import device_name
+from megatron.training.peaks import peak_tflops
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""FLOP/s of dense bf16 products according to the vendor; other devices have the measured rate instead."""
 COPY_BYTES, PRODUCT_SIZE = {"cuda": 1 << 31, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 128}
 
 
@@ -28,7 +27,10 @@ def probe(device: str) -> dict[str, object]:
 
 
 def measure(device: str) -> dict[str, object]:
-    """Name of the device, and measured rates of a large copy and of a large product in bf16."""
+    """Name of the device, measured rates of a large copy and of a large product in bf16, and the vendor's peak.
+
+    The peak of a device that :mod:`megatron.training.peaks` does not know is the measured rate of the product.
+    """
     clock = clock_of(device, 0.3)
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
@@ -37,13 +39,14 @@ def measure(device: str) -> dict[str, object]:
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     product_rate = 2 * n**3 / clock.time([lambda: a @ b]).seconds
     cuda = device == "cuda"
-    name = device_name(device) + ("" if cuda else ", toy sizes")
+    name = device_name(device)
+    peak = peak_tflops(name, torch.bfloat16)
     return {
-        "device": name,
+        "device": name if cuda else f"{name}, toy sizes",
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else 0,
         "copy_bytes_per_s": copy_rate,
         "product_flops": product_rate,
-        "peak_flops": next((peak for model, peak in PEAKS.items() if model in name), product_rate),
+        "peak_flops": peak * 1e12 if peak else product_rate,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
     }
 

@@ -102,6 +102,23 @@ def _figures(device: str) -> dict[str, object]:
     return {"device": f"{device}, toy sizes", "memory_bytes": 0, "nccl": "none", **rates}
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ],
+)
+def test_the_peak_is_that_of_the_device_or_the_measured_rate(
+    monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(machine, "device_name", lambda device: name)
+    figures = machine.measure("cpu")
+    assert figures["peak_flops"] == (peak or figures["product_flops"])
+
+
 @pytest.mark.slow
 def test_the_command_measures_only_missing_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
