@@ -36,7 +36,10 @@ class Sample:
     residual: Tensor | None
 
     def relative_error(self) -> float:
-        """Norm of the difference between ``intended`` and ``sent`` plus ``residual``, over the norm of ``intended``."""
+        """Norm of the difference between ``intended`` and ``sent`` plus ``residual``, over the norm of ``intended``.
+
+        Not finite if one of them is not.
+        """
         total = self.sent if self.residual is None else self.sent + self.residual
         norm = float(torch.linalg.vector_norm(self.intended))
         return float(torch.linalg.vector_norm(total - self.intended)) / (norm or 1.0)

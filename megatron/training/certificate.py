@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -95,11 +96,12 @@ class MessageSampler(Observer):
         if self in self._observers:
             self._observers.remove(self)  # observers slow every operation down
         for point, sample in self._samples:
-            if all(bool(x.isfinite().all()) for x in (sample.intended, sample.sent)):  # otherwise the step is skipped
+            error = sample.relative_error()
+            if math.isfinite(error):  # otherwise the step is skipped
                 key = point.value, sample.residual is not None
                 before = self.entries.get(key, SampledPoint(*key, 0, 0.0, ""))
                 digest = sha256(before.sha256.encode() + sample.intended.cpu().numpy().tobytes()).hexdigest()
-                worst_error = max(before.worst_error, sample.relative_error())
+                worst_error = max(before.worst_error, error)
                 self.entries[key] = SampledPoint(*key, before.samples + 1, worst_error, digest)
         self._samples = []
 

@@ -14,15 +14,17 @@ from megatron.checkpoint.verify_command import RESIDUAL_TOLERANCE
 from megatron.compression.api import Aggregate, Codec, Peers, RoundCompressor
 from megatron.compression.audit import SLICE, AuditedCodec, AuditedRounds, Sample
 from megatron.compression.builtin import BUILTIN
+from megatron.compression.cast import CastCodec, CastConfig
 from megatron.compression.contract import noise
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import StableTopK, StableTopKConfig
-from megatron.training.certificate import why_not_sampled
+from megatron.training.certificate import MessageSampler, why_not_sampled
 
 WITH_RESIDUAL = sorted(name for name, entry in BUILTIN.items() if entry.rounds is not None and not entry.no_feedback)
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
@@ -193,3 +195,17 @@ def test_codecs_that_decode_with_a_memory_are_not_sampled(name: str) -> None:
         assert torch.equal(payload.wire, expected.wire)
     assert plain.layout() == audited.layout()
     assert all(sample.residual is None and sample.relative_error() < 0.8 for sample in samples)
+
+
+@pytest.mark.parametrize("has_feedback", [False, True])
+def test_a_message_that_overflows_is_not_counted(has_feedback: bool) -> None:
+    """Its step is skipped. The error is infinite, or not a number with feedback: neither can be certified."""
+    cast = CastCodec(CastConfig("fp16"))
+    sampler = MessageSampler([])
+    sampler.join()
+    codec = sampler.audit(Point.PP_FWD, ErrorFeedbackCodec(cast) if has_feedback else cast)
+    expected: list[tuple[float, list[tuple[int, float]]]] = [(1e6, []), (1.0, [(1, 0.0)])]
+    for value, entries in expected:
+        codec.encode(torch.full((2, 4), value), CompressorState(), 0)
+        sampler.leave()
+        assert [(entry.samples, entry.worst_error) for entry in sampler.entries.values()] == entries
