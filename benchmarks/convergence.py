@@ -187,7 +187,9 @@ def outcomes(
 ) -> list[Outcome]:
     """Outcomes of the finished runs of cases, by name or with their words."""
     logs = {case: {seed: log_of(out, case, seed, iterations) for seed in seeds} for case in cases}
-    ended = {case: {seed: read_records(log) for seed, log in logs[case].items() if runs.has_ended(log)} for case in logs}
+    ended = {
+        case: {seed: read_records(log) for seed, log in logs[case].items() if runs.has_ended(log)} for case in logs
+    }
     final = {case: {seed: runs.final_loss(run) for seed, run in events.items()} for case, events in ended.items()}
     finished = []
     for case, losses in final.items():
