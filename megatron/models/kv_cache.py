@@ -116,9 +116,14 @@ class KVCache:
         self._lengths_b += self._growing_b
 
     def grow_only(self, rows: Collection[int]) -> None:
-        """Freeze the lengths of all rows except ``rows``; further steps overwrite the next position of frozen rows."""
+        """End all rows except ``rows``; further steps overwrite the first position of an ended row.
+
+        An ended row may have filled the cache, so that it has no next position.
+        """
         self._growing = set(rows)
         self._growing_b.copy_(torch.tensor([int(row in self._growing) for row in range(self.rows)], dtype=torch.int64))
+        self.lengths = [length * (row in self._growing) for row, length in enumerate(self.lengths)]
+        self._lengths_b *= self._growing_b
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows except ``rows``; the remaining rows are copied to new memory and grow."""

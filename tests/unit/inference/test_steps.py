@@ -112,12 +112,24 @@ def test_finished_rows_do_not_change_the_others() -> None:
     assert recorder.replayed > 5
 
 
-def test_finished_rows_stay_in_place_while_others_grow() -> None:
+def test_a_row_may_end_where_the_window_ends() -> None:
+    model = never_ending(trained_model())
+    prompts = [[1] * model.window, [5], [6, 7]]
+
+    def stops(row: int, token: Token) -> bool:
+        return row == 0
+
+    expected = generate(model, prompts, 4, GREEDY, on_token=stops)
+    samples = generate(recorded(model, Recorder()), prompts, 4, GREEDY, on_token=stops)
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
+
+
+def test_finished_rows_stay_in_memory_while_others_grow() -> None:
     cache = KVCache({0: None}, 3, 8, CPU, block=4)
-    cache.set_lengths([2, 5, 3])
+    cache.set_lengths([2, 8, 3])
     cache.grow_only([0, 2])
     cache.advance()
-    assert cache.lengths == cache.positions_b1.flatten().tolist() == [3, 5, 4]
+    assert cache.lengths == cache.positions_b1.flatten().tolist() == [3, 0, 4]
     assert cache.shape == (3, 8)
     cache.keep_rows([2, 0])
     cache.advance()
