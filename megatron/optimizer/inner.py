@@ -51,6 +51,8 @@ def make_inner(
             from apex.optimizers import FusedAdam
         except ImportError as error:
             raise UserError("--use-apex needs the apex package, which does not import; leave the flag out") from error
+        for group in groups:
+            group["step"] = 0  # its only count of steps; without this entry, its first step makes it
         inner = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
     elif config.optimizer == "adam":
         inner = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
@@ -65,7 +67,7 @@ def make_inner(
     for shard in shards:
         state = inner.state[shard.main]
         state.update({name: torch.zeros_like(shard.main) for name in state_names(config, shard)})
-        if config.optimizer in ("adam", "lamb", "muon"):
+        if config.optimizer in ("adam", "lamb", "muon") and "step" not in inner.param_groups[0]:
             # torch's fused Adam counts steps on the device; LAMB computes its bias corrections on the host.
             device = None if config.optimizer == "lamb" else shard.main.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)

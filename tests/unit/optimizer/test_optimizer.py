@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -62,6 +64,45 @@ def test_twenty_steps_match_torch(kind: str, clip: float) -> None:
         assert (outcome.losses, outcome.skipped) == ({LM_LOSS: 3.0}, False)
     for name, param in run.params.items():
         torch.testing.assert_close(param.data, theirs[name].data, rtol=2e-6, atol=1e-7)
+
+
+class _ApexAdam(torch.optim.Optimizer):
+    """The rule of apex's FusedAdam, and where it counts its steps: in the groups, from the first step on."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], eps: float, adam_w_mode: bool) -> None:
+        assert adam_w_mode
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            corrections = [1 - beta ** group["step"] for beta in group["betas"]]
+            for param in group["params"]:
+                state = self.state[param]
+                state["exp_avg"].lerp_(param.grad, 1 - group["betas"][0])
+                state["exp_avg_sq"].lerp_(param.grad**2, 1 - group["betas"][1])
+                root = (state["exp_avg_sq"] / corrections[1]).sqrt() + group["eps"]
+                update = state["exp_avg"] / corrections[0] / root + group["weight_decay"] * param
+                param.sub_(update, alpha=group["lr"])
+
+
+def test_the_steps_of_apex_are_counted_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=_ApexAdam))
+    runs = [_build(torch.float32, torch.float32, use_apex=use_apex) for use_apex in (False, True)]
+    for step in range(6):
+        if step == 2:  # resume: as the moments are new, too, only the count matters
+            runs = [_build(torch.float32, torch.float32, use_apex=use_apex) for use_apex in (False, True)]
+            for run in runs:
+                run.optimizer.steps = 2
+        for run in runs:
+            _set_grads(run, step)
+            run.step(lr=1e-2, weight_decay=0.1, needs_update=True, freezes_variance=step >= 4)
+        assert [run.optimizer.steps for run in runs] == [step + 1] * 2
+        torch.testing.assert_close(runs[1].buffer.grads_flat, runs[0].buffer.grads_flat, rtol=1e-4, atol=1e-5)
+        for name, param in runs[1].params.items():
+            torch.testing.assert_close(param.data, runs[0].params[name].data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1024.0)])
