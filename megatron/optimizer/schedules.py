@@ -351,9 +351,8 @@ class LRSchedule:
             raise UserError(
                 f"the checkpoint's learning-rate schedule cannot be read ({error}): use --finetune"
             ) from error
-        saved = replace(saved, **{name: getattr(self.values, name) for name in self.overrides})
         if self.on_mismatch == "checkpoint":
-            self.values = saved
+            self.values = replace(saved, **{name: getattr(self.values, name) for name in self.overrides})
         elif self.on_mismatch == "refuse":
             for name in self._relevant_fields():
                 own_value, saved_value = getattr(self.values, name), getattr(saved, name)
@@ -365,8 +364,9 @@ class LRSchedule:
         self.consumed_samples, self.consumed_tokens = position, tokens
 
     def _relevant_fields(self) -> list[str]:
-        """Fields that affect the schedules. A constant schedule has no length, so its run can be prolonged freely."""
-        irrelevant_fields: set[str] = set()
+        """Fields that must agree with a checkpoint's: those that affect the schedules, without ``overrides``. A constant
+        schedule has no length, so its run can be prolonged freely."""
+        irrelevant_fields = set(self.overrides)
         if self.values.decay_style == "constant":
             irrelevant_fields |= {"decay_samples", "min_lr", "decoupled_min_lr"}
         if self.values.decay_style != "WSD":

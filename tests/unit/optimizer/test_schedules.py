@@ -256,6 +256,8 @@ def test_a_constant_schedule_may_be_prolonged() -> None:
     saved = LRSchedule(make_values(decay_style="constant"))
     longer = {"decay_samples": 900.0, "weight_decay_samples": 900.0, "min_lr": 0.0}
     LRSchedule(make_values(decay_style="constant", **longer)).load_state_dict(saved.state_dict())
+    lower_than_their_lowest = make_values(decay_style="constant", max_lr=5e-6, min_lr=0.0)
+    LRSchedule(lower_than_their_lowest, "refuse", ["max_lr"]).load_state_dict(saved.state_dict())
     shorter_decay = LRSchedule(make_values(decay_samples=50.0))
     with pytest.raises(UserError, match="decay_samples is 50"):
         shorter_decay.load_state_dict(LRSchedule(make_values()).state_dict())
@@ -270,6 +272,10 @@ def test_flags_for_new_rates_replace_those_of_the_checkpoint() -> None:
     resumed = LRSchedule(ours, "refuse", ["max_lr", "min_lr"])
     resumed.load_state_dict(saved.state_dict())
     assert resumed.values == ours
+    below_theirs = make_values(max_lr=5e-6, min_lr=0.0)
+    resumed = LRSchedule(below_theirs, "command-line", ["max_lr"])
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.values == below_theirs
     for flag, names in (
         ("use_new_lr", ("max_lr", "decoupled_lr")),
         ("use_new_min_lr", ("min_lr", "decoupled_min_lr")),
