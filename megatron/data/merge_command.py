@@ -65,8 +65,8 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
             raise UserError(
                 f"--input {folder}: {stem} has no {missing_names[0]}; copy it there, or remove the other file"
             )
-    output = Path(output_prefix).resolve()
-    prefixes = [str(Path(folder) / stem) for stem in sorted(stems) if (Path(folder) / stem).resolve() != output]
+    paths = [str(Path(folder) / stem) for stem in sorted(stems)]
+    prefixes = [prefix for prefix in paths if not _are_same(prefix, output_prefix)]
     if not prefixes:
         raise UserError(f"--input {folder}: holds no .bin/.idx pair to join")
     if len(prefixes) < len(stems):
@@ -79,15 +79,19 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     return prefixes
 
 
+def _are_same(prefix: str, other_prefix: str) -> bool:
+    """Whether two prefixes name the same files."""
+    return dataset_files(prefix)[0].resolve() == dataset_files(other_prefix)[0].resolve()
+
+
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
     """Merge data sets; return the finished writer.
 
     Raises:
         UserError: when they cannot be merged, or the result would overwrite an input.
     """
-    output = Path(output_prefix).resolve()
     for prefix in prefixes:
-        if Path(prefix).resolve() == output:
+        if _are_same(prefix, output_prefix):
             raise UserError(f"--output-prefix {output_prefix}: is one of the data sets to join; name another")
     first = None
     for prefix in prefixes:

@@ -80,6 +80,7 @@ def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
         ("--prefixes {0}/mixed/one {0}/nothing", "nothing.idx: no such index"),
         ("--prefixes {0}/damaged", "damaged.idx: "),
         ("--prefixes {0}/out {0}/mixed/one", "--output-prefix {0}/out: is one of the data sets to join"),
+        ("--prefixes {0}/out.idx {0}/mixed/one", "--output-prefix {0}/out: is one of the data sets to join"),
         ("--input {0}/mixed --prefixes a", "argument --prefixes: not allowed with argument --input"),
         ("", "not given but required: --input or --prefixes"),
         ("--prefixes {0}/mixed/one --multimodal", "--multimodal: "),
@@ -114,9 +115,9 @@ def test_a_dataset_in_the_folder_is_not_overwritten(tmp_path: Path, error_line: 
     line = error_line()
     assert line.startswith(f"error: --output-prefix {tmp_path}/part1: is a data set in --input {tmp_path}, but not")
     assert read(tmp_path / "part1") == documents[1]
-    assert main([*flags, str(tmp_path / "all")]) == 0
-    assert main([*flags, str(tmp_path / "all")]) == 0
-    assert read(tmp_path / "all") == documents[0] + documents[1]
+    for name in ("all", "all", "all.bin", "all.idx"):
+        assert main([*flags, str(tmp_path / name)]) == 0
+        assert read(tmp_path / "all") == documents[0] + documents[1]
     write(tmp_path / "part2", "int32", 5)
     assert main([*flags, str(tmp_path / "all")]) == 2, "it has become another data set's prefix"
 
