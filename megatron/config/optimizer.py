@@ -187,7 +187,7 @@ class OptimizerConfig:
     )
     use_apex: bool = option(
         False,
-        "Use apex's FusedAdam and FusedLayerNorm if apex is installed.",
+        "Use apex's FusedAdam; apex must be installed.",
         only_if=(when("optimizer.optimizer", "adam"),),
     )
     override_opt_param_scheduler: bool = option(

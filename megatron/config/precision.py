@@ -49,7 +49,7 @@ class PrecisionConfig:
     )
     hysteresis: int = option(
         2,
-        "Overflows tolerated before the loss scale is halved.",
+        "The loss scale halves at this many overflows since it last doubled, and at each one after them.",
         unit="iterations",
         minimum=1,
         only_if=_DYNAMIC_SCALE,
