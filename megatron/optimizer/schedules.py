@@ -364,8 +364,8 @@ class LRSchedule:
         self.consumed_samples, self.consumed_tokens = position, tokens
 
     def _relevant_fields(self) -> list[str]:
-        """Fields that must agree with a checkpoint's: those that affect the schedules, without ``overrides``. A constant
-        schedule has no length, so its run can be prolonged freely."""
+        """Fields that must agree with a checkpoint's: those that affect the schedules, without ``overrides``. A
+        constant schedule has no length, so its run can be prolonged freely."""
         irrelevant_fields = set(self.overrides)
         if self.values.decay_style == "constant":
             irrelevant_fields |= {"decay_samples", "min_lr", "decoupled_min_lr"}
