@@ -74,7 +74,7 @@ class _ApexAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["step"] = group["step"] + 1 if "step" in group else 1
             corrections = [1 - beta ** group["step"] for beta in group["betas"]]
