@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -108,7 +109,8 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     assert re.search(r"measured [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ times as fast", text)
     trials = re.findall(r"trial steps: ([\d.e-]+) s \(predicted: ([\d.e-]+) s\) (.*)", text)
     seconds = {specs_text: float(trial_s) for trial_s, _, specs_text in trials}
-    assert [predicted_s == trial_s for trial_s, predicted_s, specs_text in trials if specs_text == "nothing"] == [True]
+    ratios = [float(trial_s) / float(predicted_s) for trial_s, predicted_s, _ in trials]
+    assert statistics.median(ratios) == pytest.approx(1.0, rel=0.01)  # predictions are calibrated
     assert seconds[by_hand.replace("--compress ", "")] < 0.7 * seconds["nothing"]
     _train_by_hand(prefix, tmp_path / "by_hand.jsonl", by_hand)
     losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
