@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from megatron.optimizer.step_summary import ExitReason
+
 OUTLIER_RATIO = 100.0
 """A pseudo-gradient is left out of the sum if its norm is more than this many times the (lower) median norm."""
-
-_MAX_STOP = 6
-"""Value of the most urgent reason to end a run (``ExitReason`` in megatron.training.signals)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class RoundReport:
     def decode(value: Sequence[Any]) -> RoundReport:
         """Decode a report; raise ValueError if it is malformed."""
         norm, loss, stop = value
-        if not 0 <= int(stop) <= _MAX_STOP:
+        if not 0 <= int(stop) <= max(ExitReason):
             raise ValueError(f"{stop} is no reason to end a run")
         return RoundReport(float(norm), float(loss), int(stop))
 

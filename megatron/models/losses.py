@@ -11,7 +11,7 @@ from megatron.parallel.tensor.random import DropoutKeys
 
 @dataclass(frozen=True)
 class Targets:
-    """Labels of a micro-batch, and other inputs of its losses other than activations.
+    """Labels of a micro-batch, and further inputs of its losses, without activations.
 
     Args:
         labels_bs: int64 tokens. For a task head a label per sequence, (b, 1): an int64 class or choice, or a float64

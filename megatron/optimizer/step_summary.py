@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -13,6 +14,18 @@ from megatron.distributed.group import Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.topology import Topology
 from megatron.parallel.data.sync_warmup import SyncWarmup
+
+
+class ExitReason(IntEnum):
+    """The reason why a run ends, or pauses, before its last iteration. The greatest reason wins when ranks differ."""
+
+    NONE = 0
+    CHOICE = 1
+    INTERVAL = 2
+    DURATION = 3
+    SIGNAL = 4
+    KILL_SWITCH = 5
+    DIVERGED = 6
 
 
 @dataclass(frozen=True)

@@ -314,8 +314,9 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    chosen = result.chosen.candidates
-    card_specs = " ".join(chosen[point].spec for point in chosen if _has_safety_card(point, chosen[point]))
+    card_specs = " ".join(
+        candidate.spec for point, candidate in result.chosen.candidates.items() if _has_safety_card(point, candidate)
+    )
     if card_specs:
         lines.append(f"  to try them on small models: make safety-card ARGS=\"--short --spec '{card_specs}'\"")
     if result.chosen.flags:

@@ -106,10 +106,11 @@ class TrialRounds:
 
     def _drop_slower(self, numbers: Sequence[int]) -> list[int]:
         """Those of the sets that are not certainly slower than a set that gains."""
-        return [number for number in numbers if not any(self._is_slower(number, fast) for fast in self.gaining())]
+        gaining = self.gaining()
+        return [number for number in numbers if not any(self._is_slower(number, fast) for fast in gaining)]
 
-    def _is_slower(self, number: int, other: int) -> bool:
-        values = self._log_gains(other, number)
+    def _is_slower(self, number: int, fast: int) -> bool:
+        values = self._log_gains(fast, base=number)
         return bool(values) and fmean(values) - _ERRORS_TO_GAIN * _standard_error(values) >= _log_gain(WORTHWHILE)
 
     def _log_gains(self, number: int, base: int = 0) -> list[float]:

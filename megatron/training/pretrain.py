@@ -34,6 +34,7 @@ from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.process_group import LaunchEnvironment, pick_device
 from megatron.distributed.topology import Topology, build_topology, single_process
+from megatron.optimizer.step_summary import ExitReason
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fit_vocab_size, model_entries
@@ -52,7 +53,6 @@ from megatron.training.progress_state import Progress
 from megatron.training.run_plan import RunPlan, ScoreOutputs
 from megatron.training.run_segment import ChosenRun, RunParts, choose_or_keep, resuming_config, train_segment
 from megatron.training.saved_run import check_saved_model_type, find_saved, with_pretrained
-from megatron.training.signals import ExitReason
 from megatron.training.trial_steps import free_memory
 
 

@@ -22,6 +22,7 @@ from megatron.distributed.agreement import run_together
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
+from megatron.optimizer.step_summary import ExitReason
 from megatron.planner.auto import AutoChoice
 from megatron.planner.settings import Settings
 from megatron.training.announce import log_engines, rank_0_log
@@ -37,7 +38,6 @@ from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
 from megatron.training.saved_run import SavedRun
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
-from megatron.training.signals import ExitReason
 from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer

@@ -10,23 +10,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron.optimizer.step_summary import StopVotes
-
-
-class ExitReason(IntEnum):
-    """The reason why a run ends, or pauses, before its last iteration. The greatest reason wins when ranks differ."""
-
-    NONE = 0
-    CHOICE = 1
-    INTERVAL = 2
-    DURATION = 3
-    SIGNAL = 4
-    KILL_SWITCH = 5
-    DIVERGED = 6
+from megatron.optimizer.step_summary import ExitReason, StopVotes
 
 
 class ExitSignals:

@@ -13,7 +13,7 @@ from megatron.diloco.rounds import Rounds
 from megatron.diloco.startup import QuorumError
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.topology import Topology
-from megatron.optimizer.step_summary import StepSummary, StopVotes
+from megatron.optimizer.step_summary import ExitReason, StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
@@ -26,7 +26,7 @@ from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
 from megatron.training.schedule_choice import ScheduleChoice
-from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
+from megatron.training.signals import ExitPolicy, ExitSignals
 from megatron.training.step import open_loader, take_batches, train_step
 
 
@@ -241,8 +241,7 @@ class Trainer:
 
     def _make_vote(self, signals: ExitSignals | None) -> StopVotes:
         """Make this rank's vote to stop after the next iteration."""
-        iteration = self.progress.iteration + 1
-        needs_choice = self.reporter.needs_choice and iteration < self.train_iters
+        needs_choice = self.reporter.needs_choice and self.progress.iteration + 1 < self.train_iters
         return self.policy.vote(signals is not None and signals.received is not None, needs_choice)
 
     def _run_iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
@@ -263,8 +262,7 @@ class Trainer:
         )
         self._count_iteration()
         if self.schedule_choice is not None and self.schedule_choice.is_due:
-            if self.engines.delayed is not None:
-                self.engines.delayed.finish_reduction()  # its messages would take a part of the links
+            complete_steps(self.engines, timers)  # their messages would take a part of the links
             with self.reporter.paused("schedule"):
                 report = self.schedule_choice.decide(count)
             self.reporter.line(report)
@@ -367,7 +365,7 @@ class Trainer:
             final: whether this is an evaluation after training, with the number of samples in the report.
         """
         losses, scores = {}, None
-        self.engines.plan.begin_step(self.progress.iteration - 1)  # whoever has run it, or skipped it
+        self.engines.plan.begin_step(self.progress.iteration - 1)  # also after a load, or a skipped iteration
         for evaluation_set in sets:
             count = evaluation_set.batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
             first = first_batch * evaluation_set.batch_size

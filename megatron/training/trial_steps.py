@@ -81,7 +81,8 @@ def time_sets(
     rounds = TrialRounds(predicted_s, plan.train_iters, spent_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
-        start, times = time.perf_counter(), dict[int, float]()
+        start = time.perf_counter()
+        times: dict[int, float] = {}
         for number in numbers:
             if not all_at_once:
                 trials[number].time_step()

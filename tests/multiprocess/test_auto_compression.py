@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import command as netlab
 from megatron.checkpoint.load import load_common
 from megatron.compression.points import EXPERT_POINTS
 from megatron.training.auto_compression import CHOICE
@@ -21,6 +20,7 @@ from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
 from tests.support.layer_codes import MODULE
+from tests.support.machines import require_laboratory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
@@ -46,17 +46,9 @@ def _train_by_hand(prefix: Path, log: Path, flags_text: str, **changes: Any) -> 
     run_cli(4, ["pretrain_gpt.py", *flags, *flags_text.split()]).check()
 
 
-def _require_laboratory() -> None:
-    """Skip the test where network namespaces cannot be made."""
-    try:
-        netlab.check_permission()
-    except netlab.LabError as problem:
-        pytest.skip(str(problem))
-
-
 def _train_on_slow_links(hosts: int, flags: list[str]) -> str:
     """Output of a run on so many hosts with slow links."""
-    _require_laboratory()
+    require_laboratory()
     lab = [str(REPO / "tools" / "netlab.py"), "--hosts", str(hosts), "--rate", "3mbit", "--timeout", "100", "--"]
     result = subprocess.run(
         [sys.executable, *lab, "pretrain_gpt.py", *flags], cwd=REPO, capture_output=True, text=True, timeout=200
@@ -238,7 +230,7 @@ def _program_with_slowed_links(flags: list[str], log: Path, killed_after: str = 
 def adapted(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """A run of 40 iterations on two hosts, whose links become slow after 16 of them: its folder, what it printed, and
     the iteration of its last choice."""
-    _require_laboratory()
+    require_laboratory()
     folder = tmp_path_factory.mktemp("adapted")
     log = folder / "log.jsonl"
     flags = tiny_flags(prefix, **ADAPTING, save=folder / "saved", save_interval=35, log_json_file=log)
@@ -299,7 +291,7 @@ def test_a_run_that_has_adapted_resumes_exactly(adapted: tuple[Path, str, int], 
 def test_a_run_that_is_killed_while_it_chooses_again_resumes_and_chooses(
     warm: None, prefix: Path, tmp_path: Path
 ) -> None:
-    _require_laboratory()
+    require_laboratory()
     run = {**ADAPTING, "train_iters": 80, "save": tmp_path / "saved"}
     log = tmp_path / "log.jsonl"
     program = _program_with_slowed_links(tiny_flags(prefix, **run, log_json_file=log), log, "pausing after iteration")

@@ -9,20 +9,13 @@ import pytest
 
 from benchmarks.gpu import network
 from benchmarks.gpu.setting import Setting
-from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase
 from benchmarks.network.run import PAYLOAD, link_rate, measure, tables
 from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
 from benchmarks.rows import RowFile, RowLog
+from tests.support.machines import require_laboratory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
-
-
-def _need_hosts() -> None:
-    try:
-        check_permission()
-    except LabError as problem:
-        pytest.skip(str(problem))
 
 
 def test_published_ratios() -> None:
@@ -54,7 +47,7 @@ def test_layouts_fill_their_hosts(name: str) -> None:
 
 def test_toy_runs_on_shaped_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the section of the GPU benchmark, at its toy size."""
-    _need_hosts()
+    require_laboratory()
     cases = (
         FP32,
         NetworkCase("bf16 traffic", ("dp-grad=cast",)),
@@ -89,7 +82,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_bytes_of_two_level_sums_between_hosts(tmp_path: Path) -> None:
     """By the interfaces' counters, to 5%: (M-1)/M n numbers, twice, in 4 bits and with a scale of 32 bits for 64. A sum
     in a single level of 4 bits sends twice as much between hosts of two ranks."""
-    _need_hosts()
+    require_laboratory()
     bench = replace(BENCHES["dp2x2"], model=(2, 256, 32))
     bench = replace(bench, cases=tuple(case for case in bench.cases if case.name.startswith("fixpoint")))
     link = [setup for setup in bench.setups if setup.name == "100 Mb/s"]
@@ -101,7 +94,7 @@ def test_bytes_of_two_level_sums_between_hosts(tmp_path: Path) -> None:
 
 def test_a_schedule_with_two_chunks_on_a_stage_has_its_own_mesh(tmp_path: Path) -> None:
     """Both have the same losses; chunks in V form send twice as many messages."""
-    _need_hosts()
+    require_laboratory()
     cases = FP32, NetworkCase("zero bubble, V form", schedule="zb-v")
     plain, v_form = measure("toy", Bench(2, 1, 1, 2, (4, 64, 32), 2, (), cases), [], 1, tmp_path)
     assert v_form.loss == pytest.approx(plain.loss, rel=1e-4)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import megatron.training.certificate as certificate_module
-from benchmarks.lab import command as netlab
 from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import CERTIFICATE, Statements, read_certificate
 from megatron.checkpoint.verify_command import BYTES_TOLERANCE, RESIDUAL_TOLERANCE, main
@@ -25,6 +24,7 @@ from megatron.training.pretrain import main as pretrain
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import REPO, run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.machines import require_laboratory
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
 from tests.support.train import train
@@ -343,10 +343,7 @@ def test_bytes_of_hosts_are_those_of_their_interfaces(
     hosts: int, ranks: int, name: str, prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Within 1% by both counters, of hosts on which nothing else runs."""
-    try:
-        netlab.check_permission()
-    except netlab.LabError as problem:
-        pytest.skip(str(problem))
+    require_laboratory()
     flags = tiny_flags(prefix, save=tmp_path, certificate=True, hidden_size=256, train_iters=4)
     lab = [str(REPO / "tools" / "netlab.py"), "--hosts", str(hosts), "--ranks-per-host", str(ranks), "--timeout", "100"]
     words = [INTERPRETER, *lab, "--", "pretrain_gpt.py", *flags]

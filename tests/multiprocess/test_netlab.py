@@ -20,16 +20,14 @@ from benchmarks.lab import command as netlab
 from benchmarks.lab import cpu_limit, removal
 from benchmarks.lab.hosts import Lab
 from tests.support.cleanup import have_ended
+from tests.support.machines import require_laboratory
 from tests.support.warm import INTERPRETER
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[2]
 
-try:
-    netlab.check_permission()
-except netlab.LabError as problem:
-    pytest.skip(str(problem), allow_module_level=True)
+require_laboratory()
 
 REDUCE = """
 import time, torch, torch.distributed as dist

@@ -12,16 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.hosts import Lab, LabError, check_permission
+from benchmarks.lab.hosts import Lab
 from tests.support.cli import REPO
 from tests.support.islands import saved_tensors
+from tests.support.machines import require_laboratory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
-try:
-    check_permission()
-except LabError as problem:
-    pytest.skip(str(problem), allow_module_level=True)
+require_laboratory()
 
 ITERATIONS = 12
 SMALL = {

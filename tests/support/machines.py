@@ -18,11 +18,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import kill
 from tests.support.cleanup import die_with_parent
 from tests.support.cli import REPO
 
 _LISTENING = "0A"  # state of a socket in /proc/net/tcp
+
+
+def require_laboratory() -> None:
+    """Skip a test, or a module that calls this at its top, where the laboratory's hosts cannot be made."""
+    try:
+        check_permission()
+    except LabError as problem:
+        pytest.skip(str(problem), allow_module_level=True)
 
 
 @dataclass(frozen=True)

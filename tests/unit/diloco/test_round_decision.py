@@ -17,7 +17,7 @@ from megatron.diloco.round_decision import (
     check_mean,
     select_members,
 )
-from megatron.training.signals import ExitReason
+from megatron.optimizer.step_summary import ExitReason
 from tests.unit.diloco.support import GOOD
 
 

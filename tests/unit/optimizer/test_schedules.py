@@ -81,7 +81,9 @@ def test_a_checkpoint_without_later_fields_loads() -> None:
     state = LRSchedule(make_values(warmup_samples=10.0)).state_dict()
     for name in ("warmup_init", "annealing_style", "annealing_samples", "decoupled_lr", "decoupled_min_lr"):
         del state[name]
-    LRSchedule(make_values(warmup_samples=10.0)).load_state_dict(state)
+    resumed = LRSchedule(make_values(warmup_samples=10.0), "checkpoint")
+    resumed.load_state_dict(state)
+    assert resumed.values == make_values(warmup_samples=10.0)
 
 
 def test_the_published_log_line() -> None:

@@ -13,8 +13,8 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
+from megatron.optimizer.step_summary import ExitReason
 from megatron.training.run_plan import RunPlan
-from megatron.training.signals import ExitReason
 from megatron.training.trainer import Trainer
 from tests.support.tiny import tiny_checkpoints
 from tests.unit.training.support import Clock

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
+from megatron.optimizer.step_summary import ExitReason
+from megatron.training.signals import ExitPolicy, ExitSignals
 from tests.unit.training.support import Clock
 
 
