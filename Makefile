@@ -12,7 +12,7 @@ export PYTHON
 # Without the sources' bytecode, each process that a test starts would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands safety-card clean clean-all
+.PHONY: help quickstart test test-repeats test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-gpu bench-time-to-loss bench-islands safety-card clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -23,6 +23,9 @@ quickstart:  ## train a small GPT on four processes of this machine, end to end;
 
 test:  ## run the tests
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(WORKERS) $(ARGS)
+
+test-repeats:  ## run the tests that repeat others with further layouts, models and compressors
+	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(WORKERS) --repeats -m repeats $(ARGS)
 
 test-gpu:  ## run the tests that need a CUDA device, those of several ranks on one GPU included
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) $(GPU_WORKERS) tests/gpu $(ARGS)

@@ -52,6 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unit", action="store_true", help="only what needs no ranks and is not marked slow: two minutes")
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
     parser.addoption(
+        "--repeats", action="store_true", help="run the tests marked repeats too: further layouts, models, compressors"
+    )
+    parser.addoption(
         "--all-combinations", action="store_true", help="full products of parameters where the tests take pairs"
     )
     parser.addoption(
@@ -117,11 +120,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests that this machine or this call cannot run, with the reason. The longest tests come first."""
-    if config.getoption("--unit"):
-        quick = [item for item in items if not item.get_closest_marker("slow")]
-        quick_items = set(quick)
-        config.hook.pytest_deselected(items=[item for item in items if item not in quick_items])
-        items[:] = quick
+    markers = {"slow"} if config.getoption("--unit") else set()
+    markers |= set() if config.getoption("--repeats") else {"repeats"}
+    selected = [item for item in items if not any(item.get_closest_marker(name) for name in markers)]
+    selected_items = set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected_items])
+    items[:] = selected
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(
         key=lambda item: ("multiprocess" not in item.path.parts, item.path.name in BESIDE, item.path not in slow)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, cycle, product
 from typing import Any
+
+import pytest
 
 all_combinations = False
 """Whether both functions return the full product: set by the option of pytest."""
@@ -36,3 +38,24 @@ def in_turn(variants: Sequence[tuple[Any, ...]], *parameters: Sequence[Any]) -> 
     if all_combinations:
         return [(*variant, *row) for variant, row in product(variants, rows)]
     return [(*variant, *row) for variant, row in zip(variants, cycle(rows), strict=False)]
+
+
+def mark_repeats(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
+    """Parameters of a test, of which all but those to keep are marked ``repeats``.
+
+    Args:
+        cases: values of the parameters: tuples for several, or ``pytest.param``, which ``keep`` names by its id.
+        keep: cases that together cover what the test shows.
+    """
+    named = [(case.id if hasattr(case, "marks") else case, case) for case in cases]
+    unknown = [name for name in keep if name not in [name for name, _ in named]]
+    assert not unknown, f"no such cases: {unknown}"
+    params = []
+    for name, case in named:
+        if name in keep:
+            params.append(case)
+        elif hasattr(case, "marks"):
+            params.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.repeats]))
+        else:
+            params.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.repeats))
+    return params

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.cli import CliResult
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import rendezvous_env
 
 pytest_plugins = ["pytester"]
@@ -54,6 +55,46 @@ def test_fault_tests_run_only_on_request(pytester: pytest.Pytester, arguments: l
     pytester.makepyfile(MARKED_TESTS)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     result.assert_outcomes(passed=passed, skipped=2 - passed)
+
+
+REPEATS = """
+import pytest
+from tests.support.combinations import mark_repeats
+
+@pytest.mark.parametrize("name", mark_repeats(["a", "b", "c"], keep=["b"]))
+def test_names(name):
+    assert name == "b"
+
+CASES = [pytest.param(1, 2, id="small"), pytest.param(3, 4, id="large")]
+
+@pytest.mark.parametrize(("x", "y"), mark_repeats(CASES, keep=["large"]))
+def test_ids(x, y):
+    assert x == 3
+
+@pytest.mark.parametrize(("x", "y"), mark_repeats([(1, [2]), (3, [4])], keep=[(3, [4])]))
+def test_pairs(x, y):
+    assert x == 3
+"""
+
+
+@pytest.mark.parametrize(("arguments", "passed", "failed"), [([], 3, 0), (["--repeats"], 3, 4)])
+def test_repeats_run_only_on_request(pytester: pytest.Pytester, arguments: list[str], passed: int, failed: int) -> None:
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers = repeats")
+    pytester.makepyfile(REPEATS)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=passed, failed=failed, deselected=4 - failed)
+
+
+def test_a_case_to_keep_must_exist() -> None:
+    with pytest.raises(AssertionError, match="no such cases: \\['d'\\]"):
+        mark_repeats(["a", "b"], keep=["a", "d"])
+
+
+def test_ci_runs_the_repeats() -> None:
+    commands = (CONFTEST.parents[1] / ".ci" / "run").read_text()
+    assert "step make test\n" in commands
+    assert "step make test-repeats\n" in commands
 
 
 def test_unit_runs_neither_slow_tests_nor_imports_of_ranks(pytester: pytest.Pytester) -> None:
