@@ -112,19 +112,14 @@ class _Chunks:
             return ScaledCodes((self.k * self.bins,), torch.float32, (*places, -(-count // 8) * self.config.bits))
         return ScaledCodes((count,), _DTYPES[self.config.bits], (*places, 0))
 
-    def _split_rows(self, x_kc: Tensor) -> list[Tensor]:
-        """Split (k, chosen) values by chunk, (rows, chosen per chunk): full chunks, then tails."""
-        cut = self.chunks * self.config.k
-        rows = [x_kc[:, :cut].reshape(-1, self.config.k)]
-        return [*rows, x_kc[:, cut:]] if self.tail else rows
-
     def _join_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        """Join values split by ``_split_rows`` to (k, chosen)."""
+        """Join values of full chunks and of tails to (k, chosen)."""
         columns = [row.reshape(self.k, row.numel() // max(self.k, 1)) for row in rows]
         return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
     def choose(self, x_kn: Tensor) -> list[Tensor]:
-        """Positions of the largest magnitudes in their chunks, int64, split like the result of ``_split_rows``."""
+        """Positions of the largest magnitudes in their chunks, int64: (rows, chosen per chunk) of full chunks, then of
+        tails."""
         full = self.chunks * self.config.chunk
         rows = [abs_topk(x_kn[:, :full].reshape(-1, self.config.chunk), self.config.k)]
         if self.tail:
@@ -132,7 +127,7 @@ class _Chunks:
         return rows
 
     def flatten_places(self, rows: Sequence[Tensor]) -> Tensor:
-        """Convert positions in chunks, split by ``_split_rows``, to indices into the flattened parameters."""
+        """Convert positions in full chunks and in tails to indices into the flattened parameters."""
         starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
         starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
         starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
@@ -143,7 +138,9 @@ class _Chunks:
         wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=values_kc.device)
         (table,), (*place_sections, codes) = self.message.to_write(wire)
         values = []
-        rows = zip(self.places, places, self._split_rows(values_kc), strict=False)
+        cut = self.chunks * self.config.k
+        split_values = [values_kc[:, :cut].reshape(-1, self.config.k), values_kc[:, cut:]]
+        rows = zip(self.places, places, split_values, strict=False)  # ``places`` are of full chunks alone without tails
         for number, (code, places_rc, values_rc) in enumerate(rows):
             # Nonzero values first, by ascending position, then the chunk's length for each zero: zeros get no bin.
             narrow_rc = places_rc.to(torch.int32)  # sorts in half the time

@@ -55,69 +55,54 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
         CompressorFault: with a line for each broken promise and the first input that breaks it.
     """
     options = registration.config() if options is None else options
+    points = frozenset(p for p in Point if p.compressible) if registration.points is None else registration.points
+    checks: list[tuple[str, str, Callable[[], None]]] = []  # promise, input, check
+    if registration.codec is not None:
+        make_codec: MakeCodec = partial(registration.codec, options)
+        for shape in (
+            *(MESSAGE_SHAPES if points - {Point.PARAM_GATHER} else ()),
+            *(GATHER_SHAPES if Point.PARAM_GATHER in points else ()),
+        ):
+            for dtype in (torch.float32, torch.float64):
+                case = f"a message of {shape} {dtype}"
+                checks += [
+                    ("round trip", case, partial(check_round_trip, make_codec, shape, dtype)),
+                    ("any strides", case, partial(check_strides, make_codec, shape, dtype)),
+                    ("state of messages", case, partial(check_state_of_messages, make_codec, shape, dtype)),
+                ]
+            case = f"a message of {shape}"
+            checks.append(("separate memory", case, partial(check_memory, make_codec, shape)))
+            if not registration.no_feedback:
+                check = partial(check_feedback_of_messages, make_codec, shape, "lazy")
+                checks.append(("error feedback of messages", case, check))
+    if registration.rounds is not None:
+        make: MakeRounds = partial(registration.rounds, options)
+        sharded = bool(points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
+        for shape in SUM_SHAPES:
+            if make().traits.batched and not make().should_compress(shape[1:]):
+                continue
+            case = f"a sum of {shape}"
+            for shares in (False, True) if sharded else (False,):
+                check = partial(check_sum, make, shape, torch.float32, shares, registration.identity)
+                checks.append(("sum", case, check))
+            checks.append(("state of sums", case, partial(check_state_of_sums, make, shape, torch.float32)))
+            if not registration.no_feedback:
+                checks += [
+                    ("error feedback of sums", case, partial(check_feedback_of_sums, make, shape, "local")),
+                    ("change of replicas", case, partial(check_other_replicas, make, shape)),
+                ]
     faults: dict[str, str] = {}
-    checks = (*_list_message_checks(registration, options), *_list_sum_checks(registration, options))
-    for promise, case, check in checks:
+    for promise, case, run_check in checks:
         if promise in faults:
             continue
         try:
-            check()
+            run_check()
         except CompressorFault as fault:
             faults[promise] = f"{promise}, {case}: {fault}"
         except Exception as error:
             faults[promise] = f"{promise}, {case}: {describe_failure(error)}"
     if faults:
         raise CompressorFault("\n".join(faults.values()))
-
-
-Checks = list[tuple[str, str, Callable[[], None]]]
-"""(promise, input, check) triples."""
-
-
-def _list_message_checks(registration: Registration, options: Any) -> Checks:
-    if registration.codec is None:
-        return []
-    make: MakeCodec = partial(registration.codec, options)
-    points = frozenset(p for p in Point if p.compressible) if registration.points is None else registration.points
-    checks: Checks = []
-    for shape in (
-        *(MESSAGE_SHAPES if points - {Point.PARAM_GATHER} else ()),
-        *(GATHER_SHAPES if Point.PARAM_GATHER in points else ()),
-    ):
-        for dtype in (torch.float32, torch.float64):
-            case = f"a message of {shape} {dtype}"
-            checks += [
-                ("round trip", case, partial(check_round_trip, make, shape, dtype)),
-                ("any strides", case, partial(check_strides, make, shape, dtype)),
-                ("state of messages", case, partial(check_state_of_messages, make, shape, dtype)),
-            ]
-        case = f"a message of {shape}"
-        checks.append(("separate memory", case, partial(check_memory, make, shape)))
-        if not registration.no_feedback:
-            check = partial(check_feedback_of_messages, make, shape, "lazy")
-            checks.append(("error feedback of messages", case, check))
-    return checks
-
-
-def _list_sum_checks(registration: Registration, options: Any) -> Checks:
-    if registration.rounds is None:
-        return []
-    make: MakeRounds = partial(registration.rounds, options)
-    sharded = registration.points is None or bool(registration.points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
-    checks: Checks = []
-    for shape in SUM_SHAPES:
-        if make().traits.batched and not make().should_compress(shape[1:]):
-            continue
-        case = f"a sum of {shape}"
-        for shares in (False, True) if sharded else (False,):
-            checks.append(("sum", case, partial(check_sum, make, shape, torch.float32, shares, registration.identity)))
-        checks.append(("state of sums", case, partial(check_state_of_sums, make, shape, torch.float32)))
-        if not registration.no_feedback:
-            checks += [
-                ("error feedback of sums", case, partial(check_feedback_of_sums, make, shape, "local")),
-                ("change of replicas", case, partial(check_other_replicas, make, shape)),
-            ]
-    return checks
 
 
 def _require(condition: bool, message: str) -> None:

@@ -194,7 +194,12 @@ class DeltaCodec(Codec):
                 reference = self._recall(cache, sample, row, x.device)
                 wire = self.difference.encode(sample_x.float(), seed, Role.DELTA, reference)
             else:
-                wire = self._encode_first(sample_x, seed)
+                first_dtype = self._first_dtype(x.dtype)
+                if first_dtype is None:
+                    wire = self.first.encode(sample_x.float(), seed)
+                else:
+                    wire = torch.zeros(self._nbytes(row, False, x.dtype), dtype=torch.uint8, device=x.device)
+                    wire[: row.numel() * first_dtype.itemsize].view(first_dtype).copy_(sample_x.reshape(-1))
                 reference = self._decode_first(wire, row, x.dtype)
             self._remember(cache, sample, reference)
             wires.append(wire)
@@ -247,16 +252,6 @@ class DeltaCodec(Codec):
         if is_known or first_dtype is None:
             return (self.difference if is_known else self.first).nbytes(row)
         return -(-row.numel() * first_dtype.itemsize // 4) * 4
-
-    def _encode_first(self, sample_x: Tensor, seed: int | None) -> Tensor:
-        """Encode the row of a first visit."""
-        first_dtype = self._first_dtype(sample_x.dtype)
-        if first_dtype is None:
-            return self.first.encode(sample_x.float(), seed)
-        nbytes = self._nbytes(sample_x.shape, False, sample_x.dtype)
-        wire = torch.zeros(nbytes, dtype=torch.uint8, device=sample_x.device)
-        wire[: sample_x.numel() * first_dtype.itemsize].view(first_dtype).copy_(sample_x.reshape(-1))
-        return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
         """Decode the row of a first visit, at the receiver and, from the same bytes, at the sender."""

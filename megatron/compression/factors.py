@@ -20,23 +20,6 @@ from megatron.compression.two_step import TwoStepSum
 FormatName: TypeAlias = Literal["fp32", "bf16", "fixpoint8", "fixpoint4"]
 
 
-def _make_two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
-    """Make the two-step all-reduce of a format; None for full precision, which a plain all-reduce sums.
-
-    At 8 bits, the quantization error is far below the low-rank error, so the groups are long. At 4 bits it is not, and
-    shorter groups and a rotation reduce it.
-    """
-    if name == "bf16":
-        return CastRounds(CastConfig("bf16"))
-    if name == "fixpoint8" and small_rows:
-        return Float8Rounds(Float8Config(tile=128, scale_dtype="bf16"))
-    if name == "fixpoint8":
-        return FixpointRounds(FixpointConfig(bits=8, group=128, scale_dtype="bf16"))
-    if name == "fixpoint4":
-        return FixpointRounds(FixpointConfig(bits=4, group=64, scale_dtype="bf16", rotation=64))
-    return None
-
-
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of factors in full precision."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -54,7 +37,15 @@ class FactorFormat:
     """
 
     def __init__(self, name: FormatName, small_rows: bool = False) -> None:
-        self._two_step = _make_two_step(name, small_rows)
+        self._two_step: TwoStepSum | None = None  # full precision: a plain all-reduce
+        if name == "bf16":
+            self._two_step = CastRounds(CastConfig("bf16"))
+        elif name == "fixpoint8" and small_rows:
+            self._two_step = Float8Rounds(Float8Config(tile=128, scale_dtype="bf16"))
+        elif name == "fixpoint8":  # long groups, since the quantization error is far below the low-rank error
+            self._two_step = FixpointRounds(FixpointConfig(bits=8, group=128, scale_dtype="bf16"))
+        elif name == "fixpoint4":  # it is not; shorter groups and a rotation reduce it
+            self._two_step = FixpointRounds(FixpointConfig(bits=4, group=64, scale_dtype="bf16", rotation=64))
 
     @property
     def exact(self) -> bool:

@@ -50,7 +50,9 @@ def describe_name(registry: Registry, name: str) -> str:
     name = known_names[spell(name)]
     if name in points:
         point = points[name]
-        lines = [f"{name}: {', '.join(names_at(registry, point))}", *_conditions(point)]
+        lines = [f"{name}: {', '.join(names_at(registry, point))}"]
+        if point in _CONDITIONS:
+            lines.append(_CONDITIONS[point])
         if point in POINT_OPTIONS:
             lines += ["", summary_of_class(POINT_OPTIONS[point]), ""]
             lines += ["options of the point, beside those of its compressor:"]
@@ -62,17 +64,15 @@ def describe_name(registry: Registry, name: str) -> str:
         registration = registry[name]
         lines = [f"{name}: {summary_of_class(registration.config)}", "", "points:"]
         for point, feedback in points_of(registration, name).items():
-            defaults = [f"error-feedback={feedback}"] if feedback else []
-            lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
+            remarks = [f"error-feedback={feedback}"] if feedback else []
+            if point in _CONDITIONS:
+                remarks.append(_CONDITIONS[point])
+            lines.append(f"  {point.value:<20} {'; '.join(remarks)}".rstrip())
         details = (("needs", registration.needs), ("source", registration.source), ("example", registration.example))
         lines += ["", *(f"{title}: {text}" for title, text in details if text)]
         lines += ["", "options:", *options_lines(name, registration.config)]
     lines += ["", "options of every compressor:", *(f"  {key:<16} {text}" for key, text in COMMON.items())]
     return "\n".join(lines)
-
-
-def _conditions(point: Point) -> list[str]:
-    return [_CONDITIONS[point]] if point in _CONDITIONS else []
 
 
 def points_of(registration: Registration, name: str) -> dict[Point, str]:

@@ -255,6 +255,11 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         for number in schedule.values:
             replace(options, **{field_name: type(getattr(options, field_name))(number)})
     feedback = _parse_feedback(point, registration, name, common.get("error-feedback"))
+    fused = "off" if is_fused_name else common.get("fused", "off")
+    if fused not in ("on", "off"):
+        raise UserError(f"fused={fused}: write on or off")
+    if fused == "on" and point is not Point.EMBED_GRAD:
+        raise UserError(f"fused=on: only the embedding's all-reduces can be fused, not {point.value}; leave it out")
     spec = Spec(
         point,
         name,
@@ -262,7 +267,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         options,
         _parse_activation(point, common, length),
         feedback,
-        is_fused_name or _parse_fused(point, common.get("fused", "off")),
+        is_fused_name or fused == "on",
         schedules,
         point_options,
         preset,
@@ -333,14 +338,6 @@ def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength
         warmup = length.train_iters // 3  # earlier rounds increase the loss
     warms_up = any(digit in text for digit in "123456789")
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=warms_up)
-
-
-def _parse_fused(point: Point, text: str) -> bool:
-    if text not in ("on", "off"):
-        raise UserError(f"fused={text}: write on or off")
-    if text == "on" and point is not Point.EMBED_GRAD:
-        raise UserError(f"fused=on: only the embedding's all-reduces can be fused, not {point.value}; leave it out")
-    return text == "on"
 
 
 def _parse_feedback(point: Point, registration: Registration, name: str, kind: str | None) -> str:

@@ -14,7 +14,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.layout import Tie
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
+from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
 from megatron.parallel.data.param_shards import ParamShard
 from megatron.parallel.data.reducer import GradBucket, ParamRange
 
@@ -104,12 +104,22 @@ class Fragment:
         ledger: Ledger,
     ) -> None:
         self.number = number
-        self.buckets = [
-            fragment_bucket
-            for buffer in buffers
-            for bucket in buffer.buckets
-            if (fragment_bucket := _make_bucket(buffer, bucket, number, fragments, layers, ties)) is not None
-        ]
+        self.buckets: list[FragmentBucket] = []
+        for buffer in buffers:
+            for bucket in buffer.buckets:
+                slots = tuple(s for s in bucket.slots if fragment_index(s.logical_name, layers, fragments) == number)
+                if not slots:
+                    continue
+                ranges: list[ParamRange] = []
+                for slot in slots:
+                    start = ranges[-1].stop if ranges else 0
+                    ranges.append(ParamRange(slot.logical_name, start, tuple(slot.param.shape)))
+                tie = slots[0].spec.tied
+                tie = tie if tie in ties else None
+                # The copies of a tied embedding are equal, so only one stage exchanges it with other islands.
+                is_owner = tie is None or ties[tie].rank == 0
+                reduced = GradBucket(bucket_memory(buffer, 0), tuple(ranges))
+                self.buckets.append(FragmentBucket(buffer, slots, reduced, tie, is_owner))
         locations = {
             id(slot): (number_of_bucket, param_range.start)
             for number_of_bucket, bucket in enumerate(self.buckets)
@@ -127,23 +137,6 @@ class Fragment:
     def shard_view(self, shard_range: ShardRange) -> Tensor:
         """View of a shard in its bucket."""
         return self.buckets[shard_range.bucket].reduced.flat[shard_range.start : shard_range.stop]
-
-
-def _make_bucket(
-    buffer: FlatBuffer, bucket: Bucket, number: int, fragments: int, layers: int, ties: dict[Tie, Group]
-) -> FragmentBucket | None:
-    slots = tuple(slot for slot in bucket.slots if fragment_index(slot.logical_name, layers, fragments) == number)
-    if not slots:
-        return None
-    ranges: list[ParamRange] = []
-    for slot in slots:
-        start = ranges[-1].stop if ranges else 0
-        ranges.append(ParamRange(slot.logical_name, start, tuple(slot.param.shape)))
-    tie = slots[0].spec.tied
-    tie = tie if tie in ties else None
-    # The copies of a tied embedding are equal, so only one stage exchanges it with other islands.
-    is_owner = tie is None or ties[tie].rank == 0
-    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(ranges)), tie, is_owner)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:

@@ -219,9 +219,6 @@ class IslandStart:
         while self._may_begin is None:
             number = int(self.run_on_rank_0(self.store.newest_generation))
             self.store.switch_generation(number)
-            problem = self.run_on_rank_0(self._duplicate_problem)
-            if problem:
-                raise UserError(problem)
             state, problem = self.run_on_rank_0(lambda: self._check_running_generation(newest))
             if problem:
                 raise UserError(problem)
@@ -229,22 +226,19 @@ class IslandStart:
                 self._may_begin = state == "no"
         return self._may_begin
 
-    def _duplicate_problem(self) -> str:
-        """An error message if another process is this island; empty otherwise."""
-        if self.store.increment(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
-            before = self.store.count_heartbeats([self.island])
-            time.sleep(_PROBE_HEARTBEATS * HEARTBEAT_SECONDS)
-            if self.store.count_heartbeats([self.island]) != before:
-                return f"--island {self.island}: there is an island {self.island} already; give each its own number"
-        return ""
-
     def _check_running_generation(self, newest: int | None) -> tuple[str, str]:
         """Check whether this generation is running ("yes"), has yet to begin ("no"), or was ended because no island is
-        left ("ended"); and why this island cannot begin another generation, empty if it can.
+        left ("ended"); and why this island cannot enter it or begin another generation, empty if it can.
 
         Raises:
             CommunicationError: when the generation's islands synchronize every step and do not end.
         """
+        if self.store.increment(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
+            before = self.store.count_heartbeats([self.island])
+            time.sleep(_PROBE_HEARTBEATS * HEARTBEAT_SECONDS)
+            if self.store.count_heartbeats([self.island]) != before:
+                problem = f"--island {self.island}: there is an island {self.island} already; give each its own number"
+                return "yes", problem
         peers = [k for k in range(self.limits.count) if k != self.island]
         if self.store.get("start") is None:
             decision = self.store.get("iteration", Start.decode)
@@ -274,26 +268,19 @@ class IslandStart:
                 )
                 announced = True
             time.sleep(POLL_SECONDS)
-        problem = "" if newest is None else self._explain_lateness(peers, newest)
-        if not problem:
-            self.store.end_generation(self.store.generation)
-        return "ended", problem
-
-    def _explain_lateness(self, peers: Sequence[int], newest: int) -> str:
-        """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
-        if self.store.get(finish_key(self.island)) is not None:
-            return ""
-        ends = {k: end for k in peers if (end := self.store.get(finish_key(k), read_finish)) is not None}
-        ahead = max(ends, key=lambda k: ends[k][0], default=None)
-        if ahead is None or ends[ahead][0] <= newest:
-            return ""
-        iteration, folder = ends[ahead]
-        checkpoint_hint = f"its last checkpoint is in {folder}" if folder else "it has no --save"
-        return (
-            f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at {newest};"
-            f" {checkpoint_hint}: copy it to this island's folder and "
-            "start all of them again (--islands-linger-seconds is for late islands to join)"
-        )
+        if newest is not None and self.store.get(finish_key(self.island)) is None:
+            ends = {k: end for k in peers if (end := self.store.get(finish_key(k), read_finish)) is not None}
+            ahead = max(ends, key=lambda k: ends[k][0], default=self.island)
+            iteration, folder = ends.get(ahead, (newest, ""))
+            if iteration > newest:
+                checkpoint_hint = f"its last checkpoint is in {folder}" if folder else "it has no --save"
+                return "ended", (
+                    f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at "
+                    f"{newest}; {checkpoint_hint}: copy it to this island's folder and start all of them again "
+                    "(--islands-linger-seconds is for late islands to join)"
+                )
+        self.store.end_generation(self.store.generation)
+        return "ended", ""
 
     def _agree(self, key: str, entry: Any, choose: Callable[[Mapping[int, Any]], Start]) -> Start:
         """Agree on a decision with all others, or with those that arrive in time.

@@ -54,12 +54,7 @@ def read_sent() -> SentCounts:
             continue
         header = TCP_HEADER + (0 if name == _LOOPBACK else ETHERNET_HEADER)
         interfaces[name] = int(numbers[_SENT_BYTES]) - header * int(numbers[_SENT_PACKETS])
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return SentCounts(f"{boot} {os.readlink('/proc/self/ns/net')}", interfaces, _read_connections())
-
-
-def _read_connections() -> dict[str, int]:
-    sent = {}
+    connections = {}
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or not TCP
             name = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -69,5 +64,6 @@ def _read_connections() -> dict[str, int]:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if len(info) == _TCP_INFO_BYTES:  # older kernels have fewer fields
                 count, retransmitted = struct.unpack_from("QQ", info, _BYTES_SENT_OFFSET)
-                sent[name] = count - retransmitted
-    return sent
+                connections[name] = count - retransmitted
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return SentCounts(f"{boot} {os.readlink('/proc/self/ns/net')}", interfaces, connections)

@@ -11,7 +11,7 @@ class MessageSeeds:
 
     Attributes:
         iteration: 0-based; 0 in evaluations.
-        micro_batch: number of the current micro-batch in the step.
+        micro_batch: number in the step of the micro-batch whose forward or backward runs.
     """
 
     def __init__(self) -> None:
@@ -21,10 +21,6 @@ class MessageSeeds:
     def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
         self.iteration, self.micro_batch = max(iteration, 0), 0
-
-    def begin_micro_batch(self, micro_batch: int) -> None:
-        """Begin the forward or the backward of a micro-batch of the step."""
-        self.micro_batch = micro_batch
 
     def state(self, *message: int | str) -> CompressorState:
         """Compressor state for a single message, equal on sender and receiver.

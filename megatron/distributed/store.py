@@ -39,7 +39,18 @@ def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         OSError: when the address is not this machine's, or the port is in use.
         RuntimeError: when the store does not start.
     """
-    with _listen(host, port) as listener:
+    problem = OSError(f"{host} has no address")
+    for family, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        try:
+            listener = socket.create_server(target[:2], family=family, backlog=socket.SOMAXCONN)
+            break
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # others would connect to the program that listens here
+                raise
+            problem = error
+    else:
+        raise problem
+    with listener:
         address, bound = listener.getsockname()[:2]
         # By default, the store listens at every address.
         store = dist.TCPStore(
@@ -52,18 +63,6 @@ def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         )
         listener.detach()
         return store
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    problem = OSError(f"{host} has no address")
-    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
-        try:
-            return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # others would connect to the program that listens here
-                raise
-            problem = error
-    raise problem
 
 
 def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], None] = lambda: None) -> dist.TCPStore:

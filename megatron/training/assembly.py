@@ -288,7 +288,7 @@ def _begin_pass(
         versions.select(iteration if iteration >= 0 else None)
         plan.begin_step(iteration)
         comm.begin_step(iteration)
-    seeds.begin_micro_batch(micro_batch)
+    seeds.micro_batch = micro_batch
 
 
 def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: RankContext) -> list[Stage]:

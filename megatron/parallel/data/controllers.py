@@ -94,26 +94,20 @@ class Controllers:
             flats = reduced_point.flats if all_finite else []
             stage, ahead_s = self.plan.stage, self._ahead_s
             reduced = Reduced(iteration, flats, reduced_point.shapes, scale, compressed, stage, ahead_s)
-            self._run_requests(point, controller, reduced, reduced_point)
+            requests = controller.after_reduction(reduced)
+            try:
+                request = next(requests)
+                while True:
+                    if isinstance(request, Trial):
+                        trials = reduced_point.make_trials(self.plan.make_trial_plan(point, request.options))
+                        result = run_trial(request, trials, self.world, self.ledger)
+                    else:
+                        pending, result = start_request(request, self.world)
+                        self.ledger.complete(Point.CONTROL, pending)
+                    request = requests.send(result)
+            except StopIteration:
+                pass  # the controller has all it asked for
         self._apply_options()
-
-    def _run_requests(
-        self, point: Point, controller: Controller, reduced: Reduced, reduced_point: ReducedPoint
-    ) -> None:
-        """Run the collectives and trials that a controller requests."""
-        generator = controller.after_reduction(reduced)
-        try:
-            request = next(generator)
-            while True:
-                if isinstance(request, Trial):
-                    trials = reduced_point.make_trials(self.plan.make_trial_plan(point, request.options))
-                    result = run_trial(request, trials, self.world, self.ledger)
-                else:
-                    pending, result = start_request(request, self.world)
-                    self.ledger.complete(Point.CONTROL, pending)
-                request = generator.send(result)
-        except StopIteration:
-            return
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Logged metrics of the controllers, by point name; identical on every rank."""

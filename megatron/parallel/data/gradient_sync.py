@@ -221,7 +221,15 @@ class GradientSync:
         """
         self.complete_gradients()
         self.launch_reduction()
-        return self.finish_reduction(self._check_finite(counted) if self._checks_finite else True)
+        all_finite = True
+        if self._checks_finite:
+            bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
+            pair = torch.stack([bad, torch.full_like(bad, counted)])
+            self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
+            self.sync_warmup.all_reduce([pair])
+            bad_count, all_counted = pair.tolist()
+            all_finite = bad_count == 0 and all_counted > 0
+        return self.finish_reduction(all_finite)
 
     def complete_gradients(self) -> None:
         """Complete this rank's gradients after the last backward of a step, by sums over tensor-parallel ranks."""
@@ -243,15 +251,6 @@ class GradientSync:
             else:
                 for local in reducer.buckets:
                     reducer.record_finite(local.flat)
-
-    def _check_finite(self, counted: float) -> bool:
-        """Check that the launched gradients are finite on all ranks, and that the losses have items."""
-        bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
-        pair = torch.stack([bad, torch.full_like(bad, counted)])
-        self.ledger.complete(Point.CONTROL, self.world.all_reduce(pair))
-        self.sync_warmup.all_reduce([pair])
-        bad_count, all_counted = pair.tolist()
-        return bad_count == 0 and all_counted > 0
 
     def advance_reduction(self) -> None:
         """Run the rounds of a launched reduction whose messages have arrived, in the same order on all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.parallel.data.buffer import FlatBuffer
 
@@ -29,17 +29,17 @@ class ParamVersions:
             **dict(enumerate(self._copies)),
             None: [buffer.params_flat for buffer in buffers],
         }
-        self._values = {version: self._values_in(flat) for version, flat in memory.items()}
+        # All parameters with their views of each version's memory.
+        self._values = {
+            version: [
+                (slot.param, flat[slot.start : slot.stop].view(slot.param.shape))
+                for buffer, flat in zip(buffers, flats, strict=True)
+                for bucket in buffer.buckets
+                for slot in bucket.slots
+            ]
+            for version, flats in memory.items()
+        }
         self._selected: int | None = None
-
-    def _values_in(self, memory: Sequence[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-        """All parameters with their views of the memory of a version."""
-        return [
-            (slot.param, flat[slot.start : slot.stop].view(slot.param.shape))
-            for buffer, flat in zip(self._buffers, memory, strict=True)
-            for bucket in buffer.buckets
-            for slot in bucket.slots
-        ]
 
     def begin_step(self, iteration: int) -> None:
         """Copy the current values for a step, over those of the step before the last."""

@@ -299,17 +299,6 @@ class PipelineChannel:
         itemsize = 8 if self.dtype == torch.float64 else 4
         return max(_CAPACITY * self.shapes[boundary].numel() * itemsize, _MIN_CAPACITY)
 
-    def _take_from_mailbox(self, message: Message) -> Payload:
-        """Wait for the next message of a mailbox, and post its buffer again."""
-        direction, boundary = message.direction, message.position.boundary
-        payload, mailbox = self._empty_payload(message), direction.mailboxes[boundary]
-        buffer, pending = mailbox.popleft()
-        self.ledger.wait_for(direction.point, pending)
-        payload.wire.view(-1).view(torch.uint8).copy_(buffer[: payload.nbytes])
-        sender, _ = self._ends(direction, message.position)
-        mailbox.append((buffer, direction.group.recv(buffer, sender, tag=boundary)))
-        return payload
-
     def wait_for_posted(self) -> None:
         """Block the host until all posted receives have completed."""
         for direction in (self.forward, self.backward):
@@ -329,7 +318,12 @@ class PipelineChannel:
         split message."""
         direction, position, key = message.direction, message.position, message.key
         if self.mailbox_buffers:
-            payload = self._take_from_mailbox(message)
+            payload, mailbox = self._empty_payload(message), direction.mailboxes[position.boundary]
+            buffer, pending = mailbox.popleft()
+            self.ledger.wait_for(direction.point, pending)
+            payload.wire.view(-1).view(torch.uint8).copy_(buffer[: payload.nbytes])
+            sender, _ = self._ends(direction, position)
+            mailbox.append((buffer, direction.group.recv(buffer, sender, tag=position.boundary)))
         else:
             payload, pending = direction.posted.pop((position.boundary, position.micro_batch))
             if not pending.waited:

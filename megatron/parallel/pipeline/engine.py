@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.check_parallel import SCHEDULES_WITHOUT_FLUSH
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.channel import Message, PipelineChannel
+from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, StepMessages
@@ -161,8 +161,14 @@ class PipelineEngine:
         self.weight_grads.begin_step(bool(step.separate))
         receives = PostedReceives(self.channel, table.max_ahead)
         received = receives.add(messages, sorted(ops, key=lambda op: not op.is_forward))
-        signatures = self._launch_signatures(messages, ops, received, signatures)
-        receives.posts_ahead = self.completed.covers(signatures)
+        launches: list[Hashable] = []  # none if the device loads all kernels at once
+        if self.loads_kernels_lazily and self.channel is not None:
+            sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
+            # Backward passes launch different kernels if weight gradients are computed separately.
+            separates = any(op.computation is Pass.WEIGHT for op in ops)
+            launches = [None if signature is None else (signature, separates) for signature in signatures]
+            launches += self.channel.launch_signature(sent, received)
+        receives.posts_ahead = self.completed.covers(launches)
         if ops:
             messages.expect(ops[0])
         for op, following, due_receives in zip(ops, [*ops[1:], None], table.messages_due[self.stage], strict=True):
@@ -173,7 +179,7 @@ class PipelineEngine:
             if loss_grad is not None:
                 self.after_pass()
         self._complete_sends()
-        self.completed.record(signatures)
+        self.completed.record(launches)
 
     def run_without_flush(
         self,
@@ -284,22 +290,6 @@ class PipelineEngine:
             assert x_sbh.grad is not None
             with span("backward-send", op):
                 messages.send(op, x_sbh.grad, receives.max_ahead)
-
-    def _launch_signatures(
-        self,
-        messages: StepMessages,
-        ops: Sequence[PipelineOp],
-        received: Sequence[Message],
-        signatures: Sequence[Hashable],
-    ) -> list[Hashable]:
-        """Launch signatures of a step's programs and messages; none if the device loads all kernels at once."""
-        if not self.loads_kernels_lazily or self.channel is None:
-            return []
-        sent = [message for op in ops if (message := messages.address(op, incoming=False)) is not None]
-        # Backward passes launch different kernels if weight gradients are computed separately.
-        separates = any(op.computation is Pass.WEIGHT for op in ops)
-        launches = [None if signature is None else (signature, separates) for signature in signatures]
-        return [*launches, *self.channel.launch_signature(sent, received)]
 
     def _complete_sends(self) -> None:
         """Wait until all sends have completed, and until all receives have completed on the device."""

@@ -25,7 +25,7 @@ def _gathered(
     specs = read_specs(compress, Registry(BUILTIN), RunLength(10))
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan(specs))
     comm.begin_step(iteration)
-    comm.seeds.begin_micro_batch(micro_batch)
+    comm.seeds.micro_batch = micro_batch
     return comm.at(layer).start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), point).wait()
 
 
