@@ -49,7 +49,15 @@ def make_island_group(
     process_group: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
         # Both the store and the members may hang; the store has no time limit for that.
-        backend = Caller("islands").call(lambda: _make_gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
+        gloo: Any = dist.ProcessGroupGloo
+        # By default, gloo listens at the interface GLOO_SOCKET_IFNAME, or at the address of this machine's name, which
+        # on many machines other machines cannot reach.
+        options: Any = timeout
+        if address is not None:
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [gloo.create_device(hostname=address)]
+        backend = Caller("islands").call(lambda: gloo(store, rank, len(ranks), options), 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error
@@ -57,15 +65,3 @@ def make_island_group(
     process_group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     kind = Group if device.type == "cpu" else StagedGroup
     return kind(process_group, ranks, rank, name, "gloo")
-
-
-def _make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """Make a gloo backend at an address. By default gloo takes GLOO_SOCKET_IFNAME, or the address of this machine's
-    name, which on many machines other machines cannot reach."""
-    gloo: Any = dist.ProcessGroupGloo
-    if address is None:
-        return gloo(store, rank, size, timeout)
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, rank, size, options)

@@ -115,8 +115,9 @@ class OuterSync:
             yield from fragment.reducer.states()
 
     @torch.no_grad()
-    def collect_pseudo_gradient(self, number: int) -> None:
-        """Compute the pseudo-gradient of a fragment, from the shares of all replicas."""
+    def collect_pseudo_gradient(self, number: int) -> float:
+        """Compute the pseudo-gradient of a fragment, from the shares of all replicas; return its L2 norm over the whole
+        island."""
         fragment = self.fragments[number]
         self.allocate_buffers(number)
         for name, x in self._untrained_tensors[number].items():
@@ -127,6 +128,7 @@ class OuterSync:
                 outer_param = self.outer.outer_params[shard_range.index].to(out.device)
                 torch.sub(outer_param, self.outer.mains[shard_range.index], out=out)
         self._gather_replica_shares(fragment)
+        return self._norm(number, fragment.shard_view)
 
     def _gather_replica_shares(self, fragment: Fragment) -> None:
         """Collect a fragment from the shares of the replicas."""
@@ -172,10 +174,6 @@ class OuterSync:
         """Free the memory for the pseudo-gradient of a fragment."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
-
-    def pseudo_gradient_norm(self, number: int) -> float:
-        """L2 norm of a fragment's pseudo-gradient, over the whole island."""
-        return self._norm(number, self.fragments[number].shard_view)
 
     def outer_param_norm(self, number: int) -> float:
         """L2 norm of a fragment's outer parameters, over the whole island."""

@@ -34,7 +34,8 @@ class Rounds:
     """Rounds of this island. Every rank of the island has an instance, and all ranks make the same calls.
 
     An attempt of a round counts if all ranks of all members have completed it. Only then do compressor states and outer
-    parameters change. Otherwise the remaining members try again with the same pseudo-gradients and residuals.
+    parameters change. Otherwise the remaining members try again with the same residuals and, unless training has gone
+    on during a delayed transfer, the same pseudo-gradients.
 
     Args:
         sync: transfers and outer steps on this rank.
@@ -183,9 +184,8 @@ class Rounds:
     ) -> InFlightFragment | None:
         """Begin an attempt; None if the other islands continue without this island."""
         key = f"{done}/{fragment}/{attempt}"
-        self.sync.collect_pseudo_gradient(fragment)
         arrival = RoundReport(
-            self.sync.pseudo_gradient_norm(fragment),
+            self.sync.collect_pseudo_gradient(fragment),
             fmean(self._losses) if self._losses else math.nan,
             self.stop_request,
         )

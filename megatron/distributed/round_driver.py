@@ -123,10 +123,19 @@ class PackedReduction:
             else:
                 packed = torch.cat([tensor.view(-1) for tensor in tensors])
             pending, result = start_request(Request(packed, op, level=level), self.group)
-            results = [result] if len(tensors) == 1 else _unpack(op, result, tensors)
-            self._record_started(
-                pending, [(index, view) for (index, _), view in zip(members, results, strict=True)], level
-            )
+            if len(tensors) == 1:
+                views = [result]
+            elif op is Op.REDUCE:
+                chunks = result.split([tensor.numel() for tensor in tensors])
+                views = [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
+            elif op is Op.EXCHANGE:
+                chunks = result.split([tensor.numel() // size for tensor in tensors], dim=1)
+                views = [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
+            else:
+                chunks = result.split([tensor.numel() for tensor in tensors], dim=1)
+                views = [chunk.view(size, *tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
+            results = [(index, view) for (index, _), view in zip(members, views, strict=True)]
+            self._record_started(pending, results, level)
 
     def _record_started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
         if select_group(self.group, level).size > 1:
@@ -203,19 +212,6 @@ class PackedReduction:
         for generator in self._generators:
             generator.close()
         self._pending = []
-
-
-def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split the packed result into a view for each tensor."""
-    if op is Op.REDUCE:
-        chunks = result.split([tensor.numel() for tensor in tensors])
-        return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
-    size = result.shape[0]
-    if op is Op.EXCHANGE:
-        chunks = result.split([tensor.numel() // size for tensor in tensors], dim=1)
-        return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
-    chunks = result.split([tensor.numel() for tensor in tensors], dim=1)
-    return [chunk.view(size, *tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:

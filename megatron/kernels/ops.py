@@ -195,19 +195,20 @@ def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Merge flat tensors that are adjacent in memory."""
     runs: list[list[Tensor]] = []
     for x in tensors:
-        if runs and _adjoin(runs[-1][-1], x):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and last.dim() == x.dim() == 1
+            and last.dtype == x.dtype
+            and x.storage_offset() == last.storage_offset() + last.numel()
+            and last.untyped_storage()._cdata == x.untyped_storage()._cdata
+            and last.is_contiguous()
+            and x.is_contiguous()
+        ):
             runs[-1].append(x)
         else:
             runs.append([x])
     return [run[0] if len(run) == 1 else run[0].as_strided((sum(x.numel() for x in run),), (1,)) for run in runs]
-
-
-def _adjoin(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors of the same storage and dtype are adjacent."""
-    if not (a.dim() == b.dim() == 1 and a.dtype == b.dtype and b.storage_offset() == a.storage_offset() + a.numel()):
-        return False
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return same and a.is_contiguous() and b.is_contiguous()
 
 
 def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,13 @@ class ScheduleValues:
         if self.decay_style == "inverse-square-root":
             return max(lowest, highest * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
         if self.decay_style == "WSD":
-            ratio = 1.0 - (self.decay_samples - samples) / self.annealing_samples
-            share = _anneal(self.annealing_style, ratio) if ratio > 0 else 1.0
+            ratio = max(1.0 - (self.decay_samples - samples) / self.annealing_samples, 0.0)
+            if self.annealing_style == "exponential":
+                share = 2.0 * 0.5**ratio - 1.0
+            elif self.annealing_style == "minus_sqrt":
+                share = 1.0 - math.sqrt(ratio)
+            else:
+                share = 1.0 - _ramp(self.annealing_style, ratio)
             return lowest + share * (highest - lowest)
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         return lowest + (1.0 - _ramp(self.decay_style, ratio)) * (highest - lowest)
@@ -124,15 +129,6 @@ class ScheduleValues:
 def _ramp(style: str, ratio: float) -> float:
     """A ramp from 0 to 1 as ``ratio`` goes from 0 to 1."""
     return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
-
-
-def _anneal(style: str, ratio: float) -> float:
-    """The decay of WSD from 1 to 0 as ``ratio`` goes from 0 to 1."""
-    if style == "exponential":
-        return 2.0 * 0.5**ratio - 1.0
-    if style == "minus_sqrt":
-        return 1.0 - math.sqrt(ratio)
-    return 1.0 - _ramp(style, ratio)
 
 
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

@@ -227,14 +227,6 @@ class FlatBuffer:
         return self.reduced_flat[bucket.start : bucket.stop]
 
 
-def _bucket_kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
-    if spec.tied is not None:
-        return BucketKind.TIED
-    if spec.partial_grad:
-        return BucketKind.PARTIAL
-    return BucketKind.REPLICATED if tensor_parallel and spec.dim is None and not spec.unshared else BucketKind.PLAIN
-
-
 def plan_buckets(
     params: Sequence[NamedParam],
     shares: int,
@@ -242,9 +234,18 @@ def plan_buckets(
     tensor_parallel: bool,
 ) -> list[Bucket]:
     """Plan buckets in the order in which backward fills them: plain buckets from the last layer, then other kinds."""
+    by_kind: dict[BucketKind, list[NamedParam]] = {kind: [] for kind in BucketKind}
+    for member in reversed(params):
+        spec, kind = member.spec, BucketKind.PLAIN
+        if spec.tied is not None:
+            kind = BucketKind.TIED
+        elif spec.partial_grad:
+            kind = BucketKind.PARTIAL
+        elif tensor_parallel and spec.dim is None and not spec.unshared:
+            kind = BucketKind.REPLICATED
+        by_kind[kind].append(member)
     buckets: list[Bucket] = []
-    for kind in BucketKind:
-        members = [p for p in reversed(params) if _bucket_kind(p.spec, tensor_parallel) is kind]
+    for kind, members in by_kind.items():
         for bucket_params in _split_params(members, 1 if kind is BucketKind.TIED else bucket_elements):
             start = position = buckets[-1].stop if buckets else 0
             slots: list[ParamSlot] = []

@@ -16,7 +16,7 @@ from megatron.distributed.compressed_gather import PendingGather
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.buffer import Bucket, FlatBuffer
+from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.delay_correction import LookAhead
 from megatron.parallel.data.gradient_sync import local_share
 from megatron.parallel.data.param_shards import ParamShard
@@ -65,7 +65,14 @@ class ParamAllGather:
             return
         gathers = []
         for buffer, bucket in self._buckets:
-            difference = self._difference(buffer, bucket)
+            # Main values minus the model's in this rank's share of the bucket; padding is zero.
+            share = local_share(bucket, buffer.group, True)
+            dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+            difference = torch.zeros(share.stop - share.start, dtype=dtype, device=buffer.params_flat.device)
+            for slot in bucket.slots:
+                for shard in self._by_slot.get(id(slot), ()):
+                    start = slot.start + shard.start - bucket.start - share.start
+                    torch.sub(shard.main, shard.model, out=difference[start : start + shard.main.numel()])
             raw = difference.numel() * buffer.params_flat.element_size()
             # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
             key = iteration, bucket.slots[0].logical_name
@@ -120,17 +127,6 @@ class ParamAllGather:
         return PendingGather(
             codec, share, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
         )
-
-    def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
-        """Main values minus the model's in this rank's share of a bucket; padding is zero."""
-        share = local_share(bucket, buffer.group, True)
-        dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
-        difference = torch.zeros(share.stop - share.start, dtype=dtype, device=buffer.params_flat.device)
-        for slot in bucket.slots:
-            for shard in self._by_slot.get(id(slot), ()):
-                start = slot.start + shard.start - bucket.start - share.start
-                torch.sub(shard.main, shard.model, out=difference[start : start + shard.main.numel()])
-        return difference
 
 
 def gathers_compressed(plan: CompressionPlan, sharded: bool) -> bool:
