@@ -140,7 +140,7 @@ class _Chunks:
         values = []
         cut = self.chunks * self.config.k
         split_values = [values_kc[:, :cut].reshape(-1, self.config.k), values_kc[:, cut:]]
-        rows = zip(self.places, places, split_values, strict=False)  # ``places`` are of full chunks alone without tails
+        rows = zip(self.places, places, split_values, strict=False)  # ``places`` has one entry without tails
         for number, (code, places_rc, values_rc) in enumerate(rows):
             # Nonzero values first, by ascending position, then the chunk's length for each zero: zeros get no bin.
             narrow_rc = places_rc.to(torch.int32)  # sorts in half the time

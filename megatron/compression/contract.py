@@ -76,20 +76,20 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
                 check = partial(check_feedback_of_messages, make_codec, shape, "lazy")
                 checks.append(("error feedback of messages", case, check))
     if registration.rounds is not None:
-        make: MakeRounds = partial(registration.rounds, options)
+        make_rounds: MakeRounds = partial(registration.rounds, options)
         sharded = bool(points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
         for shape in SUM_SHAPES:
-            if make().traits.batched and not make().should_compress(shape[1:]):
+            if make_rounds().traits.batched and not make_rounds().should_compress(shape[1:]):
                 continue
             case = f"a sum of {shape}"
             for shares in (False, True) if sharded else (False,):
-                check = partial(check_sum, make, shape, torch.float32, shares, registration.identity)
+                check = partial(check_sum, make_rounds, shape, torch.float32, shares, registration.identity)
                 checks.append(("sum", case, check))
-            checks.append(("state of sums", case, partial(check_state_of_sums, make, shape, torch.float32)))
+            checks.append(("state of sums", case, partial(check_state_of_sums, make_rounds, shape, torch.float32)))
             if not registration.no_feedback:
                 checks += [
-                    ("error feedback of sums", case, partial(check_feedback_of_sums, make, shape, "local")),
-                    ("change of replicas", case, partial(check_other_replicas, make, shape)),
+                    ("error feedback of sums", case, partial(check_feedback_of_sums, make_rounds, shape, "local")),
+                    ("change of replicas", case, partial(check_other_replicas, make_rounds, shape)),
                 ]
     faults: dict[str, str] = {}
     for promise, case, run_check in checks:

@@ -42,9 +42,9 @@ class FactorFormat:
             self._two_step = CastRounds(CastConfig("bf16"))
         elif name == "fixpoint8" and small_rows:
             self._two_step = Float8Rounds(Float8Config(tile=128, scale_dtype="bf16"))
-        elif name == "fixpoint8":  # long groups, since the quantization error is far below the low-rank error
+        elif name == "fixpoint8":  # long groups: the quantization error is far below the low-rank error
             self._two_step = FixpointRounds(FixpointConfig(bits=8, group=128, scale_dtype="bf16"))
-        elif name == "fixpoint4":  # it is not; shorter groups and a rotation reduce it
+        elif name == "fixpoint4":  # shorter groups and a rotation, because here it is not
             self._two_step = FixpointRounds(FixpointConfig(bits=4, group=64, scale_dtype="bf16", rotation=64))
 
     @property
