@@ -26,12 +26,17 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, (index,) = ctx.weight, ctx.saved_tensors
-        rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
+        index_n, rows_nh = index.flatten(), grad.reshape(-1, grad.shape[-1])
         main_grad = main_grad_of(weight)
-        if main_grad is None:
-            return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
-        main_grad.add_rows(*rows)
-        return None, None
+        if main_grad is not None:
+            main_grad.add_rows(index_n, rows_nh)
+            return None, None
+        if grad.dtype in (torch.bfloat16, torch.float16):
+            # torch would add the rows one by one and round each sum, and lose most of the gradient of a frequent row.
+            index_n, number_n = index_n.unique(return_inverse=True)
+            sums_nh = torch.zeros(len(index_n), rows_nh.shape[1], device=grad.device)
+            rows_nh = sums_nh.index_add_(0, number_n, rows_nh.float()).to(grad.dtype)
+        return torch.ops.aten.embedding_dense_backward(rows_nh, index_n, weight.shape[0], -1, False), None
 
 
 class _SortedRows(torch.autograd.Function):
