@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.base.user_text import spell
+from megatron.base.value_type import FALSE_WORDS
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands; each island's launcher ends with it."""
@@ -111,7 +112,7 @@ def _requests_losses(words: Sequence[str]) -> bool:
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and spell(flag) == "get-val-ppls":
-            return (value if equals else following).lower() not in ("false", "no", "off", "0")
+            return (value if equals else following).lower() not in FALSE_WORDS
     return False
 
 

@@ -11,7 +11,8 @@ from megatron.base.parse_numbers import checked_number, checked_whole, read_numb
 from megatron.base.user_text import format_value, shortened, spell
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
+FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+"""Words that turn a switch off, in lower case."""
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
 
@@ -58,7 +59,7 @@ class ValueType:
             word = text.lower()
             if word in _TRUE:
                 return True
-            if word in _FALSE:
+            if word in FALSE_WORDS:
                 return False
             raise UserError(f"{location}: {shortened(text)!r} is neither true nor false")
         if self.element in (int, float):

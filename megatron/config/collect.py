@@ -10,6 +10,7 @@ from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
 from megatron.base.user_text import nearest, spell
+from megatron.base.value_type import FALSE_WORDS
 from megatron.config.translate.rules import SWITCH, OldFlag, Rule, Translator
 
 Target = FieldOption | OldFlag
@@ -83,7 +84,7 @@ class Source:
     def add_flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
         """Add a flag with its arguments. Messages name it by `spelling`."""
         name = spell(spelling)
-        if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
+        if len(texts) == 1 and texts[0].lower() in FALSE_WORDS:
             self.switched_on.discard(name)
         else:
             self.switched_on.add(name)

@@ -15,6 +15,7 @@ from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
 from megatron.base.user_text import Note, flag_of
+from megatron.base.value_type import FALSE_WORDS, ValueType
 
 SWITCH, VALUE, VALUES = "switch", "value", "values"
 """Number of words after a flag: none (or true or false), one, any number."""
@@ -85,7 +86,7 @@ class Shortcut(OldFlag):
 
     def meaning(self, words: Sequence[str]) -> Meaning:
         """Meaning of the flag; empty for a switch set to false."""
-        if self.arity != VALUE and _is_false(words):
+        if self.arity == SWITCH and words and not ValueType(element=bool).from_text(words[0], f"--{self.name}"):
             return Meaning()
         if self.choices and words[0].lower() not in self.choices:
             raise UserError(f"--{self.name} {words[0]}: choose from {', '.join(self.choices)}")
@@ -125,17 +126,13 @@ class KnownFlag(OldFlag):
         if not self.refused:
             return Meaning(note=f"--{self.name} is known but has no effect here: {self.reason}")
         if self.arity == SWITCH:
-            is_neutral = _is_false(words)
+            is_neutral = bool(words) and words[0].lower() in FALSE_WORDS
         else:
             matches = [any(_same(word, spelling) for spelling in self.neutral) for word in words]
             is_neutral = bool(self.neutral) and all(matches)
         if not is_neutral:
             raise UserError(f"{' '.join((f'--{self.name}', *words))}: {self.reason}")
         return Meaning()
-
-
-def _is_false(words: Sequence[str]) -> bool:
-    return list(map(str.lower, words)) == ["false"]
 
 
 def _same(word: str, neutral: str) -> bool:

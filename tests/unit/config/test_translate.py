@@ -45,6 +45,17 @@ def test_a_file_that_gives_a_known_flag_and_its_opposite_is_refused(tmp_path: Pa
         PARSER.parse(["--config", str(file)], check=False)
 
 
+@pytest.mark.parametrize("word", ["false", "no", "OFF", "0"])
+def test_a_shorthand_switch_is_off_by_the_words_of_other_switches(word: str) -> None:
+    parsed = PARSER.parse(["--recompute-activations", word, "--retro-add-retriever", word], check=False)
+    assert parsed.explicit == set()
+
+
+def test_a_shorthand_switch_is_refused_with_another_word() -> None:
+    with pytest.raises(UserError, match=r"^--recompute-activations: 'maybe' is neither true nor false$"):
+        PARSER.parse(["--recompute-activations", "maybe"], check=False)
+
+
 def test_only_the_translator_imports_dialects() -> None:
     modules = {dialect.config.__module__ for dialect in build_translator().dialects}
     assert len(modules) == 4
