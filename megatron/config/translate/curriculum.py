@@ -52,7 +52,7 @@ def read_curriculum(content: dict[str, Any], location: str, ignored: Note) -> di
     }
     if kind in ("fixed_linear", "fixed_root"):
         settings["curriculum_seqlen_min"] = least
-    elif kind == "custom" or least != settings["curriculum_discrete_seqlens"][0]:
+    elif kind == "custom" or settings["curriculum_discrete_seqlens"][:1] != [least]:
         ignored(f"{_NAME}.min_difficulty")
     if kind != "custom":  # a custom function is not in the file
         try:

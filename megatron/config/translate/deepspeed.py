@@ -145,7 +145,7 @@ class _DeepSpeedFile:
             location = f"{self.path}: gradient_accumulation_steps {steps}"
             if global_batch is None or micro_batch is None:
                 raise UserError(f"{location} needs both batch sizes; add --global-batch-size and --micro-batch-size")
-            if global_batch % (micro_batch * steps) != 0:
+            if micro_batch > 0 and global_batch % (micro_batch * steps) != 0:  # the flags' bounds are checked later
                 raise UserError(
                     f"{location} x a micro batch of {micro_batch} does not divide the global batch of {global_batch}"
                 )

@@ -163,6 +163,8 @@ def test_a_flag_may_repeat_a_value_of_the_file(tmp_path: Path) -> None:
         (_grown(schedule_type="fixed_root"), "", ["schedule_config: root_degree is missing"]),
         (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 8, 32], "max_step": [1, 2]}), "",
          ["schedule_config.difficulty decreases, from 16 to 8"]),
+        (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [], "max_step": []}), "",
+         ["schedule_config.difficulty holds 0 lengths", "one step less"]),
         (_grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 32], "max_step": 3}), "",
          ["schedule_config: max_step: expected a list"]),
         (_grown(metric="seqlen"), "", ["curriculum_learning: metric is not available"]),
@@ -189,6 +191,12 @@ def test_a_refusal_is_one_line_that_names_file_and_key(
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_micro_batch_of_0_beside_a_file_is_refused(tmp_path: Path) -> None:
+    run = _parsed(tmp_path, {"gradient_accumulation_steps": 2}, "--micro-batch-size 0 --global-batch-size 8")
+    with pytest.raises(UserError, match=r"^--micro-batch-size is 0; it must be at least 1"):
+        run.resolve(2)
 
 
 def test_a_path_that_is_not_a_plain_file_is_refused(tmp_path: Path) -> None:
