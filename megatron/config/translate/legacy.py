@@ -202,22 +202,20 @@ def _translate(old: SectionValues, explicit: ExplicitValues, note: Note) -> None
     if old.forward_compress_method.startswith("delta") and "data.sample_order" not in explicit:
         explicit["data.sample_order"] = "fixed"
         note("--forward-compress-method delta means --sample-order fixed: remembered samples must recur")
-    path, source_flag = "", ""
+    record_files = []  # flag and its file of records; later ones win
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
-        path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
-        source_flag = "--log-gradients-output-dir"
+        record_files.append(("--log-gradients-output-dir", str(Path(old.log_gradients_output_dir) / "gradients.jsonl")))
     if old.collect_log_path is not None:
-        path, source_flag = str(Path(old.collect_log_path) / "edgc.jsonl"), "--collect-log-path"
+        record_files.append(("--collect-log-path", str(Path(old.collect_log_path) / "edgc.jsonl")))
     if old.save_json_log:
-        path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
-        source_flag = "--save-json-log"
-    if not path:
-        return
-    ours = explicit.setdefault("logging.log_json_file", path)
-    if ours == path:
-        note(f"{source_flag} means --log-json-file {path}")
-    else:
-        note(f"{source_flag}: no effect with --log-json-file {ours}, where all records go")
+        file = Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl"
+        record_files.append(("--save-json-log", str(file)))
+    for flag, path in reversed(record_files):
+        ours = explicit.setdefault("logging.log_json_file", path)
+        if ours == path:
+            note(f"{flag} means --log-json-file {path}")
+        else:
+            note(f"{flag}: no effect with --log-json-file {ours}, where all records go")
 
 
 def _low_rank(old: SectionValues, switch: str, feedback: str) -> str:

@@ -219,3 +219,20 @@ def test_delta_messages_fix_the_sample_order(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--forward-compress-method", "delta"])
     assert parsed.resolve(1).data.sample_order == "fixed"
     assert any("means --sample-order fixed" in note for note in parsed.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored"),
+    [
+        ("--log-gradients --log-gradients-output-dir folder --save-json-log", "--log-gradients-output-dir"),
+        ("--grad-comp --collect-log-path folder --save-json-log", "--collect-log-path"),
+        (
+            "--log-gradients --log-gradients-output-dir folder --grad-comp --collect-log-path records",
+            "--log-gradients-output-dir",
+        ),
+    ],
+)
+def test_all_records_go_to_one_file(by_iterations: list[str], flags: str, ignored: str) -> None:
+    parsed = parse_args([*by_iterations, *flags.split()])
+    path = parsed.config.logging.log_json_file
+    assert f"{ignored}: no effect with --log-json-file {path}, where all records go" in parsed.notes
