@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -31,15 +30,10 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def start_program(module: str) -> NoReturn:
-    """Run ``main`` of a module on the command line, and exit with its status."""
-    end_with_launcher()
-    end_program(import_module(module).main())
+    """Run ``main`` of a module on the command line, and exit with its status.
 
-
-def end_with_launcher() -> None:
-    """Ask Linux to end this process when the launcher that started it, if any, is gone.
-
-    Once ranks monitor each other, their monitor ends the process and reports the reason: see ``outlive_launcher``.
+    Linux is asked to end this process when the launcher that started it, if any, is gone. Once ranks monitor each
+    other, their monitor ends the process and reports the reason: see ``outlive_launcher``.
     """
     parent = os.environ.get(ISLANDS_LAUNCHER, "")
     launcher = int(parent) if parent.isdecimal() else launcher_pid()
@@ -47,10 +41,11 @@ def end_with_launcher() -> None:
         _ask_for_signal(signal.SIGTERM if parent else signal.SIGKILL)
         if os.getppid() != launcher:  # it was gone before the signal was requested
             os._exit(_PARENT_LOST)
+    end_program(import_module(module).main())
 
 
 def outlive_launcher() -> None:
-    """Cancel the request of ``end_with_launcher``; call it in the same thread, since requests are per thread."""
+    """Cancel the request of ``start_program``; call it in the same thread, since requests are per thread."""
     _ask_for_signal(0)
 
 
@@ -107,18 +102,14 @@ def launch() -> NoReturn:
     start_program("megatron.launcher.command")
 
 
-def _requests_losses(words: Sequence[str]) -> bool:
-    """Whether Optimus-CC's ``--get_val_ppls`` asks for the losses of checkpoints, as ``val_check_gpt.py`` measures."""
+def train() -> NoReturn:
+    """The program of pretrain_gpt.py; with Optimus-CC's ``--get_val_ppls`` that of val_check_gpt.py."""
+    words, losses = sys.argv[1:], False
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and spell(flag) == "get-val-ppls":
-            return (value if equals else following).lower() not in FALSE_WORDS
-    return False
-
-
-def train() -> NoReturn:
-    """The program of pretrain_gpt.py."""
-    losses = _requests_losses(sys.argv[1:])
+            losses = (value if equals else following).lower() not in FALSE_WORDS
+            break
     start_program("megatron.evaluation.sweep_command" if losses else "megatron.training.pretrain")
 
 

@@ -31,21 +31,16 @@ def nearest(name: str, known_names: Sequence[str], prefix: str = "") -> str:
     spelled = {spell(candidate): candidate for candidate in known_names}
     word = spell(name)
     longer = [candidate for candidate in spelled if candidate.startswith(word) and len(word) >= _MIN_PREFIX]
-    close = [
-        near for near in difflib.get_close_matches(word, list(spelled), cutoff=0.75) if _differ_by_typos(word, near)
-    ]
+    words, close = set(re.split(r"[-.]", word)), []
+    for near in difflib.get_close_matches(word, list(spelled), cutoff=0.75):
+        near_words = set(re.split(r"[-.]", near))
+        additional, missing = words - near_words, near_words - words
+        # Words may be misspelled, missing or additional, but not replaced by others.
+        if not missing or all(difflib.get_close_matches(each, list(missing), cutoff=0.65) for each in additional):
+            close.append(near)
     if len(longer) == 1 or (longer and not close):
         close = [min(longer, key=len)]
     return f"; the nearest is {prefix}{spelled[close[0]]}" if close else ""
-
-
-def _differ_by_typos(name: str, other: str) -> bool:
-    """Whether two names differ only by misspelled, missing or additional words, not by a replaced word."""
-    import difflib
-
-    words, other_words = (set(re.split(r"[-.]", text)) for text in (name, other))
-    additional, missing = words - other_words, other_words - words
-    return not missing or all(difflib.get_close_matches(word, list(missing), cutoff=0.65) for word in additional)
 
 
 def shortened(text: str) -> str:

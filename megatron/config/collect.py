@@ -173,13 +173,9 @@ def _add_key(source: Source, name: str, value: Any, path: str, key_path: str, se
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
     if isinstance(target, OldFlag) and _is_hidden(target):
         spelling = f"--{target.name}"
-    source.add_flag(target, spelling, [_word(item, spelling) for item in items])
-
-
-def _word(item: Any, spelling: str) -> str:
-    """Command-line word for a plain value."""
-    if isinstance(item, bool):
-        return str(item).lower()
-    if isinstance(item, int) and item.bit_length() > 200:
-        raise UserError(f"{spelling}: a number of {item.bit_length()} bits is too large")
-    return str(item)
+    words = []
+    for item in items:
+        if isinstance(item, int) and item.bit_length() > 200:
+            raise UserError(f"{spelling}: a number of {item.bit_length()} bits is too large")
+        words.append(str(item).lower() if isinstance(item, bool) else str(item))
+    source.add_flag(target, spelling, words)

@@ -95,14 +95,30 @@ class FlagParser:
         With `check`, required fields must be given and each field must be within its bounds. Raises a single
         UserError that names everything unknown or refused; prints and exits for --help.
         """
-        errors = ErrorList()
-        words = [word for word in argv if word != "\\"]
+        errors, flags = ErrorList(), Source(self.table)
+        # For argparse, flags get their canonical spelling; unknown flags and their arguments are dropped.
+        words: list[str] = []
+        is_known = True
+        for word in argv:
+            if word == "\\":
+                flags.notes = [_BACKSLASH]
+                continue
+            if not word.startswith("--"):
+                words += [word] if is_known else []
+                continue
+            name, equals, value = word.partition("=")
+            is_known = spell(name) in _GENERAL or self.table.by_flag(name) is not None
+            if is_known and value == "--":
+                errors.messages.append(f"{name} --: give a value")
+            elif is_known:
+                words.append(f"--{spell(name)}{equals}{value}")
+            else:
+                errors.messages.append(
+                    f"unknown flag {name}{self.table.nearest_flag(name)}; --help all lists all flags"
+                )
         namespace = argparse.Namespace(events=[], config=[])
         with errors.collect():
-            self._argparse.parse_args(self._normalize(words, errors), namespace=namespace)
-        flags = Source(self.table)
-        if len(words) != len(argv):
-            flags.notes.append(_BACKSLASH)
+            self._argparse.parse_args(words, namespace=namespace)
         for target, spelling, texts in namespace.events:
             with errors.collect():
                 flags.add_flag(target, spelling, texts)
@@ -194,27 +210,6 @@ class FlagParser:
             for target in group.targets:
                 add_target(arguments, target)
         return parser
-
-    def _normalize(self, argv: Sequence[str], errors: ErrorList) -> list[str]:
-        """Rewrite every flag to its canonical spelling for argparse. Unknown flags and their arguments are dropped and
-        added to `errors`."""
-        words: list[str] = []
-        is_known = True
-        for word in argv:
-            if not word.startswith("--"):
-                words += [word] if is_known else []
-                continue
-            name, equals, value = word.partition("=")
-            is_known = spell(name) in _GENERAL or self.table.by_flag(name) is not None
-            if is_known and value == "--":
-                errors.messages.append(f"{name} --: give a value")
-            elif is_known:
-                words.append(f"--{spell(name)}{equals}{value}")
-            else:
-                errors.messages.append(
-                    f"unknown flag {name}{self.table.nearest_flag(name)}; --help all lists all flags"
-                )
-        return words
 
 
 def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:

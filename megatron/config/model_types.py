@@ -31,17 +31,14 @@ def check_model_type(location: str, saved_type: str, expected_type: str, advice:
 
     ``advice`` replaces the default ending of the message.
     """
-    if saved_type != expected_type:
-        raise UserError(
-            f"{location} holds a model of type {saved_type}, not {expected_type}; "
-            f"{advice or _default_advice(saved_type, expected_type)}"
-        )
-
-
-def _default_advice(saved_type: str, expected_type: str) -> str:
+    if saved_type == expected_type:
+        return
     programs = {str(kind): name for kind, name in PROGRAMS.items()}
-    if expected_type not in programs and saved_type in programs:
-        return "start from it with --pretrained-checkpoint"
-    if " for " in saved_type:
-        return "continue with its --task of tasks/main.py"
-    return f"continue with {programs.get(saved_type, 'another version')}"
+    if not advice:
+        if expected_type not in programs and saved_type in programs:
+            advice = "start from it with --pretrained-checkpoint"
+        elif " for " in saved_type:
+            advice = "continue with its --task of tasks/main.py"
+        else:
+            advice = f"continue with {programs.get(saved_type, 'another version')}"
+    raise UserError(f"{location} holds a model of type {saved_type}, not {expected_type}; {advice}")

@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import run
@@ -125,7 +125,17 @@ def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
 
     ``received`` is the signal that asked the ranks to end, if any.
     """
-    rank, failure = find_first_failure(error.failures)
+    # The rank that failed first: a rank that the others blame, else the first rank that torch saw exit. torch's times
+    # are in whole seconds; for a killed rank, it is the time at which torch noticed. The other ranks may have exited
+    # before that, and torch itself terminates the remaining ranks with SIGTERM.
+    failures = error.failures
+    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    rank, first = by_time[0]
+    if first.exitcode == EXIT_PEER_LOST:
+        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
+        blamed_ranks = (each for message in messages for each in parse_blamed_ranks(message))
+        rank = next((each for each in blamed_ranks if each in failures), rank)
+    failure = failures[rank]
     if received is not None and failure.exitcode == -signal.SIGTERM:
         _print_error(f"ended by {received.name}")
         return 128 + received
@@ -133,21 +143,6 @@ def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
     if line is not None:
         _print_error(line)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Find the rank that failed first: a rank that the others blame, else the first rank that torch saw exit.
-
-    torch's times are in whole seconds; for a killed rank, it is the time at which torch noticed. The other ranks may
-    have exited before that, and torch itself terminates the remaining ranks with SIGTERM.
-    """
-    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
-    rank, first = by_time[0]
-    if first.exitcode == EXIT_PEER_LOST:
-        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
-        blamed_ranks = (each for message in messages for each in parse_blamed_ranks(message))
-        rank = next((each for each in blamed_ranks if each in failures), rank)
-    return rank, failures[rank]
 
 
 def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:

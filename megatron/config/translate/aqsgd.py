@@ -48,13 +48,6 @@ def _translate(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> N
         note(f"--task-name {theirs.task_name}: no effect, the text is that of --data-path")
     if theirs.gradient_accumulate_step != 1:
         raise UserError("--gradient-accumulate-step repeats the same batch; leave it out and raise --batch-size")
-    _translate_sizes(theirs, explicit, note)
-    _translate_model(theirs, explicit, note)
-    if theirs.do_evaluation is False:
-        theirs.set_field("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
-
-
-def _translate_sizes(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
     stages, batch, replicas = theirs.pipeline_group_size, theirs.batch_size, theirs.data_group_size
     if stages is None:
         if replicas is not None:
@@ -62,26 +55,23 @@ def _translate_sizes(theirs: SectionValues, explicit: ExplicitValues, note: Note
         if batch is not None:
             theirs.set_field("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
             note(f"--batch-size is an old name: taken as --micro-batch-size {batch}")
-        return
-    flag = f"--pipeline-group-size {stages}"
-    path = "parallel.pipeline_model_parallel_size"
-    theirs.set_field("pipeline_group_size", path, stages, flag)
-    layers = explicit.get("model.num_layers")
-    if layers is not None:
-        explicit["model.num_layers"] = layers * stages
-        note(f"{flag}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
-    if batch is not None:
-        global_batch = batch * (replicas or 1)
-        theirs.set_field("batch_size", "training.global_batch_size", global_batch, f"--batch-size {batch}")
-        note(
-            f"{flag}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is "
-            f"{global_batch}"
-        )
-    elif replicas is not None:
-        note("--data-group-size: no effect without --batch-size; replicas follow from the processes")
-
-
-def _translate_model(theirs: SectionValues, explicit: ExplicitValues, note: Note) -> None:
+    else:
+        flag = f"--pipeline-group-size {stages}"
+        theirs.set_field("pipeline_group_size", "parallel.pipeline_model_parallel_size", stages, flag)
+        layers = explicit.get("model.num_layers")
+        if layers is not None:
+            total = layers * stages
+            explicit["model.num_layers"] = total
+            note(f"{flag}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {total} layers")
+        if batch is not None:
+            global_batch = batch * (replicas or 1)
+            theirs.set_field("batch_size", "training.global_batch_size", global_batch, f"--batch-size {batch}")
+            note(
+                f"{flag}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is "
+                f"{global_batch}"
+            )
+        elif replicas is not None:
+            note("--data-group-size: no effect without --batch-size; replicas follow from the processes")
     name, tokenizer = theirs.model_name, theirs.tokenizer_name
     if name is None:
         if theirs.load_pretrained_model is not None:
@@ -96,13 +86,13 @@ def _translate_model(theirs: SectionValues, explicit: ExplicitValues, note: Note
             f"--model-name {name} means --load {name} --finetune; tools/ckpt_convert.py makes that folder from a "
             "Hugging Face one"
         )
-    if tokenizer is None:
-        return
-    if any(path.startswith("tokenizer.") for path in explicit):
+    if tokenizer is not None and any(path.startswith("tokenizer.") for path in explicit):
         note("--tokenizer-name: no effect with another tokenizer's flags")
-        return
-    explicit |= {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": tokenizer}
-    note(f"--tokenizer-name {tokenizer} means --tokenizer-type HFTokenizer --tokenizer-model {tokenizer}")
+    elif tokenizer is not None:
+        explicit |= {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": tokenizer}
+        note(f"--tokenizer-name {tokenizer} means --tokenizer-type HFTokenizer --tokenizer-model {tokenizer}")
+    if theirs.do_evaluation is False:
+        theirs.set_field("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
 
 
 AQSGD = Dialect(section="aqsgd", config=AqsgdConfig, translate=_translate)

@@ -179,7 +179,14 @@ def _translate(old: SectionValues, explicit: ExplicitValues, note: Note) -> None
         specs.append(("--inter-grad-comp", spec + (",when=epilogue" if old.inter_grad_comp_epilogue_only else "")))
     if old.inter_acti_comp:
         specs.append(("--inter-acti-comp", "pp-forward=lowrank," + _low_rank(old, "inter_acti_comp", "")))
-    specs += _optimus_embedding(old)
+    fused_flag, fused = ("--emb-comm-opt ", ",fused=on") if old.emb_comm_opt else ("", "")
+    if old.emb_grad_comp and old.emb_grad_comp_type.lower() in _EMBEDDING_TOP_K:
+        specs.append((f"{fused_flag}--emb-grad-comp", f"embedding={_stable(old, 0)}{fused}"))
+    elif old.emb_grad_comp:
+        options = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
+        specs.append((f"{fused_flag}--emb-grad-comp", f"embedding=powersgd,{options}{fused}"))
+    elif old.emb_comm_opt:
+        specs.append(("--emb-comm-opt", "embedding=fused"))
     for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
         if getattr(old, switch):
             specs.append((flag_of(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
@@ -278,18 +285,6 @@ def _optimus_gradients(old: SectionValues, stages: int) -> list[tuple[str, str]]
         spec += f",stages=first:{min(first_stages, stages) if stages > 1 else first_stages}"  # at most all stages
         flags += " --selective-grad-comp"
     return [(flags, spec)]
-
-
-def _optimus_embedding(old: SectionValues) -> list[tuple[str, str]]:
-    if old.emb_grad_comp:
-        fused = ",fused=on" if old.emb_comm_opt else ""
-        flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
-        kind = old.emb_grad_comp_type.lower()
-        if kind in _EMBEDDING_TOP_K:
-            return [(flags, f"embedding={_stable(old, 0)}{fused}")]
-        spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
-        return [(flags, f"embedding=powersgd,{spec}{fused}")]
-    return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
 
 
 _SCALES = {"01": "channel", "012": "tensor"}
