@@ -11,7 +11,7 @@ from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
 from megatron.base.user_text import nearest, spell
 from megatron.base.value_type import FALSE_WORDS
-from megatron.config.translate.rules import SWITCH, OldFlag, Rule, Translator
+from megatron.config.translate.rules import SWITCH, VALUES, OldFlag, Rule, Translator
 
 Target = FieldOption | OldFlag
 
@@ -169,6 +169,8 @@ def _add_key(source: Source, name: str, value: Any, path: str, key_path: str, se
     items = value if isinstance(value, list) else [value]
     if not items:
         raise UserError(f"{spelling}: expected a value, not an empty list")
+    if len(items) > 1 and not (isinstance(target, OldFlag) and target.arity == VALUES):
+        raise UserError(f"{spelling}: expected one value, not a list of {len(items)}")
     if any(isinstance(item, (list, dict)) for item in items):
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
     if isinstance(target, OldFlag) and _is_hidden(target):

@@ -56,6 +56,14 @@ def test_a_shorthand_switch_is_refused_with_another_word() -> None:
         PARSER.parse(["--recompute-activations", "maybe"], check=False)
 
 
+@pytest.mark.parametrize("line", ["warmup: [0.1, 0.2]", "recompute_activations: [true, false]"])
+def test_a_list_in_a_file_is_refused_for_a_flag_of_one_value(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(line)
+    with pytest.raises(UserError, match=r"expected one value, not a list of 2$"):
+        PARSER.parse(["--config", str(file)], check=False)
+
+
 def test_only_the_translator_imports_dialects() -> None:
     modules = {dialect.config.__module__ for dialect in build_translator().dialects}
     assert len(modules) == 4
