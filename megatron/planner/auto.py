@@ -271,11 +271,6 @@ def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
     return sum(each.prediction.memory_bytes for each in sets) <= _MEMORY_SHARE * memory_gib * 2**30
 
 
-def _has_safety_card(point: Point, candidate: CandidateSpec) -> bool:
-    """Whether ``make safety-card`` knows a compressor at a point."""
-    return point not in EXPERT_POINTS and candidate.spec.partition("=")[2].partition(",")[0] in BUILTIN
-
-
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
     """Describe the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
     the choice.
@@ -314,8 +309,10 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    card_specs = " ".join(
-        candidate.spec for point, candidate in result.chosen.candidates.items() if _has_safety_card(point, candidate)
+    card_specs = " ".join(  # those that make safety-card knows
+        candidate.spec
+        for point, candidate in result.chosen.candidates.items()
+        if point not in EXPERT_POINTS and candidate.spec.partition("=")[2].partition(",")[0] in BUILTIN
     )
     if card_specs:
         lines.append(f"  to try them on small models: make safety-card ARGS=\"--short --spec '{card_specs}'\"")

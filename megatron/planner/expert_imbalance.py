@@ -22,7 +22,19 @@ def parse_imbalance(text: str, model: ModelConfig) -> float:
             raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
         return 1.0
     if Path(text).is_file():
-        imbalance = _read_imbalance(Path(text), flag)
+        lines = Path(text).read_text(encoding="utf-8", errors="replace").split("\n")
+        for line in reversed(lines):  # the most recent counts
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a line that the run is still writing
+            if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
+                imbalance = float(event["expert_imbalance"])
+                break
+        else:
+            raise UserError(
+                f"{flag} {text}: no line has expert_imbalance; give the --log-json-file of a run with experts"
+            )
     else:
         imbalance = ValueType(element=float).from_text(text, f"{flag} (not a file)")
     most = min(model.expert_layers.values()) / model.moe_router_topk
@@ -31,16 +43,3 @@ def parse_imbalance(text: str, model: ModelConfig) -> float:
             f"{flag} {imbalance:g}: must lie between 1 and {most:g}, where all tokens go to the same experts"
         )
     return imbalance
-
-
-def _read_imbalance(path: Path, flag: str) -> float:
-    """Read the most recent imbalance in a log."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for line in reversed(lines):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a line that the run is still writing
-        if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
-            return float(event["expert_imbalance"])
-    raise UserError(f"{flag} {path}: no line has expert_imbalance; give the --log-json-file of a run with experts")

@@ -128,21 +128,19 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             "parameters": float(elements * sizes.weight * (1 if choice.flush else 3)),
             "gradients": float(elements * sizes.gradient * (1 + choice.delay)),
             "optimizer": (owned - matrices) * sizes.optimizer + matrices * matrix_sizes.optimizer,
-            "activations": max(_count_bytes(combination, chunk_bytes) for combination in counts),
+            "activations": max(
+                sum(
+                    activations * saved_bytes + records * recorded_bytes
+                    for (activations, records), (saved_bytes, recorded_bytes) in zip(held, chunk_bytes, strict=True)
+                )
+                for held in counts
+            ),
             "work space": working_bytes,
             "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
         if sum(by_category.values()) > sum(fullest.values()):
             fullest = by_category
     return fullest
-
-
-def _count_bytes(counts: HeldCounts, chunk_bytes: Sequence[tuple[float, float]]) -> float:
-    """Bytes of a rank's activations and records; ``chunk_bytes`` holds the size of either, by chunk."""
-    return sum(
-        activations * saved_bytes + records * recorded_bytes
-        for (activations, records), (saved_bytes, recorded_bytes) in zip(counts, chunk_bytes, strict=True)
-    )
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
@@ -177,7 +175,20 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             total += messages * gather_cost.nbytes * (choice.tp - 1)
         by_point[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
-        by_point[point.value] = _message_traffic(stages, choice, point) / choice.pp
+        total = 0.0
+        for boundary in choice.message_boundaries:
+            rank, chunk = choice.placement.place_of(boundary if point is Point.PP_FWD else boundary + 1)
+            late = 0
+            if point is Point.PP_BWD:
+                # Late messages matter only to codecs that cannot be combined with auto.
+                schedule = FIRST if choice.schedule == AUTO else choice.schedule
+                max_in_flight = stages.config.parallel.pipeline_max_in_flight
+                order = choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight
+                late = _count_late_messages(schedule, *order)[chunk]
+            for count, is_late in ((late, True), (choice.micro_batches - late, False)):
+                compressed = stages.compresses(choice, point, rank, is_late)
+                total += count * book.message(choice, point, compressed).nbytes
+        by_point[point.value] = total / choice.pp
     by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
     by_point[Point.EMBED_GRAD.value] = _embedding_traffic(stages, choice, tuple(Level))
     if choice.sharded:
@@ -215,23 +226,6 @@ def _inner_traffic(
             # With recomputation, backward sends the forward messages again.
             sent = sum(select(tally).get(point, 0) for tally in (piece.forward, piece.backward))
             total += count * choice.micro_batches * sent
-    return total
-
-
-def _message_traffic(stages: Stages, choice: Choice, point: Point) -> float:
-    """Bytes of pipeline messages in one direction, summed over ranks."""
-    total = 0.0
-    for boundary in choice.message_boundaries:
-        rank, chunk = choice.placement.place_of(boundary if point is Point.PP_FWD else boundary + 1)
-        late = 0
-        if point is Point.PP_BWD:
-            # Late messages matter only to codecs that cannot be combined with auto.
-            schedule = FIRST if choice.schedule == AUTO else choice.schedule
-            order = choice.pp, rank, choice.chunks, choice.micro_batches, stages.config.parallel.pipeline_max_in_flight
-            late = _count_late_messages(schedule, *order)[chunk]
-        for count, is_late in ((late, True), (choice.micro_batches - late, False)):
-            compressed = stages.compresses(choice, point, rank, is_late)
-            total += count * stages.book.message(choice, point, compressed).nbytes
     return total
 
 

@@ -10,7 +10,7 @@ from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.diloco.fragments import fragment_index
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import Cluster, Wire, inside_wire
+from megatron.planner.cluster import Wire, inside_wire
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.dry_run import Collective
 from megatron.planner.piece_costs import EMBEDDING, HEAD, piece_of
@@ -132,8 +132,8 @@ class OuterCosts:
         assert iterations is not None
         spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
         schedule = RoundSchedule(spec.outer_options, min(spec.activation.warmup_iters, iterations), iterations)
+        wires = wires_of(self.stages.cluster, choice)
         if spec.outer_options.in_step == "compressed":
-            wires = wires_of(self.stages.cluster, choice)
             in_step_s = max(self._replica_exchange_s(choice, stage, 1, wires) for stage in range(choice.pp))
             in_step_s += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
             in_step_s += self._totals_s(choice)
@@ -144,7 +144,13 @@ class OuterCosts:
         # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
         turns = max(local_steps - 1, 0) // spec.outer_options.turn
         times_sent = [turns // count + (fragment < turns % count) for fragment in range(count)]
-        inside_s = self._fixed_s(choice, count)
+        # A round of a fragment without transfers: pseudo-gradient, rendezvous, outer step, traffic inside the island.
+        inside_s = max(self._replica_exchange_s(choice, stage, count, wires) for stage in range(choice.pp))
+        tied_bytes = self._duplicate_elements(choice) * self.width / count
+        inside_s += wires.ends.collective("broadcast", tied_bytes, 2)
+        requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands
+        inside_s += 2 * requests * max(wire.latency_s for wire, _ in self._links_with_participants(choice))
+        inside_s += wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
         fixed_s = [inside_s + transfer.coding_s for transfer in transfers]
         waited_s = [
             fixed + transfer.waited_s(spec.outer_options.delay, step_s)
@@ -254,15 +260,6 @@ class OuterCosts:
             counts.update(piece for name, piece in names if fragment_index(name, layers, fragments) == fragment)
         return counts
 
-    def _fixed_s(self, choice: Choice, fragments: int) -> float:
-        """Seconds of a fragment's round without transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
-        wires = wires_of(self.stages.cluster, choice)
-        local_s = max(self._replica_exchange_s(choice, stage, fragments, wires) for stage in range(choice.pp))
-        requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands
-        requests_s = 2 * requests * max(wire.latency_s for wire, _ in self._links_with_participants(choice))
-        tied_s = wires.ends.collective("broadcast", self._duplicate_elements(choice) * self.width / fragments, 2)
-        return local_s + tied_s + requests_s + wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
-
     def _replica_exchange_s(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
         """Seconds that a stage's replicas take to collect and broadcast a fragment, and to update their parameters."""
         stages, seconds = self.stages, 0.0
@@ -298,7 +295,7 @@ class OuterCosts:
         return total
 
     def _links_with_participants(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
-        """Return the links between islands, and the number of participants behind each of them, by kind and stage."""
+        """Return the links between islands; for each, the participants of each block of ranks by kind and stage."""
         key = choice.mesh, choice.islands
         if key not in self._shared_links:
             # Rank, kind and stage of each replica that takes part.
@@ -309,29 +306,22 @@ class OuterCosts:
                 for replica in range(replicas)
                 for tensor_rank in range(choice.tp)
             ]
-            self._shared_links[key] = [
-                (wire, _count_by_block(participants, size))
-                for size, wire in _list_shared_links(self.stages.cluster, choice.world_size)
-            ]
+            cluster, world = self.stages.cluster, choice.world_size
+            # Number of consecutive ranks behind each kind of link.
+            if cluster.gpus <= cluster.gpus_per_node:
+                links = [(1, inside_wire(cluster, cluster.gpus // world))]
+            else:
+                levels = [(cluster.gpus_per_node, cluster.across)]
+                if cluster.sites > 1:
+                    levels.append((cluster.site_gpus, cluster.between_sites))
+                links = [
+                    (size, Wire(link.gbit_per_s * 1e9 / 8, link.latency_us * 1e-6, max(1, size // world)))
+                    for size, link in levels
+                ]
+            self._shared_links[key] = []
+            for size, wire in links:
+                blocks: dict[int, Counter[tuple[str, int]]] = {}
+                for rank, kind, stage in participants:
+                    blocks.setdefault(rank // size, Counter())[kind, stage] += 1
+                self._shared_links[key].append((wire, list(blocks.values())))
         return self._shared_links[key]
-
-
-def _count_by_block(participants: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
-    """Number of participants by kind and stage in each block of ``size`` consecutive ranks."""
-    blocks: dict[int, Counter[tuple[str, int]]] = {}
-    for rank, kind, stage in participants:
-        blocks.setdefault(rank // size, Counter())[kind, stage] += 1
-    return list(blocks.values())
-
-
-def _list_shared_links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
-    """Return the links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
-    islands = cluster.gpus // world
-    if cluster.gpus <= cluster.gpus_per_node:
-        return [(1, inside_wire(cluster, islands))]
-    levels = [(cluster.gpus_per_node, cluster.across)]
-    if cluster.sites > 1:
-        levels.append((cluster.site_gpus, cluster.between_sites))
-    return [
-        (size, Wire(link.gbit_per_s * 1e9 / 8, link.latency_us * 1e-6, max(1, size // world))) for size, link in levels
-    ]

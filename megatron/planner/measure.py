@@ -209,7 +209,19 @@ class Corrections:
         elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
-        factors["optimizer"] = _update_seconds(elements, self.backend) / computed
+        # Adam's update, the norm of fp32 gradients, and clearing them where training does.
+        torch_device = self.backend.torch_device
+        parameter = self.backend.fill(torch.empty(elements, device=torch_device)).requires_grad_()
+        gradient = parameter.grad = self.backend.fill(torch.empty_like(parameter))
+        adam = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+
+        def update() -> None:
+            finite_norm(gradient)
+            adam.step()
+            if not replaces_grads(torch_device):
+                gradient.zero_()
+
+        factors["optimizer"] = 1.0 / measure_rate(update, self.backend.recorder().synchronize) / computed
         return factors
 
     def measure_coding(self, text: str) -> float:
@@ -238,22 +250,6 @@ class Corrections:
         dtype = model.residual_dtype(self.config.precision.params_dtype)
         sent = run_message(pieces.plan.codec(point), torch.Size(shape), dtype, backend, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s
-
-
-def _update_seconds(elements: int, backend: LiveBackend) -> float:
-    """Seconds of Adam's update, the norm of fp32 gradients, and clearing them where training does."""
-    parameter = backend.fill(torch.empty(elements, device=backend.torch_device)).requires_grad_()
-    parameter.grad = backend.fill(torch.empty_like(parameter))
-    inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    gradient = parameter.grad
-
-    def step() -> None:
-        finite_norm(gradient)
-        inner.step()
-        if not replaces_grads(backend.torch_device):
-            gradient.zero_()
-
-    return 1.0 / measure_rate(step, backend.recorder().synchronize)
 
 
 def configure_measurement(config: RunConfig, world_size: int) -> RunConfig:

@@ -260,19 +260,33 @@ class Predictor(Stages):
         limit = self.bucket_elements(choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
+            end = time.end + stage.first_coding_s
+            end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
+            coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             if choice.delay:
-                ready.append(self._delayed_reduction_end(choice, rank, time, stage, wires))
+                # The last step's gradients are reduced in rounds that run beside this step's passes, with coding
+                # between passes. Beside other kinds of parallelism, later rounds begin after the last pass.
+                if choice.tp == choice.pp == choice.ep == 1:
+                    ready.append(max(end + coding, stage.first_coding_s + sum(stage.rounds)))
+                else:
+                    ready.append(max(end, stage.first_coding_s + sum(stage.rounds[:1])) + coding + sent)
                 continue
             elements = sum(count for count, _ in stage.parts)
             buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
-            end = time.end + stage.first_coding_s
-            end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
-                end = max(end, self._first_round_end(pipeline, rank, time, stage, buckets))
+                # The first round starts during backward: buckets fill one by one and are then encoded. If a rank has
+                # weight passes, the last of them fill the buckets.
+                separate = pipeline.kind in WITH_WEIGHT_PASSES and (rank > 0 or pipeline.kind == ZERO_BUBBLE_V)
+                seconds = pipeline.weight_s if separate else pipeline.backward_s
+                backward = sum(seconds[virtual] for virtual in pipeline.layout.virtual_stages(rank))
+                round_end = 0.0
+                for number in range(1, buckets + 1):
+                    coded = time.end - backward * (1 - number / buckets) + stage.first_coding_s * number / buckets
+                    round_end = max(round_end, coded) + stage.rounds[0] / buckets
+                end = max(end, round_end)
             if needs_barrier:
                 end = max(end, barrier_s)
             # Coding of a bucket overlaps with the messages of the other buckets.
-            coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
         tied = self.book.piece(choice, EMBEDDING).tied_shape
         if not tied or not choice.splits_tie:
@@ -287,32 +301,6 @@ class Predictor(Stages):
         )
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + embedding_s
         return ready, coding
-
-    def _delayed_reduction_end(
-        self, choice: Choice, rank: int, time: RankTimes, stage: StageCost, wires: Wires
-    ) -> float:
-        """Time at which the last step's gradients are reduced, in rounds that run beside this step's passes.
-
-        Coding takes place between passes. Beside other kinds of parallelism, later rounds begin after the last pass.
-        """
-        end = time.end + stage.first_coding_s
-        end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
-        later_coding_s = stage.coding_s - stage.first_coding_s
-        if choice.tp == choice.pp == choice.ep == 1:
-            return max(end + later_coding_s, stage.first_coding_s + sum(stage.rounds))
-        return max(end, stage.first_coding_s + sum(stage.rounds[:1])) + later_coding_s + sum(stage.rounds[1:])
-
-    def _first_round_end(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
-        """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
-        # If a rank has weight passes, the last of them fill the buckets.
-        separate = pipeline.kind in WITH_WEIGHT_PASSES and (rank > 0 or pipeline.kind == ZERO_BUBBLE_V)
-        seconds = pipeline.weight_s if separate else pipeline.backward_s
-        backward = sum(seconds[stage] for stage in pipeline.layout.virtual_stages(rank))
-        end = 0.0
-        for number in range(1, buckets + 1):
-            coded = time.end - backward * (1 - number / buckets) + stage.first_coding_s * number / buckets
-            end = max(end, coded) + stage.rounds[0] / buckets
-        return end
 
     def _world_s(self, wires: Wires, choice: Choice) -> float:
         """Seconds of a small all-reduce over all ranks."""
@@ -338,19 +326,16 @@ class Predictor(Stages):
         return seconds
 
     def _slowest_gather_s(self, choice: Choice, wires: Wires) -> float:
-        """Seconds of the slowest rank's all-gather: all ranks start their updates together."""
-        return max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
-
-    def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
-        """Seconds of all-gathering the updated parameters of a pipeline rank over its replicas."""
-        if not choice.sharded:
-            return 0.0
-        seconds = 0.0
-        for (elements, size), wire in zip(self.count_replicas(choice, rank), (wires.dp, wires.expert_dp), strict=False):
-            share = self.book.param_gather(choice, -(-elements // size), rank)
-            coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
-            seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
-        return seconds
+        """Seconds of the slowest rank's all-gather of updated parameters: all ranks start their updates together."""
+        slowest_s, correction = 0.0, self.book.coding(choice, Point.PARAM_GATHER)
+        for rank in range(choice.pp) if choice.sharded else ():
+            seconds, group_wires = 0.0, (wires.dp, wires.expert_dp)
+            for (elements, size), wire in zip(self.count_replicas(choice, rank), group_wires, strict=False):
+                share = self.book.param_gather(choice, -(-elements // size), rank)
+                coding = (share.encode_s + size * share.decode_s) * correction
+                seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
+            slowest_s = max(slowest_s, seconds)
+        return slowest_s
 
 
 def _passes_only(choice: Choice) -> Choice:

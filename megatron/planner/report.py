@@ -110,16 +110,6 @@ def format_launch_command(choice: Choice, cluster: Cluster) -> str:
     )
 
 
-def list_unset_settings(choice: Choice, config: RunConfig) -> list[str]:
-    """List the settings of a configuration that a choice switches off and that no flag can unset."""
-    configured, unset_names = choice.configure(config), []
-    for section in ("parallel", "recompute", "compression"):
-        old, new = getattr(config, section), getattr(configured, section)
-        names = [field.name for field in dataclasses.fields(old)]
-        unset_names += [name for name in names if getattr(old, name) and not getattr(new, name)]
-    return unset_names
-
-
 def format_breakdown(
     prediction: Prediction, cluster: Cluster, config: RunConfig | None = None, *, warns_of_loss: bool = True
 ) -> str:
@@ -156,7 +146,13 @@ def format_breakdown(
     if warns_of_loss and any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
     lines.append(f"  flags   {format_flags(prediction.choice)}")
-    unset_names = [] if config is None else list_unset_settings(prediction.choice, config)
+    unset_names: list[str] = []  # of the configuration, switched off by the choice, though no flag can unset them
+    if config is not None:
+        configured = prediction.choice.configure(config)
+        for section in ("parallel", "recompute", "compression"):
+            old, new = getattr(config, section), getattr(configured, section)
+            names = [field.name for field in dataclasses.fields(old)]
+            unset_names += [name for name in names if getattr(old, name) and not getattr(new, name)]
     if unset_names:
         lines.append(f"          without the file's {', '.join(unset_names)} (--write leaves them out)")
     return "\n".join(lines)

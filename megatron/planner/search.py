@@ -241,28 +241,21 @@ def search(
         if (refused := refusal_reason(config, choice)) is None:
             best[choice.layout] = prediction
         why_refused = refused or why_refused
-    if not best:
-        raise UserError(_explain_no_result(config, cluster, considered, why_refused, smallest, memory_limit))
-    fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
-    return SearchResult(fastest[:top], considered, predicted, too_large)
-
-
-def _explain_no_result(
-    config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
-) -> str:
-    """Explain why a search found nothing."""
     if not considered:
-        return (
+        raise UserError(
             f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
             f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
             "change --global-batch-size, or gpus in the cluster file"
         )
-    if refusal is not None:
-        return f"training would reject every choice that fits: {refusal}"
-    return (
-        f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
-        f"{smallest / 2**30:.0f} GiB a device; use more or larger devices"
-    )
+    if not best and why_refused is not None:
+        raise UserError(f"training would reject every choice that fits: {why_refused}")
+    if not best:
+        raise UserError(
+            f"nothing fits into {memory_limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
+            f"{smallest / 2**30:.0f} GiB a device; use more or larger devices"
+        )
+    fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
+    return SearchResult(fastest[:top], considered, predicted, too_large)
 
 
 def refusal_reason(config: RunConfig, choice: Choice) -> str | None:

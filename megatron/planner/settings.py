@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 from megatron.base.errors import UserError
@@ -90,18 +90,13 @@ def find_settings(
     """
     best_settings: Settings = {}
     best_gain = 2 / 3 * least_gain
-    for settings in _subsets(free):
-        gain = max(predict_gain(predictor, each, apply_settings(each.choice, settings)) for each in predictions)
-        if gain >= best_gain + least_gain / 3:
-            best_settings, best_gain = settings, gain
+    for count in range(1, len(free) + 1):  # fewer settings first
+        for names in combinations(free, count):
+            settings = {name: free[name] for name in names}
+            gain = max(predict_gain(predictor, each, apply_settings(each.choice, settings)) for each in predictions)
+            if gain >= best_gain + least_gain / 3:
+                best_settings, best_gain = settings, gain
     return best_settings
-
-
-def _subsets(settings: Settings) -> Iterator[Settings]:
-    """All subsets but the empty one, the smaller ones first."""
-    for count in range(1, len(settings) + 1):
-        for names in combinations(settings, count):
-            yield {name: settings[name] for name in names}
 
 
 def predict_gain(predictor: Predictor, prediction: Prediction, choice: Choice) -> float:

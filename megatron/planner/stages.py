@@ -271,52 +271,40 @@ class Stages:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
         texts = self.book.spec_texts(choice, Point.DP_GRAD, Point.EMBED_GRAD)
         key = dataclasses.replace(choice, specs=texts), rank
-        if key not in self._stages:
-            self._stages[key] = self._make_stage(choice, rank, wires)
-        return self._stages[key]
-
-    def _make_stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
-        counts = self.contents(choice, rank)
-        total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0)
-        for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
-            total = self._add_reduction(choice, rank, total, of_experts, wire, size)
-        levels = self.book.levels(choice, Point.DP_GRAD)
-        return total if levels else dataclasses.replace(total, across=None)
-
-    def _add_reduction(
-        self, choice: Choice, rank: int, before: StageCost, of_experts: bool, wire: Wire, size: int
-    ) -> StageCost:
-        """Add the costs of another reduction, of dense or expert gradients, to those of ``before``.
-
-        Args:
-            choice, rank, before: the choice, the pipeline rank, and its costs so far.
-            of_experts: reduce the gradients of experts that not all replicas hold, over the replicas that do.
-            wire, size: wire and number of the reducing replicas.
-        """
-        costs = [(n, self.book.reduction(choice, name, rank, of_experts)) for name, n in before.pieces.items() if n]
-        levels = self.book.levels(choice, Point.DP_GRAD, of_experts) if size > 1 else {}
-        rounds, sent, across = list(before.rounds), before.sent, before.across or 0.0
-        for number in range(max(len(cost.rounds) for _, cost in costs)):
-            nbytes_of: dict[tuple[str, Level], float] = {}
-            for n, cost in costs:
-                for collective in cost.rounds[number] if number < len(cost.rounds) else ():
-                    kind = collective.kind, collective.level
-                    nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
-            merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
-            if number == len(rounds):
-                rounds.append(0.0)
-            rounds[number] += collective_seconds(merged, wire, size, levels)
-            sent += sent_bytes(merged, size, levels)
-            across += sent_bytes([each for each in merged if each.level is Level.ACROSS], size, levels)
+        if key in self._stages:
+            return self._stages[key]
+        pieces = self.contents(choice, rank)
         correction = self.book.coding(choice, Point.DP_GRAD)
-        return dataclasses.replace(
-            before,
-            rounds=rounds,
-            sent=sent,
-            across=across,
-            coding_s=before.coding_s + correction * sum(n * cost.coding_s for n, cost in costs),
-            first_coding_s=before.first_coding_s + correction * sum(n * cost.first_coding_s for n, cost in costs),
+        rounds: list[float] = []
+        sent = across = coding_s = first_coding_s = 0.0
+        # Dense gradients are reduced over all replicas, those of experts over the replicas that hold the same experts.
+        for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
+            costs = [(n, self.book.reduction(choice, name, rank, of_experts)) for name, n in pieces.items() if n]
+            levels = self.book.levels(choice, Point.DP_GRAD, of_experts) if size > 1 else {}
+            for number in range(max(len(cost.rounds) for _, cost in costs)):
+                nbytes_of: dict[tuple[str, Level], float] = {}
+                for n, cost in costs:
+                    for collective in cost.rounds[number] if number < len(cost.rounds) else ():
+                        kind = collective.kind, collective.level
+                        nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
+                merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
+                if number == len(rounds):
+                    rounds.append(0.0)
+                rounds[number] += collective_seconds(merged, wire, size, levels)
+                sent += sent_bytes(merged, size, levels)
+                across += sent_bytes([each for each in merged if each.level is Level.ACROSS], size, levels)
+            coding_s += correction * sum(n * cost.coding_s for n, cost in costs)
+            first_coding_s += correction * sum(n * cost.first_coding_s for n, cost in costs)
+        self._stages[key] = StageCost(
+            pieces,
+            self.count_replicas(choice, rank),
+            rounds,
+            sent,
+            coding_s,
+            first_coding_s,
+            across if self.book.levels(choice, Point.DP_GRAD) else None,
         )
+        return self._stages[key]
 
 
 def collective_seconds(
