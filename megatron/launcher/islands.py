@@ -189,7 +189,7 @@ def _wait(
 
 
 def _drop_island_flags(words: Sequence[str]) -> list[str]:
-    """Drop the flags that are set separately for each island."""
+    """Drop the flags that are set separately for each island, and a -- before the script: more flags follow."""
     remaining_words: list[str] = []
     skip = False
     for word in words:
@@ -198,7 +198,7 @@ def _drop_island_flags(words: Sequence[str]) -> list[str]:
             skip = False
         elif word.startswith("--") and name in _ISLAND_FLAGS:
             skip = not equals and name != "standalone"
-        else:
+        elif word != "--":
             remaining_words.append(word)
     return remaining_words
 

@@ -53,6 +53,9 @@ def test_invalid_flags_of_islands_are_one_line(words: str, reason: str | None) -
 def test_islands_get_the_other_flags_of_the_launcher() -> None:
     words = "--islands 2 --max-restarts 1 --nproc-per-node=4 --standalone --serve-islands 127.0.0.1:0 --log-dir x"
     assert _drop_island_flags(words.split()) == ["--max-restarts", "1", "--log-dir", "x"]
+    arguments = launch_parser().parse_args([*words.split(), "--", "train.py", "--lr", "1"])
+    assert (arguments.training_script, arguments.training_script_args) == ("train.py", ["--lr", "1"])
+    assert _drop_island_flags([*words.split(), "--"]) == ["--max-restarts", "1", "--log-dir", "x"]
 
 
 @pytest.mark.parametrize(
