@@ -56,7 +56,8 @@ def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | Non
     seconds = {}
     for length in sorted({low, middle, full}):
         shorter = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_length=length))
-        seconds[length] = Predictor(shorter, predictor.cluster, predictor.vocab_size).predict(choice).seconds
+        at_length = Predictor(shorter, predictor.cluster, predictor.vocab_size, predictor.book.imbalance)
+        seconds[length] = at_length.predict(choice).seconds
     times = np.polynomial.Polynomial.fit(list(seconds), list(seconds.values()), len(seconds) - 1)
     ends = [min(end, iterations) for end in (*lengths.first[1:], iterations)]
     spent = sum(

@@ -16,11 +16,12 @@ import torch
 from megatron.base.errors import UserError
 from megatron.distributed.policy import CompressionPlan
 from megatron.models.flops import model_flops_per_sample
-from megatron.planner.choice import Choice
+from megatron.planner.choice import Choice, make_choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
 from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.expert_imbalance import parse_imbalance
+from megatron.planner.growth import predict_growth
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, add_expert_sets, enumerate_choices
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
@@ -138,6 +139,16 @@ def test_imbalance_costs_time_and_memory_but_no_bytes() -> None:
     assert uneven.parts["expert parallel"] > 1.5 * even.parts["expert parallel"]
     assert uneven.memory["activations"] > 1.5 * even.memory["activations"]
     assert uneven.mfu < even.mfu
+
+
+def test_growing_sequences_keep_the_imbalance() -> None:
+    wide = {**MOE, "num_experts": [8], "moe_ffn_hidden_size": 4096, "seq_length": 512}
+    curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 256, "curriculum_seqlen_steps": 50}
+    config = small_run(model=wide, parallel={"expert_model_parallel_size": 8}, curriculum=curriculum)
+    predictor, choice = Predictor(config, CLUSTER, VOCAB, 3.0), make_choice(config, CLUSTER.gpus)
+    growth = predict_growth(predictor, choice)
+    assert growth is not None
+    assert growth.full_s == predictor.predict(choice).seconds
 
 
 LEGS = ("ep-dispatch-forward", "ep-dispatch-backward", "ep-combine-forward", "ep-combine-backward")
