@@ -23,6 +23,9 @@ _LOSS = (
     "or measure it with `make bench-convergence`"
 )
 
+_WITHOUT_FLAG = ("recompute_method", "recompute_num_layers")
+"""Settings of a choice that have their defaults, so that ``format_flags`` leaves their flags out."""
+
 
 def describe_choice(choice: Choice) -> str:
     """Describe a choice in a few words."""
@@ -152,7 +155,12 @@ def format_breakdown(
         for section in ("parallel", "recompute", "compression"):
             old, new = getattr(config, section), getattr(configured, section)
             names = [field.name for field in dataclasses.fields(old)]
-            unset_names += [name for name in names if getattr(old, name) and not getattr(new, name)]
+            unset_names += [
+                name
+                for name in names
+                if getattr(old, name)
+                and (not getattr(new, name) or (name in _WITHOUT_FLAG and getattr(old, name) != getattr(new, name)))
+            ]
     if unset_names:
         lines.append(f"          without the file's {', '.join(unset_names)} (--write leaves them out)")
     return "\n".join(lines)

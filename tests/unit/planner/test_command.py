@@ -27,7 +27,7 @@ from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
 from tests.support.disk import largest_file
 from tests.support.svg import KINDS, read_rows, read_texts
-from tests.unit.planner.support import CLUSTER, VOCAB, small_run, write_files
+from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
 
 pytestmark = pytest.mark.slow
 Capture = pytest.CaptureFixture[str]
@@ -355,6 +355,15 @@ def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsy
     (note,) = [line for line in output.splitlines() if "without the file's" in line]
     assert "recompute_granularity" in note
     assert "num_layers_per_virtual_pipeline_stage" in note
+
+
+def test_a_recomputation_of_the_file_that_the_flags_do_not_replace_is_named() -> None:
+    predictor, choice = predictor_of(small_run(recompute={"recompute_granularity": "full"}))
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    for recompute, named in ((block, True), ({"recompute_granularity": "full"}, False)):
+        text = report.format_breakdown(predictor.predict(choice), CLUSTER, small_run(recompute=recompute))
+        assert ("without the file's recompute_method" in text) is named
+        assert ("recompute_num_layers" in text) is named
 
 
 @pytest.mark.parametrize(
