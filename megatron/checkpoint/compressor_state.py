@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -75,21 +76,11 @@ class CompressorCheckpoint:
                 shards[state_slice.label(kind)] = state_slice.shard(kind, local)
                 if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
                     tied[state_slice.label(kind)] = state_slice, local
-        if group is not None and self.layout.ties and self.sync.plan.is_compressed(Point.DP_GRAD):
-            self._agree_on_tied(shards, tied, group)
-        return shards
-
-    def _agree_on_tied(
-        self,
-        shards: dict[str, LogicalShard],
-        tied: Mapping[str, tuple[StateSlice, Tensor]],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Agree with the other stages that hold a tied parameter on the state to save, as their compressors may differ.
-
-        They save a single residual, to which a stage without one contributes zeros. Other state is saved under
-        stage-specific names, unless its form is the same on all stages.
-        """
+        if group is None or not self.layout.ties or not self.sync.plan.is_compressed(Point.DP_GRAD):
+            return shards
+        # The stages that hold a tied parameter may have different compressors. They save a single residual, to which a
+        # stage without one contributes zeros. Other state is saved under stage-specific names, unless its form is the
+        # same on all stages.
         buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
         grad_slices = [self._grad_slice(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
         held_slices = {state_slice.name: state_slice for state_slice in grad_slices if state_slice.stage[1] > 1}
@@ -109,6 +100,7 @@ class CompressorCheckpoint:
                 stage_specific, local = tied[label][0].stage_specific, tied[label][1]
                 del shards[label]
                 shards[stage_specific.label(kind)] = stage_specific.shard(kind, local)
+        return shards
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restore this run's compressor state from a checkpoint. Every rank of the group calls this.
@@ -120,7 +112,13 @@ class CompressorCheckpoint:
         if not saved:
             return
         device = self.sync.buffers[0].params_flat.device
-        entries = [entry for state_slice in self._slices() for entry in _loadable_states(saved, state_slice, device)]
+        entries = []
+        for state_slice in self._slices():
+            candidates = (state_slice, state_slice.stage_specific) if state_slice.stage[1] > 1 else (state_slice,)
+            for (name, (shape, dtype)), candidate in product(saved.items(), candidates):
+                entry = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
+                if name == entry.name and entry.fits:
+                    entries.append(entry)
         most_sources = max([len(entry.sources) for entry in entries] + [1])
         for turn in range(max(int(text) for text in gather_texts(group, str(most_sources)))):
             slices = {entry.name: entry.allocate() for entry in entries if turn < len(entry.sources)}
@@ -354,14 +352,3 @@ class _LoadableState:
                 (target.length, *trailing_shape), dtype=values.dtype, device=values.device
             )
         target.read_slice(self.kind, state.tensors[self.kind]).copy_(values)
-
-
-def _loadable_states(
-    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], state_slice: StateSlice, device: torch.device
-) -> Iterator[_LoadableState]:
-    """Saved tensors of a slice that this layout can restore."""
-    for name, (shape, dtype) in saved.items():
-        for candidate in (state_slice, state_slice.stage_specific) if state_slice.stage[1] > 1 else (state_slice,):
-            entry = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
-            if name == entry.name and entry.fits:
-                yield entry

@@ -93,7 +93,15 @@ class FolderLock:
         self._released = threading.Event()
         self.path.touch()
         try:
-            self._acquire()
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while True:
+                try:
+                    self._held.enter_context(hold_lock(self.path, if_supported=True))
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise self._in_use(self._read()) from error
+                    time.sleep(0.05)
             recorded = self._read()
             if recorded is not None and self._is_alive(recorded, log):
                 raise self._in_use(recorded)
@@ -102,17 +110,6 @@ class FolderLock:
             self._held.close()
             raise
         threading.Thread(target=self._send_heartbeats, name="folder-lock", daemon=True).start()
-
-    def _acquire(self) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                self._held.enter_context(hold_lock(self.path, if_supported=True))
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise self._in_use(self._read()) from error
-                time.sleep(0.05)
 
     def _in_use(self, owner: Owner | None) -> UserError:
         owner_text = f" ({owner})" if owner else ""
@@ -166,16 +163,17 @@ class FolderLock:
     def explain_loss(self) -> str | None:
         """The reason why this process may no longer write to the folder; None if it may."""
         owner = self._read()
-        if owner == self.owner or (owner is None and not self._is_released()):
+        if owner == self.owner:
             return None
+        if owner is None:
+            try:
+                is_released = not read_regular(self.path, 1)  # another owner leaves an empty record when it finishes
+            except OSError:
+                is_released = False
+            if not is_released:
+                return None
         owner_text = f" ({owner})" if owner else ", which has ended,"
         return f"--save {self.root} was taken over by another run{owner_text} while this one was suspended"
-
-    def _is_released(self) -> bool:
-        """Whether the record is empty, as another owner leaves it when it finishes."""
-        with suppress(OSError):
-            return not read_regular(self.path, 1)
-        return False
 
     def release(self) -> None:
         """Release the folder."""

@@ -98,7 +98,31 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
             chunk = item.tensor_data.chunk
             box = (tuple(chunk.offsets), tuple(chunk.sizes))
             holders[item.index.fqn][box].append((rank, item))
-    tasks = [task for name, holders_by_box in holders.items() for task in _make_tasks(name, holders_by_box)]
+    tasks = []
+    for name, holders_by_box in holders.items():
+        data = [
+            item.tensor_data
+            for entries in holders_by_box.values()
+            for _, item in entries
+            if item.tensor_data is not None
+        ]
+        kinds = {(tuple(d.size), d.properties.dtype) for d in data}
+        if len(kinds) > 1:
+            raise ValueError(f"cannot save {name}: ranks describe it differently, as {sorted(map(str, kinds))}")
+        ((shape, dtype),) = kinds
+        boxes = list(holders_by_box)
+        pieces = disjoint_parts(boxes)
+        held_volume = sum(math.prod(sizes) for _, (_, sizes) in pieces)
+        if held_volume != math.prod(shape):
+            raise ValueError(
+                f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements (shape {shape})"
+            )
+        for index, (offsets, sizes) in pieces:
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            tensor_data = dataclasses.replace(data[0], chunk=chunk)
+            item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)
+            owners = sorted({rank for rank, _ in holders_by_box[boxes[index]]})
+            tasks.append(_Task(item, owners, math.prod(sizes) * dtype.itemsize))
     # Each box goes to the owner with the fewest bytes so far: boxes with a single owner, then the others by size.
     assigned: list[list[WriteItem]] = [[] for _ in plans]
     load = [0] * len(plans)
@@ -109,28 +133,3 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
     for items in assigned:
         items.sort(key=lambda item: (item.index.fqn, tuple(item.index.offset or ())))
     return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, assigned, strict=True)]
-
-
-def _make_tasks(name: str, holders_by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
-    data = [
-        item.tensor_data for entries in holders_by_box.values() for _, item in entries if item.tensor_data is not None
-    ]
-    kinds = {(tuple(d.size), d.properties.dtype) for d in data}
-    if len(kinds) > 1:
-        raise ValueError(f"cannot save {name}: ranks describe it differently, as {sorted(map(str, kinds))}")
-    ((shape, dtype),) = kinds
-    boxes = list(holders_by_box)
-    pieces = disjoint_parts(boxes)
-    held_volume = sum(math.prod(sizes) for _, (_, sizes) in pieces)
-    if held_volume != math.prod(shape):
-        raise ValueError(
-            f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements (shape {shape})"
-        )
-    tasks = []
-    for index, (offsets, sizes) in pieces:
-        holders = holders_by_box[boxes[index]]
-        tensor_data = dataclasses.replace(data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)
-        owners = sorted({rank for rank, _ in holders})
-        tasks.append(_Task(item, owners, math.prod(sizes) * dtype.itemsize))
-    return tasks

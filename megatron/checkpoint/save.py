@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,88 +39,75 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-@dataclass
-class _SaveJob:
-    """The arguments of a save."""
+def _write_checkpoint(
+    root: Path,
+    iteration: int,
+    tensors: dict[str, LogicalShard],
+    documents: dict[str, bytes],
+    problem: str | None,
+    group: dist.ProcessGroup | None,
+    keep_last: int | None,
+    last_update: int | None,
+    log: Log,
+    statements: Statements | None,
+) -> None:
+    """Write a checkpoint unless a rank has a problem already; remove it if any step fails on any rank."""
+    is_first = rank_of(group) == 0
+    folder = files.temporary_folder(root, iteration)
 
-    root: Path
-    iteration: int
-    tensors: dict[str, LogicalShard]
-    documents: dict[str, bytes]
-    problem: str | None
-    group: dist.ProcessGroup | None
-    keep_last: int | None
-    last_update: int | None
-    log: Log
-    statements: Statements | None
-
-    @property
-    def folder(self) -> Path:
-        return files.temporary_folder(self.root, self.iteration)
-
-    def run(self) -> None:
-        is_first = rank_of(self.group) == 0
-        if is_first:
-            self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
-        self._raise_if_any_failed(self.problem or self._run_on_rank_0(self._make_folder))
-        self._raise_if_any_failed(self._write())
-        self._raise_if_any_failed(self._run_on_rank_0(lambda: files.publish(self.root, self.iteration)))
-        if is_first:
-            self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
-            if self.keep_last is None:
-                return
-            try:
-                removed, problems = files.prune(self.root, self.iteration, self.keep_last, self.last_update)
-            except OSError as error:
-                removed, problems = [], [error]
-            for iteration in removed:
-                self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
-            for problem in problems:
-                path = Path(problem.filename or self.root)
-                self.log(f"could not remove an old checkpoint: {describe_error(problem, path)}")
-
-    def _run_on_rank_0(self, step: Callable[[], None]) -> str | None:
-        """Run a step on rank 0; return its error message, if any."""
-        if rank_of(self.group) == 0:
-            try:
-                step()
-            except OSError as error:
-                return describe_error(error, Path(error.filename or self.root))
-        return None
-
-    def _make_folder(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(self.root)
-        self.folder.mkdir()
-
-    def _write(self) -> str | None:
-        """Write all files to the temporary folder; return this rank's error message, if any."""
-        planner = ShardSavePlanner()
-        writer = ShardWriter(self.folder, self.iteration, size_of(self.group), self.documents, self.statements)
-        single_process = self.group is None
-        if single_process:
-            ignore_single_process_warning()
-        run_communication(
-            "saving a checkpoint",
-            lambda: dcp.save(
-                dict(self.tensors),
-                storage_writer=writer,
-                planner=planner,
-                process_group=self.group,
-                no_dist=single_process,
-            ),
-        )
-        problem = planner.problem or writer.problem
-        return problem and f"{problem} (rank {rank_of(self.group)})"
-
-    def _raise_if_any_failed(self, problem: str | None) -> None:
-        """Remove all written files and raise an error on every rank, if any rank has a problem."""
-        agreed = first_problem(self.group, problem)
+    def raise_if_any_failed(problem: str | None) -> None:
+        agreed = first_problem(group, problem)
         if agreed is not None:
-            files.discard(self.root, self.iteration)
+            files.discard(root, iteration)
             raise UserError(
-                f"the checkpoint of iteration {self.iteration} was not saved, earlier ones are untouched: {agreed}"
+                f"the checkpoint of iteration {iteration} was not saved, earlier ones are untouched: {agreed}"
             )
+
+    if is_first:
+        log(f"saving checkpoint at iteration {iteration:7d} to {root}")
+    if is_first and not problem:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            files.remove_leftovers(root)
+            folder.mkdir()
+        except OSError as error:
+            problem = describe_error(error, Path(error.filename or root))
+    raise_if_any_failed(problem)
+
+    planner = ShardSavePlanner()
+    writer = ShardWriter(folder, iteration, size_of(group), documents, statements)
+    single_process = group is None
+    if single_process:
+        ignore_single_process_warning()
+    run_communication(
+        "saving a checkpoint",
+        lambda: dcp.save(
+            dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=single_process
+        ),
+    )
+    problem = planner.problem or writer.problem
+    raise_if_any_failed(problem and f"{problem} (rank {rank_of(group)})")
+
+    problem = None
+    if is_first:
+        try:
+            files.publish(root, iteration)
+        except OSError as error:
+            problem = describe_error(error, Path(error.filename or root))
+    raise_if_any_failed(problem)
+    if not is_first:
+        return
+    log(f"successfully saved checkpoint at iteration {iteration:7d} to {root}")
+    if keep_last is None:
+        return
+    try:
+        removed, prune_errors = files.prune(root, iteration, keep_last, last_update)
+    except OSError as error:
+        removed, prune_errors = [], [error]
+    for removed_iteration in removed:
+        log(f"removed checkpoint of iteration {removed_iteration} from {root}")
+    for prune_error in prune_errors:
+        log(f"could not remove an old checkpoint: {describe_error(prune_error, Path(prune_error.filename or root))}")
 
 
 def save_checkpoint(
@@ -172,11 +159,21 @@ def save_checkpoint(
         for name, shard in tensors.items():
             boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
             tensors_to_save[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
-    job = _SaveJob(
-        Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log, statements
+    write = partial(
+        _write_checkpoint,
+        Path(root),
+        iteration,
+        tensors_to_save,
+        documents,
+        problem,
+        group,
+        keep_last,
+        last_update,
+        log,
+        statements,
     )
     if async_:
         # Its thread does not delay the exit of a process, which loses only the checkpoint that is being written.
-        return Caller("checkpoint-save").start(job.run)
-    job.run()
+        return Caller("checkpoint-save").start(write)
+    write()
     return None

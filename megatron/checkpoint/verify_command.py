@@ -33,7 +33,7 @@ import torch
 from megatron.base.code_digest import code_digest
 from megatron.base.errors import UserError
 from megatron.base.regular import fingerprint, open_regular
-from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Statements, TrafficSpan, read_certificate
+from megatron.checkpoint.certificate import CERTIFICATE, Certificate, TrafficSpan, read_certificate
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
@@ -78,7 +78,15 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
     yield f"files: {_check_files(folder, certificate)}"
     yield f"statements: {_check_statements(folder, certificate)}"
     yield from (f"bytes: {_check_bytes(folder, span)}" for span in statements.traffic)
-    yield from _check_samples(folder, statements)
+    for entry in statements.samples:
+        label = f"{entry.point}: relative error at most {entry.worst_error:.2g} in {entry.samples} samples"
+        if not entry.residual:
+            yield f"residuals: {label} of messages without a residual, {entry.sha256[:16]}"
+        elif entry.worst_error > RESIDUAL_TOLERANCE:
+            raise UserError(f"{folder}: residuals do not add up at {label}, above {RESIDUAL_TOLERANCE:g}")
+        else:
+            yield f"residuals: {label} of message plus residual, {entry.sha256[:16]}"
+    yield from (f"residuals: {point}: not sampled: {reason}" for point, reason in statements.not_sampled.items())
     if statements.differences:
         raise UserError(f"{folder}: replicas differ: {statements.differences[0]}")
     yield f"replicas: all {certificate.ranks} ranks agree bit by bit on the numbers they share"
@@ -91,7 +99,18 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
             f"auto: {specs_text}: predicted {auto.predicted_s:.3g} s an iteration, {auto.uncompressed_s:.3g} s "
             f"without{'' if auto.trial_s is None else f'; trial steps {auto.trial_s:.3g} s'}; {measured_text}"
         )
-    for problem in _machine_differences(statements):
+    machine_differences = []
+    if statements.code != code_digest():
+        machine_differences.append("the code of the package megatron is not the run's")
+    if statements.kernels != kernels_digest():
+        machine_differences.append("the compiled kernels are not the run's")
+    if statements.torch != torch.__version__:
+        machine_differences.append(f"torch is {torch.__version__} here, and was {statements.torch}")
+    for file in statements.inputs:
+        contents = fingerprint(file.path)
+        if contents != file.contents:
+            machine_differences.append(f"{file.name}, {file.path}, is {contents} here, and was {file.contents}")
+    for problem in machine_differences:
         if strict:
             raise UserError(f"{folder}: {problem}")
         yield f"warning: {problem}"
@@ -155,30 +174,6 @@ def _check_bytes(folder: Path, span: TrafficSpan) -> str:
     if span.interfaces < least or (span.interfaces > most and span.connections is None):
         raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
     return f"{label}, {interfaces}{', with other programs' if span.interfaces > most else ''}"
-
-
-def _check_samples(folder: Path, statements: Statements) -> Iterator[str]:
-    for entry in statements.samples:
-        label = f"{entry.point}: relative error at most {entry.worst_error:.2g} in {entry.samples} samples"
-        if not entry.residual:
-            yield f"residuals: {label} of messages without a residual, {entry.sha256[:16]}"
-        elif entry.worst_error > RESIDUAL_TOLERANCE:
-            raise UserError(f"{folder}: residuals do not add up at {label}, above {RESIDUAL_TOLERANCE:g}")
-        else:
-            yield f"residuals: {label} of message plus residual, {entry.sha256[:16]}"
-    yield from (f"residuals: {point}: not sampled: {reason}" for point, reason in statements.not_sampled.items())
-
-
-def _machine_differences(statements: Statements) -> Iterator[str]:
-    if statements.code != code_digest():
-        yield "the code of the package megatron is not the run's"
-    if statements.kernels != kernels_digest():
-        yield "the compiled kernels are not the run's"
-    if statements.torch != torch.__version__:
-        yield f"torch is {torch.__version__} here, and was {statements.torch}"
-    for file in statements.inputs:
-        if fingerprint(file.path) != file.contents:
-            yield f"{file.name}, {file.path}, is {fingerprint(file.path)} here, and was {file.contents}"
 
 
 def _on_one_line(text: str) -> str:
