@@ -15,7 +15,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 from megatron.base.atomic import atomic_write, check_writable
@@ -35,8 +34,16 @@ MAX_ENTRIES = 10_000_000
 Watch = Callable[[Totals, list[str]], None]
 
 
-def read_texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
-    """Read the texts of JSON-lines files; ``watch`` is called after each block with the running totals.
+def read_texts(
+    files: Sequence[str], keys: Sequence[str], documents: int | None = None, watch: Watch = lambda *_: None
+) -> Iterator[str]:
+    """Read the texts of JSON-lines files.
+
+    Args:
+        files: paths of the files.
+        keys: keys of the texts.
+        documents: maximum number of documents; None for all.
+        watch: called after each block with the running totals.
 
     Raises:
         UserError: when a line is not a valid record, or a file cannot be read.
@@ -45,6 +52,9 @@ def read_texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda 
     is_empty = True
     for block in read_blocks(divide(list(files), 1)[0]):
         for index, line in enumerate(block.lines, start=block.first):
+            if totals.documents == documents:
+                break
+            totals.size += len(line)
             try:
                 line_texts = parse_line(line, keys, first=not index)
             except ValueError as error:
@@ -54,8 +64,9 @@ def read_texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda 
                 totals.documents += 1
                 is_empty = is_empty and not any(line_texts)
                 yield from line_texts
-        totals.size += block.size
         watch(totals, [])
+        if totals.documents == documents:
+            break
     if is_empty:
         raise UserError(f"--input {files[0]}: there is no text to train on")
 
@@ -114,9 +125,7 @@ def train(
         initial_alphabet=sorted(alphabet),
         show_progress=bars,
     )
-    all_texts = read_texts(names, keys, watch)
-    selected_texts = all_texts if documents is None else islice(all_texts, documents * len(keys))
-    tokenizer.train_from_iterator(_call_after(selected_texts, on_merge), trainer)
+    tokenizer.train_from_iterator(_call_after(read_texts(names, keys, documents, watch), on_merge), trainer)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             tokenizer.model.save(temporary)

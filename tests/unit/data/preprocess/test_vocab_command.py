@@ -75,7 +75,11 @@ def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: py
     flags = ["--input", str(_corpus(tmp_path)), "--vocab-size", "1000", "--json-keys", "title", "text"]
     for name, extra in (("all", []), ("some", ["--documents", "2"])):
         assert main([*flags, "--output-dir", str(tmp_path / name), *extra]) == 0
-    assert "no other pair occurs 2 times" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "no other pair occurs 2 times" in captured.out
+    assert "(read 300 documents, " in captured.out
+    assert "(read 2 documents, " in captured.out
+    assert "read 2 documents; counting and merging pairs" in captured.err
     sizes = {name: len(json.loads((tmp_path / name / "vocab.json").read_text())) for name in ("all", "some")}
     assert 257 < sizes["some"] < sizes["all"] < 1000
 
