@@ -97,6 +97,8 @@ def find_checkpoints(folder: Path) -> tuple[Path, list[Iteration]]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
+    if folder.name in ("", ".."):  # without a name, such as "."
+        folder = folder.resolve()
     folder_iteration = parse_iteration(folder.name.removeprefix("iter_"))
     is_checkpoint = (folder / MANIFEST).exists() or not saved_iterations(folder)
     if (

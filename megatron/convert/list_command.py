@@ -132,3 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as with `| head`
         sys.stdout = None
         return 0
+    except OSError as error:
+        print(f"ckpt: error: {error.filename or options.folder}: {error.strerror}", file=sys.stderr)
+        return 2

@@ -197,3 +197,16 @@ def test_a_missing_iteration_is_named(root: Path, capsys: pytest.CaptureFixture[
     assert main(["ls", str(root), "--iteration", "150"]) == 2
     assert "--iteration 150: " in (error := capsys.readouterr().err)
     assert error.endswith("there are 100, 200, 300\n")
+
+
+def test_a_path_that_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", "a" * 300]) == 2
+    assert capsys.readouterr().err == f"ckpt: error: {'a' * 300}: File name too long\n"
+
+
+def test_the_current_folder_may_be_a_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root / "iter_0000200")
+    assert main(["ls", "."]) == 0
+    assert capsys.readouterr().out.startswith("iter_0000200 ")
