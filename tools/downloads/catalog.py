@@ -107,7 +107,8 @@ def _oscar(mirror: str, name: str, folder: Path, shards: int | None) -> Plan:
 
 
 def _wikipedia(mirror: str, name: str, folder: Path, shards: int | None) -> Plan:
-    lines = folder / "wikipedia.jsonl"
+    is_default = name == KINDS["wikipedia"].names[0]
+    lines = folder / ("wikipedia.jsonl" if is_default else f"wikipedia-{name}.jsonl")
     return _texts(mirror, "wikimedia/wikipedia", name, folder / "wikipedia" / name, lines, shards)
 
 

@@ -160,7 +160,7 @@ def test_wikipedia_becomes_lines(
     published.statuses[second] = [403]
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 2
     assert "returned error: 403; run the command again to continue" in error_line()
-    assert not (tmp_path / "wikipedia.jsonl").exists()
+    assert not (tmp_path / "wikipedia-20231101.de.jsonl").exists()
     published.requests.clear()
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 0
     assert [path.rsplit("/", 1)[1] for path, _ in published.requests] == [
@@ -168,9 +168,21 @@ def test_wikipedia_becomes_lines(
         "train-00001-of-00003.parquet",
         "train-00002-of-00003.parquet",
     ]
-    lines = [json.loads(line) for line in (tmp_path / "wikipedia.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "wikipedia-20231101.de.jsonl").read_text().splitlines()]
     assert lines == [row for shard in rows for row in shard]
-    assert f"--input {tmp_path}/wikipedia.jsonl " in capsys.readouterr().out
+    assert f"--input {tmp_path}/wikipedia-20231101.de.jsonl " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_each_wikipedia_has_its_own_lines(published: Published, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for language in ("de", "en"):
+        files = {f"20231101.{language}/train-00000-of-00001.parquet": _parquet([{"text": language}])}
+        published.add_hub("datasets", "wikimedia/wikipedia", files, f"20231101.{language}", ".parquet")
+    for language in ("de", "en", "de"):
+        assert _run(published, tmp_path, "wikipedia", f"20231101.{language}") == 0
+    texts = {path.name: json.loads(path.read_text())["text"] for path in tmp_path.glob("*.jsonl")}
+    assert texts == {"wikipedia-20231101.de.jsonl": "de", "wikipedia.jsonl": "en"}
 
 
 @pytest.mark.slow
