@@ -137,7 +137,7 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
     if kind == DEBERTA:
         return deberta_config(model, vocab_size, dtype)
     end = min(vocab_size - 1, GPT2_END) if kind == "gpt2" else None
-    return {
+    common: dict[str, Any] = {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
         "vocab_size": vocab_size,
@@ -146,30 +146,26 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
         "bos_token_id": end,
         "eos_token_id": end,
         **ids,
-        **_architecture_fields(model, kind, ids.get("eos_token_id", end)),
     }
-
-
-def _architecture_fields(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
-    """Fields of config.json that depend on the architecture."""
-    if kind == "gpt2":
-        # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
-        head = {} if model.predicts_words else {**head_fields(model), "pad_token_id": int(end == 0)}
-        return {
-            "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
-            "n_layer": model.num_layers,
-            "n_embd": model.hidden_size,
-            "n_head": model.num_attention_heads,
-            "n_inner": model.ffn_hidden_size,
-            "n_positions": model.max_position_embeddings,
-            "activation_function": gelu_name(model),
-            "layer_norm_epsilon": model.norm_epsilon,
-            "attn_pdrop": model.attention_dropout,
-            "resid_pdrop": model.hidden_dropout,
-            "embd_pdrop": model.hidden_dropout,
-            **head,
-        }
-    return gemma_config(model, kind) if kind in (GEMMA2, GEMMA3) else rotary_config(model, kind)
+    if kind != "gpt2":
+        return common | (gemma_config(model, kind) if kind in (GEMMA2, GEMMA3) else rotary_config(model, kind))
+    # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
+    padding = int(ids.get("eos_token_id", end) == 0)
+    return {
+        **common,
+        "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_hidden_size,
+        "n_positions": model.max_position_embeddings,
+        "activation_function": gelu_name(model),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "attn_pdrop": model.attention_dropout,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        **({} if model.predicts_words else {**head_fields(model), "pad_token_id": padding}),
+    }
 
 
 # Hugging Face to Megatron-CC

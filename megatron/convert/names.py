@@ -178,28 +178,20 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
         for ours, theirs in (_SANDWICH if model.sandwich_norm else _BEFORE_THE_MLP).items():
             yield _same(f"{our_prefix}{ours}.weight", f"{their_prefix}{theirs}.weight", h)
         if number in model.expert_layers:
-            yield from _expert_rules(model, number, experts)
+            count, their_mlp = model.expert_layers[number], f"{their_prefix}{experts.module}."
+            yield _same(f"{our_prefix}mlp.router.weight", f"{their_mlp}gate.weight", count, h)
+            for expert in range(count):
+                our_expert, their_expert = f"{our_prefix}mlp.experts.{expert}.", f"{their_mlp}experts.{expert}."
+                yield from _gated_mlp(model, our_expert, their_expert, experts.projections, model.moe_ffn_hidden_size)
+            shared = model.moe_shared_expert_intermediate_size
+            if not is_unset(shared):
+                yield from _gated_mlp(model, f"{our_prefix}mlp.shared.", f"{their_mlp}shared_expert.", _GATED, shared)
+                yield _same(f"{our_prefix}mlp.mixing.weight", f"{their_mlp}shared_expert_gate.weight", 1, h)
         else:
             yield from _gated_mlp(model, f"{our_prefix}mlp.", f"{their_prefix}mlp.", _GATED, model.ffn_hidden_size)
     yield _same("final_layernorm.weight", "model.norm.weight", h)
     if model.untie_embeddings_and_output_weights:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
-
-
-def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterator[Rule]:
-    """Rules of a layer's router, experts and shared expert."""
-    h, count = model.hidden_size, model.expert_layers[layer]
-    our_prefix, their_prefix = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.module}."
-    yield _same(f"{our_prefix}router.weight", f"{their_prefix}gate.weight", count, h)
-    for number in range(count):
-        expert = f"experts.{number}."
-        yield from _gated_mlp(
-            model, f"{our_prefix}{expert}", f"{their_prefix}{expert}", names.projections, model.moe_ffn_hidden_size
-        )
-    shared = model.moe_shared_expert_intermediate_size
-    if not is_unset(shared):
-        yield from _gated_mlp(model, f"{our_prefix}shared.", f"{their_prefix}shared_expert.", _GATED, shared)
-        yield _same(f"{our_prefix}mixing.weight", f"{their_prefix}shared_expert_gate.weight", 1, h)
 
 
 def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:

@@ -215,23 +215,15 @@ class _Builder:
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(split.dataset_parts) == 1 and not single_blend:
             return self._build_part(split, 0, num_samples)
-        if self.data.sample_order == "megatron":
-            return self._megatron_blend(split, num_samples)
-        weights = split.weights or [
-            max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.dataset_parts
-        ]
-        blend = LazyBlend(weights, num_samples)
-        draws = blend.counts()
-        datasets = [self._build_part(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)]
-        return BlendedDataset(datasets, blend, draws)
-
-    def _blend_once(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
-        """Blend datasets so that each of their draws is used exactly once."""
-        draws = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
-
-    def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         path_indices = range(len(split.dataset_parts))
+        if self.data.sample_order != "megatron":
+            weights = split.weights or [
+                max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.dataset_parts
+            ]
+            lazy_blend = LazyBlend(weights, num_samples)
+            draws = lazy_blend.counts()
+            datasets = [self._build_part(split, path_index, draws[path_index]) for path_index in path_indices]
+            return BlendedDataset(datasets, lazy_blend, draws)
         if split.weights is None:
             datasets = [self._build_part(split, path_index, None) for path_index in path_indices]
             weights = [float(len(dataset)) for dataset in datasets]
@@ -252,6 +244,11 @@ class _Builder:
         blend = MegatronBlend(weights, size, self.data.data_cache_path)
         draws = [int((blend.dataset_index == path_index).sum()) for path_index in path_indices]
         return BlendedDataset(datasets, blend, draws)
+
+    def _blend_once(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
+        """Blend datasets so that each of their draws is used exactly once."""
+        draws = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
 
     def _build_part(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.

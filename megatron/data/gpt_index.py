@@ -239,24 +239,17 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
     random.shuffle(document_index[:split])
     if split != epochs * count:
         random.shuffle(document_index[split:])
-    sample_index = _sample_index(documents, document_index, seq_length, total)
+    # Starts of samples 0..total, by binary search of their positions in the cumulative lengths.
+    ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
+    largest = max(len(document_index), int(documents.lengths.max()))
+    sample_index = np.zeros((total + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    positions = np.arange(1, total + 1, dtype=np.int64) * seq_length
+    entries = np.searchsorted(ends, positions, side="right")
+    sample_index[1:, 0] = entries
+    # The position of an entry's first token is the sum of all earlier lengths.
+    sample_index[1:, 1] = positions - np.concatenate([np.zeros(1, dtype=np.int64), ends])[entries]
     shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
     random.shuffle(shuffle_index[:shuffle_split])
     if shuffle_split != total:
         random.shuffle(shuffle_index[shuffle_split:])
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
-
-
-def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
-    """Starts of samples 0..total, by binary search of their positions in the cumulative lengths."""
-    ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
-    largest = max(len(document_index), int(documents.lengths.max()))
-    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    sample_index = np.zeros((total + 1, 2), dtype=dtype)
-    positions = np.arange(1, total + 1, dtype=np.int64) * seq_length
-    entries = np.searchsorted(ends, positions, side="right")
-    sample_index[1:, 0] = entries
-    # The position of an entry's first token is the sum of all earlier lengths.
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[entries]
-    sample_index[1:, 1] = positions - starts
-    return sample_index

@@ -68,25 +68,21 @@ def shuffle_range(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[A
         numbers = next(random)[:top]
         positions = np.arange(top, top - len(numbers), -1, dtype=np.int64)
         partners = (numbers % (positions + 1).astype(np.uint64)).astype(np.int64)
-        _swap(order, positions, partners)
+        start = 0
+        while start < len(positions):
+            highest = int(positions[start])
+            if highest < _SEQUENTIAL_SWAPS:
+                head = order[: highest + 1].tolist()
+                for position, partner in zip(positions[start:].tolist(), partners[start:].tolist(), strict=True):
+                    head[position], head[partner] = head[partner], head[position]
+                order[: highest + 1] = head
+                break
+            size = _count_independent(partners[start : start + isqrt(highest)], highest)
+            swap_positions, swap_partners = positions[start : start + size], partners[start : start + size]
+            order[swap_positions], order[swap_partners] = order[swap_partners], order[swap_positions]
+            start += size
         top -= len(numbers)
     return order
-
-
-def _swap(order: NDArray[Any], positions: NDArray[np.int64], partners: NDArray[np.int64]) -> None:
-    start = 0
-    while start < len(positions):
-        top = int(positions[start])
-        if top < _SEQUENTIAL_SWAPS:
-            head = order[: top + 1].tolist()
-            for position, partner in zip(positions[start:].tolist(), partners[start:].tolist(), strict=True):
-                head[position], head[partner] = head[partner], head[position]
-            order[: top + 1] = head
-            return
-        size = _count_independent(partners[start : start + isqrt(top)], top)
-        swap_positions, swap_partners = positions[start : start + size], partners[start : start + size]
-        order[swap_positions], order[swap_partners] = order[swap_partners], order[swap_positions]
-        start += size
 
 
 def _count_independent(partners: NDArray[np.int64], top: int) -> int:

@@ -195,29 +195,27 @@ def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[An
     Raises:
         UserError: when the documents yield no samples.
     """
-    row_blocks = [_as_rows(_cut_chunk_in_parallel(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
+    row_blocks = []
+    for chunk in _chunks(documents, cut):
+        # Each step cuts a sample of every document that has sentences left.
+        begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
+        columns: list[list[NDArray[np.int64]]] = [[], [], []]
+        while len(begin_d):
+            numbers = hash_array((begin_d + chunk.offset).astype(np.uint64), seed)
+            # The upper bits decide whether a target is short, the lower bits set its length.
+            short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
+            lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.max_tokens - 1)
+            target_d = np.where(short, lengths, np.uint64(cut.max_tokens)).astype(np.int64)
+            end_d = np.searchsorted(ends_s, ends_s[begin_d] + target_d, side="left")
+            end_d = np.maximum(end_d, begin_d + cut.min_sentences)
+            end_d = np.where(end_d < last_d - 1, end_d, last_d)
+            for column, values in zip(columns, (begin_d + chunk.offset, end_d + chunk.offset, target_d), strict=True):
+                column.append(values)
+            left_d = end_d < last_d
+            begin_d, last_d = end_d[left_d], last_d[left_d]
+        joined_columns = [np.concatenate(column) for column in columns]
+        order = np.argsort(joined_columns[0], kind="stable")
+        row_blocks.append(_as_rows([column[order] for column in joined_columns], documents))
     if not row_blocks:
         raise no_samples_error(documents, cut)
     return np.concatenate(row_blocks)
-
-
-def _cut_chunk_in_parallel(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
-    """Cut the documents of a chunk in parallel, a sample of each document per step."""
-    begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
-    columns: list[list[NDArray[np.int64]]] = [[], [], []]
-    while len(begin_d):
-        numbers = hash_array((begin_d + chunk.offset).astype(np.uint64), seed)
-        # The upper bits decide whether a target is short, the lower bits set its length.
-        short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
-        lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.max_tokens - 1)
-        target_d = np.where(short, lengths, np.uint64(cut.max_tokens)).astype(np.int64)
-        end_d = np.searchsorted(ends_s, ends_s[begin_d] + target_d, side="left")
-        end_d = np.maximum(end_d, begin_d + cut.min_sentences)
-        end_d = np.where(end_d < last_d - 1, end_d, last_d)
-        for column, values in zip(columns, (begin_d + chunk.offset, end_d + chunk.offset, target_d), strict=True):
-            column.append(values)
-        left_d = end_d < last_d
-        begin_d, last_d = end_d[left_d], last_d[left_d]
-    joined_columns = [np.concatenate(column) for column in columns]
-    order = np.argsort(joined_columns[0], kind="stable")
-    return [column[order] for column in joined_columns]

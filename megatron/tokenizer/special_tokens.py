@@ -55,7 +55,11 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     added_entries = config.get("added_tokens_decoder")
     words = dict(config) if isinstance(added_entries, dict) else {**config, **read_json_object(folder / MAP)}
     by_kind = {kind: text for kind in _KINDS if (text := _text_of(words.get(kind))) is not None}
-    other_tokens = tuple(text for name in _LISTS for text in _texts_of(words.get(name)))
+    other_entries: list[Any] = []
+    for name in _LISTS:
+        entries = words.get(name)
+        other_entries += entries.values() if isinstance(entries, dict) else entries if isinstance(entries, list) else ()
+    other_tokens = tuple(text for entry in other_entries if (text := _text_of(entry)) is not None)
     if isinstance(added_entries, dict):
         added_tokens = dict(_checked_tokens(added_entries.items(), folder / CONFIG))
     else:
@@ -81,8 +85,3 @@ def _text_of(value: Any) -> str | None:
     """Text of a token, which may be a string or an object with ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and not _SURROGATE.search(text) else None
-
-
-def _texts_of(value: Any) -> list[str]:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in values if (text := _text_of(item)) is not None]

@@ -159,33 +159,31 @@ class Encoder:
         return Encoded(block.source, block.size, len(documents), by_key, bad)
 
     def _encode(self, documents: list[list[str]]) -> list[KeyTokens]:
-        return [
-            self._encode_key([texts[key_index] for texts in documents])
-            for key_index in range(len(self.options.json_keys))
-        ]
-
-    def _encode_key(self, texts: list[str]) -> KeyTokens:
-        sentences = texts if self._split is None else []
-        counts = [1] * len(texts)
-        if self._split is not None:
-            for number, text in enumerate(texts):
-                text_sentences = self._split(text)
-                counts[number] = len(text_sentences)
-                sentences += text_sentences
-        ids = iter(self.tokenizer.tokenize_batch(sentences))
-        sequences: list[list[int]] = []
-        sentence_counts = np.zeros(len(texts), dtype=np.int32)
-        for number, count in enumerate(counts):
-            # Sentences without tokens are dropped, and documents without tokens get no end-of-document token.
-            document_sentences = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
-            if document_sentences and self.options.append_eod:
-                document_sentences[-1].append(self.tokenizer.eod)
-            sentence_counts[number] = len(document_sentences)
-            sequences += document_sentences
-        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
-        total = int(lengths.sum(dtype=np.int64))
-        tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
-        return KeyTokens(tokens, lengths, sentence_counts)
+        by_key = []
+        for key_index in range(len(self.options.json_keys)):
+            texts = [document[key_index] for document in documents]
+            sentences = texts if self._split is None else []
+            counts = [1] * len(texts)
+            if self._split is not None:
+                for number, text in enumerate(texts):
+                    text_sentences = self._split(text)
+                    counts[number] = len(text_sentences)
+                    sentences += text_sentences
+            ids = iter(self.tokenizer.tokenize_batch(sentences))
+            sequences: list[list[int]] = []
+            sentence_counts = np.zeros(len(texts), dtype=np.int32)
+            for number, count in enumerate(counts):
+                # Sentences without tokens are dropped, and documents without tokens get no end-of-document token.
+                document_sentences = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
+                if document_sentences and self.options.append_eod:
+                    document_sentences[-1].append(self.tokenizer.eod)
+                sentence_counts[number] = len(document_sentences)
+                sequences += document_sentences
+            lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+            total = int(lengths.sum(dtype=np.int64))
+            tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
+            by_key.append(KeyTokens(tokens, lengths, sentence_counts))
+        return by_key
 
 
 def _json_type(value: object) -> str:

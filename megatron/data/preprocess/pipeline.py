@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
-from megatron.data.preprocess.encoding import Encoded, EncodeOptions, Encoder
-from megatron.data.preprocess.reading import Block, InputRange, read_blocks
+from megatron.data.preprocess.encoding import EncodeOptions, Encoder
+from megatron.data.preprocess.reading import InputRange, read_blocks
 from megatron.data.processes import ProcessKilled, map_in_processes
 
 
@@ -52,25 +52,28 @@ def run(
             key has no tokens.
     """
     totals = Totals()
+    encoder = Encoder(job.options)
     with ExitStack() as stack:
-        encoder = Encoder(job.options)
         writers = [
             stack.enter_context(IndexedWriter(prefix, dtype=encoder.dtype, impl=job.dataset_impl))
             for prefix in prefixes
         ]
-        for result in _encode_blocks(job, encoder, read_blocks(sources)):
-            source = result.source
-            messages = [f"{source.label}:{source.line_number(bad.index)}: {bad.reason}" for bad in result.bad]
-            if messages and not job.skip_bad_lines:
-                raise UserError(f"{messages[0]}. Correct the line, or skip such lines with --on-error skip")
-            for writer, tokens in zip(writers, result.by_key, strict=True):
-                writer.add_documents(tokens.tokens, tokens.lengths, tokens.sequences)
-                totals.sequences += len(tokens.lengths)
-                totals.tokens += len(tokens.tokens)
-            totals.documents += result.documents
-            totals.size += result.size
-            totals.skipped += len(messages)
-            report(totals, messages)
+        try:
+            for result in map_in_processes(encoder, read_blocks(sources), job.workers):
+                source = result.source
+                messages = [f"{source.label}:{source.line_number(bad.index)}: {bad.reason}" for bad in result.bad]
+                if messages and not job.skip_bad_lines:
+                    raise UserError(f"{messages[0]}. Correct the line, or skip such lines with --on-error skip")
+                for writer, tokens in zip(writers, result.by_key, strict=True):
+                    writer.add_documents(tokens.tokens, tokens.lengths, tokens.sequences)
+                    totals.sequences += len(tokens.lengths)
+                    totals.tokens += len(tokens.tokens)
+                totals.documents += result.documents
+                totals.size += result.size
+                totals.skipped += len(messages)
+                report(totals, messages)
+        except ProcessKilled:
+            raise UserError("a worker process died (out of memory?): use fewer --workers") from None
         if not may_be_empty:
             _require_documents(totals)
             _require_tokens(job.options, writers)
@@ -120,14 +123,6 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
             for path in dataset_files(prefix):
                 path.unlink(missing_ok=True)
                 Path(f"{path}.partial").unlink(missing_ok=True)
-
-
-def _encode_blocks(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
-    """Encode blocks in order, in this process or in ``job.workers`` processes."""
-    try:
-        yield from map_in_processes(encoder, blocks, job.workers)
-    except ProcessKilled:
-        raise UserError("a worker process died (out of memory?): use fewer --workers") from None
 
 
 def _require_documents(totals: Totals) -> None:

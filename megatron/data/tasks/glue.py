@@ -64,8 +64,8 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
         raise UserError(f"{location}: is empty")
     line = lines[0]
     if form.columns is not None:
-        texts = tuple(int(column) for column in form.texts)
-        columns, first = _Columns(texts, int(form.label), form.columns), 0
+        text_columns = tuple(int(column) for column in form.texts)
+        label_column, num_columns, first = int(form.label), form.columns, 0
     else:
         names = [name.strip() for name in line.split("\t")]
         for name in (*form.texts, form.label):
@@ -78,14 +78,14 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
             if names.count(str(name)) > 1:
                 raise UserError(f"{location}, line 1: has the column {name} twice; leave one out")
         text_columns = tuple(names.index(str(name)) for name in form.texts)
-        columns, first = _Columns(text_columns, names.index(str(form.label)), len(names)), 1
+        label_column, num_columns, first = names.index(str(form.label)), len(names), 1
     examples: list[Example] = []
     malformed: list[int] = []
     for number, line in enumerate(lines[first:], first + 1):
         row, line_location = line.split("\t"), f"{location}, line {number}"
-        if len(row) == columns.count and all(row[column].strip() for column in columns.texts):
-            first_text, *second_text = (clean_text(row[column].strip()) for column in columns.texts)
-            word = row[columns.label].strip()
+        if len(row) == num_columns and all(row[column].strip() for column in text_columns):
+            first_text, *second_text = (clean_text(row[column].strip()) for column in text_columns)
+            word = row[label_column].strip()
             if form.classes:
                 if word not in form.classes:
                     raise UserError(
@@ -106,14 +106,14 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
             examples.append(Example(((first_text, second_text[0] if second_text else None),), label))
         elif form.malformed:
             malformed.append(number)
-        elif len(row) != columns.count:
-            raise UserError(f"{line_location}: has {len(row)} columns instead of {columns.count}, separated by tabs")
+        elif len(row) != num_columns:
+            raise UserError(f"{line_location}: has {len(row)} columns instead of {num_columns}, separated by tabs")
         else:
-            empty_column = next(column for column in columns.texts if not row[column].strip())
+            empty_column = next(column for column in text_columns if not row[column].strip())
             raise UserError(f"{line_location}: column {empty_column + 1} holds no text")
     if malformed and len(malformed) > _MAX_MALFORMED * len(lines):
         raise UserError(
-            f"{location}, line {malformed[0]}: does not have {columns.count} columns with texts, nor do "
+            f"{location}, line {malformed[0]}: does not have {num_columns} columns with texts, nor do "
             f"{len(malformed) - 1} others; give {task}'s own file"
         )
     if not examples:
@@ -124,12 +124,3 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
         else ""
     )
     return ExampleFile(path, examples, note)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Column indices of a file, and its number of columns."""
-
-    texts: tuple[int, ...]
-    label: int
-    count: int
