@@ -34,7 +34,7 @@ from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradient_sync import GradientSync
 from megatron.parallel.data.reducer import BucketReducer, ParamStack
-from megatron.parallel.pipeline.channel import Direction, PipelineChannel
+from megatron.parallel.pipeline.channel import PipelineChannel
 
 Log = Callable[[str], None]
 
@@ -163,15 +163,22 @@ class CompressorCheckpoint:
             index_sets = self.sync.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
             yield StateSlice(name, tied.sync.state, size, at, index=0, length=1, slot=slot, index_sets=index_sets)
+        crossing = {b for b in range(self.layout.num_virtual_stages - 1) if self.layout.crosses(b)}
         for direction in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
-            if self.channel is not None and self.channel.plan.is_compressed(direction.point):
-                for end, states, boundary in self._boundary_ends(direction):
-                    state = states.setdefault(boundary, CompressorState())
-                    # State of whole messages cannot be used for partial messages, nor the reverse.
-                    suffix = "" if self.channel.tensor_comm is None else ".part"
-                    name = f"{direction.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
-                    means = dict(self.channel.plan.codec(direction.point).traits.means)
-                    yield StateSlice(name, state, holders, holder, means=means, cut=self.cut)
+            if self.channel is None or not self.channel.plan.is_compressed(direction.point):
+                continue
+            means = dict(self.channel.plan.codec(direction.point).traits.means)
+            # State of whole messages cannot be used for partial messages, nor the reverse.
+            suffix = "" if self.channel.tensor_comm is None else ".part"
+            for chunk in range(self.layout.chunks):
+                stage = self.layout.virtual_stage(self.at.pp, chunk)
+                outgoing, incoming = (stage, stage - 1) if direction.point is Point.PP_FWD else (stage - 1, stage)
+                ends = (("sender", direction.sent, outgoing), ("receiver", direction.received, incoming))
+                for end, states, boundary in ends:
+                    if boundary in crossing:
+                        state = states.setdefault(boundary, CompressorState())
+                        name = f"{direction.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
+                        yield StateSlice(name, state, holders, holder, means=means, cut=self.cut)
 
     def _slices_of_unit(
         self,
@@ -215,17 +222,6 @@ class CompressorCheckpoint:
             slot=slot,
             stage=(stage, len(stages)),
         )
-
-    def _boundary_ends(self, direction: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
-        """This rank's boundary ends in a direction: "sender" or "receiver", the states, and the boundary."""
-        crossing = {b for b in range(self.layout.num_virtual_stages - 1) if self.layout.crosses(b)}
-        for chunk in range(self.layout.chunks):
-            stage = self.layout.virtual_stage(self.at.pp, chunk)
-            outgoing, incoming = (stage, stage - 1) if direction.point is Point.PP_FWD else (stage - 1, stage)
-            if outgoing in crossing:
-                yield "sender", direction.sent, outgoing
-            if incoming in crossing:
-                yield "receiver", direction.received, incoming
 
 
 @dataclass(eq=False)

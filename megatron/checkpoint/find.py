@@ -33,21 +33,36 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
         UserError: when the tracker is unreadable or names a checkpoint that is not there, or there is no tracker and
             no checkpoint is complete.
     """
-    path = Path(root) / TRACKER
+    root = Path(root)
+    path = root / TRACKER
     try:
-        text = read_tracker_text(path.parent)
-    except FileNotFoundError:
-        return _newest_complete(path, log)
+        text = read_tracker_text(root)
+    except FileNotFoundError:  # or the tracker is a dead link
+        saved: list[Iteration] = [*saved_iterations(root)]
+        if checkpoint_folder(root, "release").is_dir():
+            saved.append("release")
+        newest_complete = next((iteration for iteration in saved if _looks_complete(root, iteration)), None)
+        if newest_complete is not None:
+            log(f"warning: {path} is missing; taking iteration {newest_complete}, the newest complete checkpoint there")
+            return newest_complete
+        if not saved:
+            return None
+        if (other := _find_other_format(checkpoint_folder(root, saved[0]))) is not None:
+            raise UserError(f"{checkpoint_folder(root, saved[0])} {other}") from None
+        names = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
+        raise UserError(
+            f"{path} is missing and no checkpoint there is complete ({names}); name a folder that holds one"
+        ) from None
     except NotADirectoryError:
-        raise UserError(f"{root} {describe_absence(path.parent)}") from None
+        raise UserError(f"{root} {describe_absence(root)}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     iteration = parse_iteration(text)
     if iteration is None:
-        raise UserError(f"{path} holds {text[:30]!r} instead of an iteration or 'release'{fallback(path.parent, None)}")
-    folder = checkpoint_folder(path.parent, iteration)
+        raise UserError(f"{path} holds {text[:30]!r} instead of an iteration or 'release'{fallback(root, None)}")
+    folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
-        raise UserError(f"{path} names iteration {iteration}, which is not there{fallback(path.parent, iteration)}")
+        raise UserError(f"{path} names iteration {iteration}, which is not there{fallback(root, iteration)}")
     if (other := _find_other_format(folder)) is not None:
         raise UserError(f"{folder} {other}")
     return iteration
@@ -85,26 +100,6 @@ def describe_absence(root: str | Path) -> str:
     """Describe a folder without checkpoints: a predicate with advice."""
     absent = "" if Path(root).exists() else " (there is no such folder)"
     return find_other_content(Path(root)) or f"holds no checkpoint{absent}; name the folder that --save wrote to"
-
-
-def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
-    """The newest complete checkpoint, if the tracker is missing (or a dead link); None if nothing was saved."""
-    root = tracker.parent
-    saved: list[Iteration] = [*saved_iterations(root)]
-    if checkpoint_folder(root, "release").is_dir():
-        saved.append("release")
-    for iteration in saved:
-        if _looks_complete(root, iteration):
-            log(f"warning: {tracker} is missing; taking iteration {iteration}, the newest complete checkpoint there")
-            return iteration
-    if saved and (other := _find_other_format(checkpoint_folder(root, saved[0]))) is not None:
-        raise UserError(f"{checkpoint_folder(root, saved[0])} {other}")
-    if saved:
-        names = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
-        raise UserError(
-            f"{tracker} is missing and no checkpoint there is complete ({names}); name a folder that holds one"
-        )
-    return None
 
 
 def complete_iterations(root: str | Path) -> list[int]:

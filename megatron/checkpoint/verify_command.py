@@ -51,22 +51,6 @@ RESIDUAL_TOLERANCE = 1e-6
 """Largest relative error of a message plus its residual, which are added in fp32."""
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """The folder of a checkpoint: ``folder`` itself, or the newest checkpoint in it.
-
-    Raises:
-        UserError: when there is none.
-    """
-    if not os.path.isdir(folder):  # unlike Path's method, false for too long names
-        raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
-    if (folder / CERTIFICATE).exists() or (folder / MANIFEST).exists():
-        return folder
-    iteration = read_tracker(folder)
-    if iteration is None:
-        raise UserError(f"{folder} holds no checkpoint; name the folder that --save wrote to")
-    return checkpoint_folder(folder, iteration)
-
-
 def verify(folder: Path, strict: bool = False) -> Iterator[str]:
     """Check a checkpoint against its certificate; yield a line for each check.
 
@@ -191,8 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--strict", action="store_true", help="fail if code, kernels, torch or input files differ on this machine"
     )
     options = parser.parse_args(arguments)
+    folder: Path = options.folder
     try:
-        folder = find_checkpoint(options.folder)
+        if not os.path.isdir(folder):  # unlike Path's method, false for too long names
+            raise UserError(f"{folder} is not a folder; name the one that --save wrote to")
+        if not (folder / CERTIFICATE).exists() and not (folder / MANIFEST).exists():
+            iteration = read_tracker(folder)
+            if iteration is None:
+                raise UserError(f"{folder} holds no checkpoint; name the folder that --save wrote to")
+            folder = checkpoint_folder(folder, iteration)
         lines = list(verify(folder, options.strict))
     except UserError as error:
         print(_on_one_line(f"verify: error: {error}"), file=sys.stderr)

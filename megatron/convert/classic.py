@@ -173,39 +173,30 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         stored_shards = [shard[name] for shard in shards if name in shard]
         if len(stored_shards) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(stored_shards)} of {len(shards)} tensor-parallel ranks")
-        _check_shards(name, stored_shards, spec, model, padded)
-        entries[name] = Entry(
-            spec.logical_shape, stored_shards[0].like.dtype, _merged_reader(name, stored_shards, spec, model, version)
-        )
+        # The shards must have the shape that the arguments in the file specify, and a single dtype.
+        shape, first = list(spec.logical_shape), stored_shards[0]
+        if name in PADDED:
+            shape[0] = padded
+        if spec.dim is not None:
+            if shape[spec.dim] % len(shards):
+                raise UserError(
+                    f"{first.file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                    f"which cannot be in {len(shards)} ranks"
+                )
+            shape[spec.dim] //= len(shards)
+        if stacks_gate_and_up(model, name):
+            shape[:2] = [shape[0] * shape[1]]
+        for stored in stored_shards:
+            stored_shape, dtype = tuple(stored.like.shape), stored.like.dtype
+            if stored_shape != tuple(shape):
+                raise UserError(
+                    f"{stored.file.path}: {name} has shape {stored_shape}, but its arguments specify {tuple(shape)}"
+                )
+            if dtype != first.like.dtype:
+                raise UserError(f"{stored.file.path}: {name} is {dtype}, another rank's part of it {first.like.dtype}")
+        read = _merged_reader(name, stored_shards, spec, model, version)
+        entries[name] = Entry(spec.logical_shape, first.like.dtype, read)
     return Weights(model, entries_size, entries, iteration=iteration)
-
-
-def _check_shards(name: str, shards: Sequence[StoredTensor], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
-    """Check the shapes and dtypes of a tensor's shards against the arguments in the file.
-
-    Raises:
-        UserError: when a shard differs; the message names its file.
-    """
-    shape = list(spec.logical_shape)
-    if name in PADDED:
-        shape[0] = padded
-    if spec.dim is not None:
-        if shape[spec.dim] % len(shards):
-            raise UserError(
-                f"{shards[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
-                f"which cannot be in {len(shards)} ranks"
-            )
-        shape[spec.dim] //= len(shards)
-    if stacks_gate_and_up(model, name):
-        shape[:2] = [shape[0] * shape[1]]
-    for shard in shards:
-        stored_shape, dtype = tuple(shard.like.shape), shard.like.dtype
-        if stored_shape != tuple(shape):
-            raise UserError(
-                f"{shard.file.path}: {name} has shape {stored_shape}, but its arguments specify {tuple(shape)}"
-            )
-        if dtype != shards[0].like.dtype:
-            raise UserError(f"{shard.file.path}: {name} is {dtype}, another rank's part of it {shards[0].like.dtype}")
 
 
 def _stage_tensors(

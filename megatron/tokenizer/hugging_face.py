@@ -36,7 +36,16 @@ class HFTokenizer:
         if (folder / "tokenizer.json").is_file():
             self._encoder = _load_encoder(folder, special)
         else:
-            self._slow = _load_slow(folder)
+            try:
+                from transformers import AutoTokenizer
+            except ImportError:
+                raise UserError(
+                    f"--tokenizer-model {folder}: has no tokenizer.json; install transformers to read its other files"
+                ) from None
+            try:
+                self._slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            except Exception as error:  # many kinds, by tokenizer class
+                raise UserError(f"--tokenizer-model {folder}: holds no tokenizer ({first_line(error)})") from None
             self._encoder = getattr(self._slow, "backend_tokenizer", None)
             by_kind |= {kind: str(token) for kind in ("bos_token", "eos_token") if (token := getattr(self._slow, kind))}
         if self._encoder is not None:
@@ -111,16 +120,3 @@ def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
             )
         encoder.pre_tokenizer.add_prefix_space = prefix
     return encoder
-
-
-def _load_slow(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UserError(
-            f"--tokenizer-model {folder}: has no tokenizer.json; install transformers to read its other files"
-        ) from None
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # many kinds, by tokenizer class
-        raise UserError(f"--tokenizer-model {folder}: holds no tokenizer ({first_line(error)})") from None

@@ -49,29 +49,22 @@ def rule_spans(text: str) -> Spans:
     spans: Spans = []
     begin = 0
     for match in _END.finditer(text):
-        if _ends_sentence(text, begin, match):
-            _append_stripped(spans, text, begin, match.end())
-            begin = match.end()
+        sign = match[0]
+        if not sign.isspace() and sign[0] not in _WIDE:
+            opening = _BEFORE_WORD.match(text, match.end())
+            word_start = match.end() if opening is None else opening.end()
+            if text[word_start : word_start + 1].islower():
+                continue
+            if sign.startswith(".") and not sign.startswith(".."):
+                word = _LAST_WORD.search(text, max(begin, match.start() - _MAX_WORD), match.start())
+                name = "" if word is None else word[0]
+                is_initial = len(name) == 1 and name.isupper()
+                if _DOTTED.fullmatch(name) or name.lower() in _ABBREVIATION_SET or is_initial:
+                    continue
+        _append_stripped(spans, text, begin, match.end())
+        begin = match.end()
     _append_stripped(spans, text, begin, len(text))
     return spans
-
-
-def _ends_sentence(text: str, begin: int, match: re.Match[str]) -> bool:
-    """Whether a sentence that starts at ``begin`` ends with the matched punctuation."""
-    sign = match[0]
-    if sign.isspace() or sign[0] in _WIDE:
-        return True
-    opening = _BEFORE_WORD.match(text, match.end())
-    word_start = match.end() if opening is None else opening.end()
-    if text[word_start : word_start + 1].islower():
-        return False
-    if not sign.startswith(".") or sign.startswith(".."):
-        return True
-    word = _LAST_WORD.search(text, max(begin, match.start() - _MAX_WORD), match.start())
-    if word is None:
-        return True
-    name = word[0]
-    return not (_DOTTED.fullmatch(name) or name.lower() in _ABBREVIATION_SET or (len(name) == 1 and name.isupper()))
 
 
 def _append_stripped(spans: Spans, text: str, begin: int, end: int) -> None:
