@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
@@ -57,11 +57,6 @@ class TaskData:
         """Number of training samples of an epoch, before the order drops any, and number of validation samples."""
         return self._order(config, 1).draws, _count_samples(self.validation)
 
-    @property
-    def notes(self) -> list[str]:
-        """Notes on the samples left out of the files."""
-        return [file.note for file in (*self.training, *self.validation) if file.note]
-
     def datasets(self, config: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         """Build the datasets of a resolved run (UserError if there is no tokenizer)."""
         if tokenizer is None:
@@ -85,9 +80,6 @@ class TaskData:
         recurring = config.data.sample_order == "fixed"
         samples, keeps = _count_samples(self.training), self.task_config.keep_last_batch
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
-
-    def score_outputs(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
-        return compute_metrics(self.task, self.validation, outputs_nc)
 
 
 def _count_samples(files: Sequence[ExampleFile]) -> int:
@@ -214,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed.config = build_task_run(parsed, task_flags, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
-        job = Job(data.datasets, pretrained, data.score_outputs, {"task": task_flags})
-        train(ranks, config, [*parsed.notes, *data.notes], parsed.flag_fields, job)
+        score_outputs = partial(compute_metrics, task, data.validation)
+        job = Job(data.datasets, pretrained, score_outputs, {"task": task_flags})
+        # Notes on the samples left out of the files.
+        file_notes = [file.note for file in (*data.training, *data.validation) if file.note]
+        train(ranks, config, [*parsed.notes, *file_notes], parsed.flag_fields, job)
 
     return run_program(body)

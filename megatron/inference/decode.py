@@ -40,8 +40,25 @@ class Decoder:
         """
         fits = max(map(len, rows)) <= self.model.window
         if self._workspace is None or not fits:
+            rows = [row[-self.model.window :] for row in rows]
+            lengths = [len(row) for row in rows]
+            longest, padding = max(lengths), self.model.tokenizer.eod
+            tokens_bs = torch.tensor(
+                [[*row, *[padding] * (longest - len(row))] for row in rows], device=self.model.device
+            )
             self._workspace = None
-            return self._compute_rows(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
+            cache = None
+            if self.cached and fits:
+                self._workspace, self._row_numbers = self.model.workspace(len(rows), self.positions), list(numbers)
+                cache = self._workspace.cache
+            x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=cache))
+            if cache is not None:
+                cache.set_lengths(lengths)
+            if x_sbh is None:
+                return None
+            last_b = torch.tensor(lengths, device=x_sbh.device) - 1
+            x_1bh = x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
+            return self.model.stage.logits(x_1bh)[0]
         # Ended rows are dropped, or stop growing as long as ``rows_to_keep`` keeps them.
         active_numbers = set(numbers)
         retained_indices = rows_to_keep(self._row_numbers, active_numbers, self.model.workspaces.record is not None)
@@ -72,19 +89,3 @@ class Decoder:
 
         result = workspace.step(tokens, compute)
         return result if self.model.stage.stage_part.last else None
-
-    def _compute_rows(self, numbers: Sequence[int], rows: Sequence[Sequence[int]], *, keep: bool) -> Tensor | None:
-        lengths = [len(row) for row in rows]
-        longest, padding = max(lengths), self.model.tokenizer.eod
-        tokens_bs = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.model.device)
-        if keep:
-            self._workspace, self._row_numbers = self.model.workspace(len(rows), self.positions), list(numbers)
-        cache = None if self._workspace is None else self._workspace.cache
-        x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=cache))
-        if cache is not None:
-            cache.set_lengths(lengths)
-        if x_sbh is None:
-            return None
-        last_b = torch.tensor(lengths, device=x_sbh.device) - 1
-        x_1bh = x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
-        return self.model.stage.logits(x_1bh)[0]

@@ -171,7 +171,7 @@ class Session:
 
 
 def check_flags(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
-    """Validate the flags; return the lines of the input file.
+    """Validate the flags; return the non-empty lines of the input file.
 
     Raises:
         UserError: when the flags are inconsistent, or the file cannot be read.
@@ -188,25 +188,17 @@ def check_flags(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
         raise UserError("--prompt: is not valid UTF-8; --sample-input-file reads prompts from a file")
     if task.sample_output_file is not None and task.sample_input_file is None:
         raise UserError("--sample-output-file needs --sample-input-file, the texts to continue")
-    texts = [] if task.sample_input_file is None else read_prompts(task.sample_input_file)
+    texts: list[str] = []
+    if task.sample_input_file is not None:
+        texts = [line for line in read_lines(task.sample_input_file, "--sample-input-file") if line.strip()]
+        if not texts:
+            raise UserError(f"--sample-input-file {task.sample_input_file}: has no line with a prompt")
     if task.output is not None:
         flag, name = task.output
         check_writable(name, flag)
         input_file = task.sample_input_file
         if input_file is not None and Path(name).exists() and Path(name).samefile(input_file):
             raise UserError(f"{flag} {name}: holds the prompts, which would be overwritten; name another file")
-    return texts
-
-
-def read_prompts(path: str) -> list[str]:
-    """Read the non-empty lines of a file.
-
-    Raises:
-        UserError: when there are none, or the file cannot be read.
-    """
-    texts = [line for line in read_lines(path, "--sample-input-file") if line.strip()]
-    if not texts:
-        raise UserError(f"--sample-input-file {path}: has no line with a prompt")
     return texts
 
 

@@ -36,76 +36,55 @@ def record_on_cuda(compute: Callable[[], Tensor]) -> Recording:
     return Recording(graph.replay, result)
 
 
-class Replayer:
-    """Runner of steps that replays recordings, if there is a recorder.
-
-    The first step of a shape runs eagerly: it loads kernels, which is not allowed during capture, and short texts never
-    need the recording. The second step is recorded.
-
-    Args:
-        workspaces: owner of the recorder; without a recorder every step runs eagerly.
-    """
-
-    def __init__(self, workspaces: Workspaces) -> None:
-        self._workspaces = workspaces
-        self._seen_shapes: set[Hashable] = set()
-        self._recordings: dict[Hashable, Recording] = {}
-
-    def compute(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step; the next step of the same shape overwrites the result.
-
-        Args:
-            shape: key of everything that the step's kernel launches depend on.
-            step: the computation.
-        """
-        if self._workspaces.record is None or shape not in self._seen_shapes:
-            self._seen_shapes.add(shape)
-            return step()
-        if shape not in self._recordings:
-            new_recording = self._workspaces.recording(step)
-            if new_recording is None:
-                return step()
-            self._recordings[shape] = new_recording
-        recording = self._recordings[shape]
-        recording.replay()
-        return recording.result
-
-    def forget(self) -> None:
-        """Drop all recordings, after their memory was freed."""
-        self._seen_shapes.clear()
-        self._recordings.clear()
-
-
 @dataclass
 class Workspace:
     """A KV cache, the newest tokens of its rows, and recordings of decoding steps.
 
     Args:
         cache: keys and values.
-        replayer: runs the steps.
+        workspaces: owner of the recorder; without a recorder every step runs eagerly.
     """
 
     cache: KVCache
-    replayer: Replayer
+    workspaces: Workspaces
 
     def __post_init__(self) -> None:
         self.tokens_b1 = torch.zeros((self.cache.rows, 1), dtype=torch.int64, device=self.cache.positions_b1.device)
+        self._seen_shapes: set[Hashable] = set()
+        self._recordings: dict[Hashable, Recording] = {}
 
     def shrink(self, rows: Sequence[int]) -> None:
-        """Drop all rows except ``rows``."""
+        """Drop all rows except ``rows``, and the recordings, whose memory is freed."""
         self.cache.keep_rows(rows)
-        self.replayer.forget()
         self.__post_init__()
 
     def step(self, tokens: Sequence[int], compute: Callable[[], Tensor]) -> Tensor:
-        """Compute the next position of each row from its newest token.
+        """Compute the next position of each row from its newest token; the next step may overwrite the result.
+
+        The first step of a shape runs eagerly: it loads kernels, which is not allowed during capture, and short texts
+        never need the recording. The second step is recorded.
 
         Args:
             tokens: newest token of each row.
             compute: computation that reads ``tokens_b1`` and the cache.
         """
         self.tokens_b1.copy_(torch.tensor([[token] for token in tokens]))
-        result = self.replayer.compute(self.cache.shape, compute)
+        record, shape = self.workspaces.record, self.cache.shape
+        if record is not None and shape in self._seen_shapes and shape not in self._recordings:
+            try:
+                self._recordings[shape] = record(compute)
+            except RuntimeError as error:
+                # Nothing was computed yet: eager execution is correct, only slower.
+                reason = first_line(error)
+                sys.stderr.write(f"note: tokens are generated without CUDA graphs, slower: {reason}\n")
+                self.workspaces.record = None
+        self._seen_shapes.add(shape)
+        if self.workspaces.record is not None and shape in self._recordings:
+            recording = self._recordings[shape]
+            recording.replay()
+            result = recording.result
+        else:
+            result = compute()
         self.cache.advance()
         return result
 
@@ -115,7 +94,7 @@ class Workspaces:
     """Factory of workspaces; with a recorder, the last workspace is kept to reuse its recordings.
 
     Args:
-        record: the recorder; None if steps cannot be recorded.
+        record: the recorder; None if steps cannot be recorded, or a recording has failed.
     """
 
     record: Record | None = None
@@ -125,18 +104,6 @@ class Workspaces:
     def block(self) -> int:
         """Granularity in positions of a step's shape."""
         return 1 if self.record is None else BLOCK
-
-    def recording(self, compute: Callable[[], Tensor]) -> Recording | None:
-        """Record a computation; on failure print a note, disable the recorder and return None."""
-        assert self.record is not None
-        try:
-            return self.record(compute)
-        except RuntimeError as error:
-            # Nothing was computed yet: eager execution is correct, only slower.
-            reason = first_line(error)
-            sys.stderr.write(f"note: tokens are generated without CUDA graphs, slower: {reason}\n")
-            self.record = None
-            return None
 
     def workspace(self, rows: int, positions: int, make: Callable[[int], KVCache]) -> Workspace:
         """Return a workspace; the workspace of the previous call must not be used any more.
@@ -151,7 +118,7 @@ class Workspaces:
             workspace.cache.clear()
             return workspace
         self._last_workspace = None  # free its memory before allocating the next workspace
-        new_workspace = Workspace(make(-(-positions // self.block) * self.block), Replayer(self))
+        new_workspace = Workspace(make(-(-positions // self.block) * self.block), self)
         if self.record is not None:
             self._last_workspace = new_workspace
         return new_workspace

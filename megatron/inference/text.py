@@ -143,7 +143,11 @@ class TextStream:
         if stop_positions:
             self.stopped = True
             return self._held_text[: min(stop_positions)]
-        keep = 0 if final else max((_overlap(self._held_text, stop) for stop in self.stop), default=0)
+        keep = 0
+        for stop in () if final else self.stop:
+            # The longest suffix of the text that may be the beginning of the stop string.
+            lengths = range(min(len(self._held_text), len(stop) - 1), keep, -1)
+            keep = next((length for length in lengths if self._held_text.endswith(stop[:length])), keep)
         cut = len(self._held_text) - keep
         complete_text, self._held_text = self._held_text[:cut], self._held_text[cut:]
         return complete_text
@@ -162,8 +166,3 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -27,19 +27,16 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
     return {"error": {"message": message, "type": kind, "param": None, "code": code}, "message": message}
 
 
-def error_headers(status: int) -> dict[str, str]:
-    """Headers of an error response."""
-    if status == 503:
-        return {"Retry-After": str(RETRY_SECONDS)}
-    # The remaining bytes of a body that timed out would be parsed as the next request.
-    return {"Connection": "close"} if status == 408 else {}
-
-
 def error_response(
     message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Error response with JSON body."""
-    return JSONResponse(error_body(message, status, code), status, {**error_headers(status), **(headers or {})})
+    status_headers = {}
+    if status == 503:
+        status_headers = {"Retry-After": str(RETRY_SECONDS)}
+    elif status == 408:  # the remaining bytes of a body that timed out would be parsed as the next request
+        status_headers = {"Connection": "close"}
+    return JSONResponse(error_body(message, status, code), status, {**status_headers, **(headers or {})})
 
 
 def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -126,12 +123,21 @@ class CompletionAnswer:
         return held_entries
 
     def _logprobs(self, entries: Sequence[tuple[Token | int, TokenEntry]]) -> dict[str, Any]:
+        top_logprobs: list[dict[str, float] | None] = []
+        for token, entry in entries:
+            if isinstance(token, int):
+                top_logprobs.append(None)
+                continue
+            # Tokens with the same text, such as parts of characters, are named by their ids after the first.
+            logprob_by_text = {entry.text: token.logprob}
+            for number, text, logprob in entry.alternatives:
+                if number != token.id:
+                    logprob_by_text[f"token_id:{number}" if text in logprob_by_text else text] = logprob
+            top_logprobs.append(logprob_by_text)
         return {
             "tokens": [entry.text for _, entry in entries],
             "token_logprobs": [entry.logprob for _, entry in entries],
-            "top_logprobs": [
-                None if isinstance(token, int) else _top_logprobs(token, entry) for token, entry in entries
-            ],
+            "top_logprobs": top_logprobs,
             "text_offset": [entry.offset for _, entry in entries],
         }
 
@@ -182,18 +188,6 @@ class CompletionAnswer:
 
     def _event(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None) -> dict[str, Any]:
         return self._frame([self._choice(row, text, tokens, reason, event=True)], event=True)
-
-
-def _top_logprobs(token: Token, entry: TokenEntry) -> dict[str, float]:
-    """Log-probabilities of a token and its likeliest alternatives, by text.
-
-    Tokens with the same text, such as parts of characters, are named by their ids after the first.
-    """
-    logprobs = {entry.text: token.logprob}
-    for number, text, logprob in entry.alternatives:
-        if number != token.id:
-            logprobs[f"token_id:{number}" if text in logprobs else text] = logprob
-    return logprobs
 
 
 class ChatAnswer(CompletionAnswer):

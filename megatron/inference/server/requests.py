@@ -101,15 +101,6 @@ def _top_p(fields: Fields, default: float) -> float:
     return fields.number("top_p", default, minimum=0, maximum=1)
 
 
-def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float) -> Sampling:
-    top_k = 0 if greedy else fields.integer("top_k", 0, minimum=0, maximum=MAX_TOP_K)
-    decay, bound = (fields.number(name, 0.0, minimum=0, maximum=1) for name in ("top_p_decay", "top_p_bound"))
-    try:
-        return Sampling(1.0 if greedy else temperature, top_k, top_p, greedy, decay, bound)
-    except UserError as error:
-        raise RequestError(str(error).replace("--", "")) from error
-
-
 def _longest(prompts: Sequence[Sequence[int]]) -> int:
     """Number of positions of the longest prompt; an empty prompt starts from a single token."""
     return max((len(prompt) or 1 for prompt in prompts), default=1)
@@ -182,7 +173,13 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     stop = ["\n\n"] if fields.flag("stop_on_double_eol", False) else ["\n"] if fields.flag("stop_on_eol", False) else []
     greedy = fields.get("temperature") == 0 or fields.get("top_k") == 1
     temperature = 1.0 if greedy else _temperature(fields)
-    sampling = _sampling(fields, top_p=_top_p(fields, 0.0), greedy=greedy, temperature=temperature)
+    top_p = _top_p(fields, 0.0)
+    top_k = 0 if greedy else fields.integer("top_k", 0, minimum=0, maximum=MAX_TOP_K)
+    decay, bound = (fields.number(name, 0.0, minimum=0, maximum=1) for name in ("top_p_decay", "top_p_bound"))
+    try:
+        sampling = Sampling(temperature, top_k, top_p, greedy, decay, bound)
+    except UserError as error:
+        raise RequestError(str(error).replace("--", "")) from error
     _check_size(prompts, new, limits)
     seeds = _seeds(fields, "random_seed", len(prompts))
     return InferenceJob(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)

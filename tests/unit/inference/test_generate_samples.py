@@ -16,7 +16,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
-from megatron.inference.generate_command import GenerationTaskFlags, Session, check_flags, read_prompts
+from megatron.inference.generate_command import GenerationTaskFlags, Session, check_flags
 from megatron.inference.sampling import Sampling
 from tests.unit.inference.support import trained_model
 
@@ -77,7 +77,7 @@ def test_the_line_with_invalid_utf8_is_named(prompts: Path) -> None:
 
 def test_a_byte_order_mark_is_stripped_from_a_prompt(prompts: Path) -> None:
     prompts.write_bytes("\ufeff1 2\r\n\u2028 3\n".encode())
-    assert read_prompts(str(prompts)) == ["1 2", "\u2028 3"]
+    assert check_flags(GenerationTaskFlags(sample_input_file=str(prompts)), SamplingFlags()) == ["1 2", "\u2028 3"]
 
 
 def test_a_byte_order_mark_is_stripped_from_typed_input(

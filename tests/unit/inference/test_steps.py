@@ -16,7 +16,7 @@ from megatron.inference import steps
 from megatron.inference.generate import Token, generate
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
-from megatron.inference.steps import Record, Recording, Replayer, Workspaces, rows_to_keep
+from megatron.inference.steps import Record, Recording, Workspaces, rows_to_keep
 from megatron.models.kv_cache import KVCache
 from tests.support.tape import Recorder
 from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
@@ -182,11 +182,12 @@ def test_a_failed_recording_is_noted_once_and_computed_without(capsys: pytest.Ca
 def test_without_a_recorder_steps_are_computed_each_time() -> None:
     calls: list[int] = []
 
-    def step() -> Tensor:
+    def compute() -> Tensor:
         calls.append(1)
         return torch.zeros(1)
 
-    replayer = Replayer(Workspaces())
+    space = Workspaces().workspace(1, 4, lambda capacity: KVCache({0: None}, 1, capacity, CPU))
     for _ in range(3):
-        replayer.compute((1, 4), step)
+        space.cache.lengths = [1]  # the same shape each time
+        space.step([0], compute)
     assert len(calls) == 3
