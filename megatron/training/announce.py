@@ -11,7 +11,7 @@ from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
 from megatron.training.coverage import coverage_notes
-from megatron.training.data_notes import data_notes, epochs_of_run
+from megatron.training.data_notes import data_notes
 
 
 def log_config(
@@ -42,7 +42,10 @@ def summary(topology: Topology, vocab_size: int, padded: int, datasets: Datasets
     """Lines on the run's processes, vocabulary and samples."""
     layout, train = topology.layout, datasets[0]
     samples = [len(dataset) if dataset else 0 for dataset in datasets]
-    epochs = f" ({epochs_of_run(train)})" if train is not None else ""
+    epochs = ""
+    if train is not None:
+        size = train.epoch_samples
+        epochs = f" ({len(train) / size:.1f} epochs of {size:,})" if size else " (no epoch)"
     lines = [
         f"{layout.world_size} processes on {topology.device.type}: tensor-parallel {layout.tp}, "
         f"pipeline {layout.pp} x {layout.chunks}, data-parallel {layout.dp}",

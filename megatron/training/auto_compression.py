@@ -30,7 +30,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.planner.auto import NOTHING_TO_CHOOSE, AutoChoice, AutoSearch, fit_together, report
-from megatron.planner.candidates import Ladders, candidate_specs, filter_by_budget, read_ladders
+from megatron.planner.candidates import candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import NOT_PLANNED, make_choice, resolve_for_planning
 from megatron.planner.cluster import Cluster, Device
 from megatron.planner.compressor_search import CompressorSet
@@ -158,7 +158,17 @@ def choose_compressors(
     if not on_cpu:
         torch.cuda.empty_cache()
     measured_cluster = fill_in_measured(values, cluster)
-    search = run_together(group, lambda: _prepare_search(config, measured_cluster, vocab_size, ladders, free_settings))
+    search = run_together(
+        group,
+        lambda: AutoSearch.of_run(
+            Predictor(config, measured_cluster, vocab_size),
+            make_choice(config, measured_cluster.gpus),
+            ladders,
+            config.compression.max_loss_increase,
+            measured_cluster.device.memory_gib,
+            free_settings,
+        ),
+    )
     is_first = topology.rank == 0  # the others search nothing: they may share its processors
     contenders = agree_on_sets(group, run_together(group, lambda: search.contenders() if is_first else []), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
@@ -294,7 +304,12 @@ def _kept_config(
     user_points = named_points(config.compression.spec_texts)
     turned_off = [point.value for point in _turned_off(values) if point.value not in user_points]
     kept_specs = [spec for spec in specs if point_name(spec) not in user_points]
-    settings, defaults = drop_user_settings(_saved_settings(values), flag_fields), ParallelConfig()
+    names = values.texts("settings") if values.has("settings") else []  # choices of earlier versions have none
+    unknown = [name for name in names if name not in FREE_SETTINGS]
+    if unknown:
+        raise values.wrong(f"settings: unknown {', '.join(unknown)}")
+    settings = drop_user_settings({name: FREE_SETTINGS[name] for name in names}, flag_fields)
+    defaults = ParallelConfig()
     for name in list(settings):
         if getattr(config.parallel, name) not in (settings[name], getattr(defaults, name)):
             del settings[name]  # a file sets another value
@@ -320,15 +335,6 @@ def _kept_config(
     return None if kept_config is None else (kept_config, settings)
 
 
-def _saved_settings(choice: Values) -> Settings:
-    """Settings that were switched on; none in choices of earlier versions."""
-    names = choice.texts("settings") if choice.has("settings") else []
-    unknown = [name for name in names if name not in FREE_SETTINGS]
-    if unknown:
-        raise choice.wrong(f"settings: unknown {', '.join(unknown)}")
-    return {name: FREE_SETTINGS[name] for name in names}
-
-
 def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
     """Describe the nodes of the run and the memory of its devices, equally on all ranks. A collective call.
 
@@ -346,14 +352,6 @@ def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:
         memory_bytes = memory_of_this_machine() / len(nodes[0])
     rows = gather_rows(topology.control, Ledger(), [memory_bytes / 2**30])
     return Cluster(gpus=world_size, gpus_per_node=len(nodes[0]), device=Device(memory_gib=min(rows)[0]))
-
-
-def _prepare_search(
-    config: RunConfig, cluster: Cluster, vocab_size: int, ladders: Ladders, free_settings: Settings
-) -> AutoSearch:
-    predictor, budget = Predictor(config, cluster, vocab_size), config.compression.max_loss_increase
-    choice, memory_gib = make_choice(config, cluster.gpus), cluster.device.memory_gib
-    return AutoSearch.of_run(predictor, choice, ladders, budget, memory_gib, free_settings)
 
 
 def agree_on_sets(

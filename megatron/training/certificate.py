@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -226,7 +226,10 @@ class RunCertificate:
         self.sampler.leave()
 
     def collect(self, iteration: int) -> Statements:
-        """Stop counting, and return the statements after some iterations, the same on every rank."""
+        """Stop counting, and return the statements after some iterations, the same on every rank.
+
+        ``traffic.start`` continues counting.
+        """
         self.sampler.leave()
         self.traffic.stop()
         row = {
@@ -244,22 +247,32 @@ class RunCertificate:
         group = self.topology.control.pg if self.topology.layout.world_size > 1 else None
         rows = [json.loads(text) for text in gather_texts(group, json.dumps(row))]
         saved = self._saved
-        samples = self._merge_samples([SampledPoint(*entry) for row in rows for entry in row["samples"]])
+        # Samples of the checkpoint, and after them those of all ranks, by point.
+        samples: dict[tuple[str, bool], SampledPoint] = {}
+        new_samples = [SampledPoint(*entry) for row in rows for entry in row["samples"]]
+        for entry in [*(saved.samples if saved else ()), *new_samples]:
+            key = entry.point, entry.residual
+            before = samples.get(key, SampledPoint(*key, 0, 0.0, ""))
+            digest = sha256((before.sha256 + entry.sha256).encode()).hexdigest()
+            worst_error = max(before.worst_error, entry.worst_error)
+            samples[key] = SampledPoint(*key, before.samples + entry.samples, worst_error, digest)
+        plan, not_sampled = self.engines.plan, dict[str, str]()
+        for point, spec in plan.specs.items():
+            if point.value not in [name for name, _ in samples]:
+                sends_messages = spec.registration.codec is not None and not point.is_reduction
+                reason = why_not_sampled(plan.codec(point)) if sends_messages else None
+                not_sampled[point.value] = reason or "no message of a sampled step left anything out so far"
         return Statements(
             code=code_digest(),
             kernels=kernels_digest(),
             torch=torch.__version__,
             inputs=[InputFile(*file) for file in rows[0]["inputs"]],
             traffic=[*(saved.traffic if saved else ()), self._traffic_span(rows, iteration)],
-            samples=samples,
-            not_sampled=dict(self._not_sampled({entry.point for entry in samples})),
+            samples=[samples[key] for key in sorted(samples)],
+            not_sampled=not_sampled,
             differences=disagreements(self.engines)[:3],
             auto=rows[0]["auto"] and AutoDecision(**rows[0]["auto"]),
         )
-
-    def resume(self) -> None:
-        """Continue counting after a save."""
-        self.traffic.start()
 
     def _traffic_span(self, rows: list[dict[str, Any]], iteration: int) -> TrafficSpan:
         sent: Counter[str] = Counter()
@@ -286,25 +299,6 @@ class RunCertificate:
         if config.islands.several:
             return "other islands may use the same interfaces"
         return ""
-
-    def _merge_samples(self, entries: Iterable[SampledPoint]) -> list[SampledPoint]:
-        """Entries of all ranks, and before them those of the checkpoint, by point."""
-        merged: dict[tuple[str, bool], SampledPoint] = {}
-        for entry in [*(self._saved.samples if self._saved else ()), *entries]:
-            key = entry.point, entry.residual
-            before = merged.get(key, SampledPoint(*key, 0, 0.0, ""))
-            digest = sha256((before.sha256 + entry.sha256).encode()).hexdigest()
-            worst_error = max(before.worst_error, entry.worst_error)
-            merged[key] = SampledPoint(*key, before.samples + entry.samples, worst_error, digest)
-        return [merged[key] for key in sorted(merged)]
-
-    def _not_sampled(self, sampled_points: set[str]) -> Iterable[tuple[str, str]]:
-        plan = self.engines.plan
-        for point, spec in plan.specs.items():
-            if point.value not in sampled_points:
-                sends_messages = spec.registration.codec is not None and not point.is_reduction
-                reason = why_not_sampled(plan.codec(point)) if sends_messages else None
-                yield point.value, reason or "no message of a sampled step left anything out so far"
 
     def _auto_decision(self) -> dict[str, Any] | None:
         """Values of the ``AutoDecision`` about the newest choice of the run, with the specs that are in use."""

@@ -112,15 +112,12 @@ class ChunkProgram:
 
     def sums(self) -> list[tuple[float, float]]:
         """Sum in nats and count of each loss of the model."""
-        losses = zip(*self.losses, strict=True)
-        return [
-            (_sum_scalars([term.total for term in terms]), _sum_scalars([term.count for term in terms]))
-            for terms in losses
-        ]
-
-
-def _sum_scalars(scalars: Sequence[Tensor]) -> float:
-    return float(torch.stack(list(scalars)).double().sum())
+        sums = []
+        for terms in zip(*self.losses, strict=True):
+            totals_m = torch.stack([term.total for term in terms]).double()
+            counts_m = torch.stack([term.count for term in terms]).double()
+            sums.append((float(totals_m.sum()), float(counts_m.sum())))
+        return sums
 
 
 def _make_targets(batch: Batch, keys: DropoutKeys | None = None) -> Targets:
@@ -166,10 +163,17 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
         engines.sync.begin_step(iteration, engines.optimizer.loss_scale.scale)
     engines.experts.begin_step()
     dp, islands, divisors = engines.topology.dp, engines.sync_warmup.islands_in_step, None
-    if config.masks_labels and (engines.holds_loss or _counts_in_world(engines)):
+    # All ranks count the unmasked labels if the group of the replicas may be reducing gradients.
+    counts_in_world = engines.delayed is not None and engines.delayed.versions is None
+    if config.masks_labels and (engines.holds_loss or counts_in_world):
         # Divisors turn each loss's sum over micro-batches into the mean over the global batch's unmasked labels. If no
         # label is masked, micro-batches of equal size are averaged.
-        counts = _count_labels(engines, batches)
+        counts = torch.zeros(len(config.model.loss_names), dtype=torch.float64, device=engines.topology.device)
+        if engines.holds_loss and (not counts_in_world or engines.topology.tp.rank == 0):
+            last_stage = engines.stages[-1]
+            counts = torch.stack([last_stage.counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
+        group = engines.topology.world if counts_in_world else dp
+        engines.ledger.complete(Point.CONTROL, group.all_reduce(counts))
         engines.sync_warmup.all_reduce([counts])
         # A loss without unmasked labels is zero with any divisor.
         divisors = counts.clamp_(min=1.0) / (count * dp.size * islands)
@@ -205,24 +209,6 @@ def report_losses(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple
     names = engines.config.model.loss_names
     reports = engines.holds_loss and engines.topology.tp.rank == 0
     return dict(zip(names, last_chunk.sums() if reports else [(0.0, 0.0)] * len(names), strict=True))
-
-
-def _counts_in_world(engines: Engines) -> bool:
-    """Whether all ranks count the unmasked labels, because the group of the replicas may be reducing gradients."""
-    return engines.delayed is not None and engines.delayed.versions is None
-
-
-def _count_labels(engines: Engines, batches: Sequence[Batch]) -> Tensor:
-    """Count the unmasked labels of the global batch, for each loss, in fp64.
-
-    A collective call of the replicas with the losses; of all ranks if ``_counts_in_world``.
-    """
-    topology, in_world = engines.topology, _counts_in_world(engines)
-    counts = torch.zeros(len(engines.config.model.loss_names), dtype=torch.float64, device=engines.topology.device)
-    if engines.holds_loss and (not in_world or topology.tp.rank == 0):
-        counts = torch.stack([engines.stages[-1].counts(_make_targets(batch)) for batch in batches]).double().sum(dim=0)
-    engines.ledger.complete(Point.CONTROL, (topology.world if in_world else topology.dp).all_reduce(counts))
-    return counts
 
 
 def make_metrics(

@@ -8,7 +8,6 @@ from megatron.compression.api import RoundCompressor
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import Spec
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.memory import format_bytes
@@ -47,7 +46,19 @@ def compression_notes(
             notes.append(f"{flag}: in-step=compressed: no effect, {idle}")
         if warmup >= train_iters > 0 and (idle or not in_step):
             notes.append(f"{flag}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
-        notes += _sparse_notes(spec, flag, warmup, train_iters)
+        compressor = spec.make_compressor(spec.options_at(train_iters))
+        density = compressor.traits.density if isinstance(compressor, RoundCompressor) else 1.0
+        kind, quantity, advice, times, every = "steps", "gradients", "train for", max(train_iters - warmup, 0), 1
+        if spec.point is Point.OUTER:
+            kind, quantity, advice = "rounds", "differences", "let islands take"
+            times, every = RoundSchedule(spec.outer_options, warmup, train_iters).rounds, spec.outer_options.every
+        if density < 1 and 0 < times * density < MIN_TURNS:
+            notes.append(
+                f"warning: {flag}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
+                f"{times * density:.1f} times in the whole run; below {MIN_TURNS} times a large part of the {quantity} "
+                f"never leaves the residuals: send more of them, or {advice} "
+                f"{round(MIN_TURNS / density) * every:,} steps"
+            )
         if train is None or not spec.remembered_samples:
             continue
         grows = lengths_of(config.curriculum, config.model.seq_length).first[-1]
@@ -74,25 +85,6 @@ def compression_notes(
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
     return notes
-
-
-def _sparse_notes(spec: Spec, flag: str, warmup: int, train_iters: int) -> list[str]:
-    """Warn if each element is sent too rarely in the whole run for a residual to be transmitted."""
-    compressor = spec.make_compressor(spec.options_at(train_iters))
-    density = compressor.traits.density if isinstance(compressor, RoundCompressor) else 1.0
-    times, every = max(train_iters - warmup, 0), 1
-    if spec.point is Point.OUTER:
-        times, every = RoundSchedule(spec.outer_options, warmup, train_iters).rounds, spec.outer_options.every
-    if density >= 1 or not 0 < times * density < MIN_TURNS:
-        return []
-    kind, quantity, advice = "steps", "gradients", "train for"
-    if spec.point is Point.OUTER:
-        kind, quantity, advice = "rounds", "differences", "let islands take"
-    return [
-        f"warning: {flag}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
-        f"{times * density:.1f} times in the whole run; below {MIN_TURNS} times a large part of the {quantity} never "
-        f"leaves the residuals: send more of them, or {advice} {round(MIN_TURNS / density) * every:,} steps"
-    ]
 
 
 def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:

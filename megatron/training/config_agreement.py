@@ -164,20 +164,17 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
         if len(ranks_of) > 1:
             columns = enumerate(zip(*ranks_of, strict=False))
             common_length = next((at for at, column in columns if len(set(column)) > 1), min(map(len, ranks_of)))
-            value_texts = [
-                f"{_shorten(value, common_length)} on {format_ranks(ranks)}" for value, ranks in ranks_of.items()
-            ]
+            value_texts = []
+            for value, ranks in ranks_of.items():
+                shown_value = value
+                if len(value) > _MAX_SHOWN:  # show the text around the first difference
+                    start = max(0, min(common_length - _MAX_SHOWN // 2, len(value) - _MAX_SHOWN))
+                    end = start + _MAX_SHOWN
+                    shown_value = "..." * (start > 0) + value[start:end] + "..." * (end < len(value))
+                value_texts.append(f"{shown_value} on {format_ranks(ranks)}")
             more_text = f" (and {len(value_texts) - 3} more)" if len(value_texts) > 3 else ""
             return (
                 f"the ranks do not agree: {name} is {' and '.join(value_texts[:3])}{more_text}; make it the same on "
                 "all of them"
             )
     return None
-
-
-def _shorten(value: str, common_length: int) -> str:
-    """Shorten a long value to the text around the first difference, after ``common_length`` equal characters."""
-    if len(value) <= _MAX_SHOWN:
-        return value
-    start = max(0, min(common_length - _MAX_SHOWN // 2, len(value) - _MAX_SHOWN))
-    return "..." * (start > 0) + value[start : start + _MAX_SHOWN] + "..." * (start + _MAX_SHOWN < len(value))

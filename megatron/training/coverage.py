@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -78,7 +78,23 @@ def _format_line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype
 def _shares(engines: Engines, point: Point) -> Shares:
     """The shares for this rank's part of an iteration."""
     if point in (Point.PP_FWD, Point.PP_BWD):
-        return _pipeline_shares(engines, point)
+        if engines.channel is None:
+            return 0.0, 0.0, 0
+        shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
+        layout, training, islands = engines.topology.layout, engines.config.training, engines.config.islands.islands
+        pays = [plan.covers(point, plan.stage) and plan.ever_compresses(point, shape, dtype) for shape in shapes]
+        micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp * islands)
+        table = engines.pipeline.get_timetable(engines.config.parallel.pipeline_schedule, micro_batches)
+        late, only_late = table.epilogues[plan.stage], plan.activation(point).epilogue
+        compressed, total = 0.0, 0.0
+        for op in table.schedules[plan.stage]:
+            boundary = layout.virtual_stage(plan.stage, op.chunk) - (not op.is_forward)
+            sends = op.is_forward if point is Point.PP_FWD else op.is_backward
+            if sends and 0 <= boundary < layout.num_virtual_stages - 1 and layout.crosses(boundary):
+                total += shapes[boundary].numel()
+                if pays[boundary] and (op in late or not only_late):
+                    compressed += shapes[boundary].numel()
+        return compressed, total, max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
     if point in (Point.TP_FWD, Point.TP_BWD):
         model, comm = engines.config.model, engines.comm
         if comm.size == 1:
@@ -139,31 +155,3 @@ def _reducer_shares(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
             compressed += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
             shapes |= {slot.shape for slot in bucket.ranges if len(slot.shape) > 1}
     return float(compressed), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
-
-
-def _pipeline_shares(engines: Engines, point: Point) -> Shares:
-    if engines.channel is None:
-        return 0.0, 0.0, 0
-    shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
-    covered, messages = plan.covers(point, plan.stage), list(_sent_messages(engines, point))
-    pays = [covered and plan.ever_compresses(point, shape, dtype) for shape in shapes]
-    compressed = sum(shapes[boundary].numel() for boundary, fits in messages if fits and pays[boundary])
-    total = sum(shapes[boundary].numel() for boundary, _ in messages)
-    return float(compressed), float(total), max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
-
-
-def _sent_messages(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
-    """Boundary of each message that this rank sends in a step, and whether the spec's ``when`` allows compression."""
-    layout, stage = engines.topology.layout, engines.plan.stage
-    training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
-    micro_batches = training.global_batch_size // (
-        training.micro_batch_size * layout.dp * engines.config.islands.islands
-    )
-    table = engines.pipeline.get_timetable(kind, micro_batches)
-    ops, late = table.schedules[stage], table.epilogues[stage]
-    only_late = engines.plan.activation(point).epilogue
-    for op in ops:
-        boundary = layout.virtual_stage(stage, op.chunk) - (not op.is_forward)
-        sends = op.is_forward if point is Point.PP_FWD else op.is_backward
-        if sends and 0 <= boundary < layout.num_virtual_stages - 1 and layout.crosses(boundary):
-            yield boundary, op in late or not only_late

@@ -68,11 +68,6 @@ class CurveSink(Sink, ABC):
     def window(self, metrics: StepMetrics) -> None:
         seconds = {"iteration-time": metrics.seconds_per_iteration}
         self._curves(metrics.iteration, seconds, samples=metrics.consumed_samples, tokens=metrics.consumed_tokens)
-        self._curves(metrics.iteration, self._throughput(metrics))
-        if self._config.log_timers_to_tensorboard:
-            self._curves(metrics.iteration, {f"{name}-time": value for name, value in slowest(metrics).items()})
-
-    def _throughput(self, metrics: StepMetrics) -> dict[str, float]:
         optional = {
             "MFU": metrics.mfu,
             "mem-max-allocated-bytes": metrics.memory_bytes,
@@ -97,7 +92,9 @@ class CurveSink(Sink, ABC):
                 values[f"residual age in steps/{name}"] = point.staleness
         for name, figures in metrics.controllers.items():
             values |= {f"{figure.replace('_', ' ')}/{name}": value for figure, value in figures.items()}
-        return values
+        self._curves(metrics.iteration, values)
+        if self._config.log_timers_to_tensorboard:
+            self._curves(metrics.iteration, {f"{name}-time": value for name, value in slowest(metrics).items()})
 
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {f"{name} {evaluation.split}": value for name, value in evaluation.losses.items()}

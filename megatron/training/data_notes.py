@@ -22,7 +22,15 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
     notes: list[str] = []
     if train is not None and not validation.skip_train:
         notes += _short(train, size, "training set")
-        repeated = [f"{epochs:.1f} epochs of {file_size}" for epochs, file_size in _epochs(train) if epochs > 1]
+        files = [(len(train), train.epoch_samples, "")]
+        if isinstance(train, BlendedDataset):
+            pairs = zip(train.datasets, train.draws, strict=True)
+            files = [(draws, member.epoch_samples, f" of {member.name}") for member, draws in pairs]
+        repeated = [
+            f"{draws / max(samples, 1):.1f} epochs of {samples:,} samples{of_file}"
+            for draws, samples, of_file in files
+            if draws > max(samples, 1)
+        ]
         if repeated:
             notes.append(f"training repeats its data: {', '.join(repeated)}")
     if not validation.eval_iters:
@@ -44,12 +52,6 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
     return notes
 
 
-def epochs_of_run(dataset: Dataset) -> str:
-    """How often all draws of a data set read it, such as "1.7 epochs of 61"."""
-    samples = dataset.epoch_samples
-    return f"{len(dataset) / samples:.1f} epochs of {samples:,}" if samples else "no epoch"
-
-
 def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
     dataset, num_batches, batch_size = evaluation_set.dataset, evaluation_set.num_batches, evaluation_set.batch_size
     drawn, samples = num_batches * batch_size, dataset.epoch_samples
@@ -69,12 +71,3 @@ def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:
             f"the {name} has {dataset.epoch_samples:,} samples, fewer than a global batch of {batch:,}: a batch "
             "holds the same text several times; add text, or lower --global-batch-size or --seq-length"
         )
-
-
-def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
-    """Epochs over each file that the run reads, and the file's size."""
-    if isinstance(dataset, BlendedDataset):
-        for member, draws in zip(dataset.datasets, dataset.draws, strict=True):
-            yield draws / max(member.epoch_samples, 1), f"{member.epoch_samples:,} samples of {member.name}"
-    else:
-        yield len(dataset) / max(dataset.epoch_samples, 1), f"{dataset.epoch_samples:,} samples"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from megatron.config.training import TrainingConfig
-from megatron.training.assembly import Engines
 from megatron.training.compressor_probe import CompressorProbe
 from megatron.training.metrics import StepMetrics
 from megatron.training.progress_state import Progress
@@ -30,11 +29,6 @@ class DivergenceCheck:
         self._config, self._progress, self._probe = config, progress, probe
         self._highest_loss, self._reference_steps = 0.0, 0
         self.problem: str | None = None
-
-    @classmethod
-    def of_run(cls, engines: Engines, progress: Progress) -> DivergenceCheck:
-        """Make the check of a run with these engines."""
-        return cls(engines.config.training, progress, CompressorProbe(engines))
 
     def after_step(self, step: StepMetrics) -> str | None:
         """Count a step; return a warning, if any. Steps after a problem do not count."""
@@ -88,8 +82,3 @@ class DivergenceCheck:
             if self._config.check_for_nan_in_loss_and_grad:
                 change += "; without --check-for-nan-in-loss-and-grad, this line would name a compressor at fault"
         return f"the run has diverged: {self.problem}{cause}; {last}; {advice} {change}"
-
-    def note_at_end(self) -> str | None:
-        """A warning if steps are being skipped at the end of a run."""
-        skips = self._progress.consecutive_skips
-        return f"warning: the last {skips} steps were skipped: the run may have diverged" if skips > 1 else None

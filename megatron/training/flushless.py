@@ -156,7 +156,9 @@ class _UpdateCommunication:
             if step is not None:
                 self._step, self._completed = step, _complete_gradients(engines, delayed)
                 if self._agrees:
-                    self._agreement = _start_all_reduce(engines, self._completed)
+                    self._agreement = self._completed.start_all_reduce(
+                        engines.topology, engines.ledger, engines.sync_warmup
+                    )
                 else:
                     _launch(engines, delayed, usable=True)
             with engines.ledger.computing():
@@ -168,7 +170,7 @@ class _UpdateCommunication:
             with engines.ledger.computing():
                 self._gradients = delayed.take_gradients()
             summary = engines.optimizer.summarize(self._completed, self._gradients, self._votes)
-            self._pending = _start_all_reduce(engines, summary)
+            self._pending = summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
 
     def finish(self) -> tuple[StepSummary, ReducedGradients | None]:
         """Wait for the sums over all ranks; return them, and the gradients if they may be applied."""
@@ -182,10 +184,6 @@ class _UpdateCommunication:
         overflows = not last.finite and last.loss_scale <= self._engines.optimizer.loss_scale.scale
         summary = replace(summary, not_finite=float(overflows))
         return summary, self._gradients if last.usable else None
-
-
-def _start_all_reduce(engines: Engines, summary: StepSummary) -> PendingSummary:
-    return summary.start_all_reduce(engines.topology, engines.ledger, engines.sync_warmup)
 
 
 def _complete_gradients(engines: Engines, delayed: DelayedGradients) -> StepSummary:

@@ -27,28 +27,24 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
         UserError: when a blend of datasets cannot be read.
     """
     plugins = [f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip() for plugin in installed()]
-    return {
+    identity = {
         "the code of the package megatron (a digest of its files)": code_digest(),
         "the version of torch": torch.__version__,
         "the list of installed compressors": ", ".join(sorted(plugins)) or "empty",
-        **dict(_flags(sections)),
     }
-
-
-def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Values of all flags, and contents of the files that they name."""
     for section, values in sections.items():
         for field in field_options(section, type(values)):
             if not field.option.contents and not field.option.may_differ:
-                yield f"--{field.flag}", _format_value(field, getattr(values, field.name))
+                identity[f"--{field.flag}"] = _format_value(field, getattr(values, field.name))
     for flag, words, blend in _flags_of_files(sections):
-        yield f"the number of words of --{flag}", str(len(words))
+        identity[f"the number of words of --{flag}"] = str(len(words))
         blend = blend or DatasetBlend(())
         for number in range(len(blend.paths)):
             weight_text = f"{blend.weights[number]:g}" if blend.weights else "not given"
-            yield f"the weight of dataset {number + 1} of --{flag}", weight_text
+            identity[f"the weight of dataset {number + 1} of --{flag}"] = weight_text
     for name, path in input_files(sections):
-        yield name, fingerprint(path)
+        identity[name] = fingerprint(path)
+    return identity
 
 
 def _flags_of_files(sections: Mapping[str, Any]) -> Iterable[tuple[str, list[str], DatasetBlend | None]]:

@@ -190,9 +190,18 @@ class LossGuard:
             if total > sum(costs.values()):
                 costs_text += f"; {' and '.join(point.value for point in measurement.joint_points)} together more"
             relation = "above" if eased else f"in {CALM_CHECKS} checks far below"
+            # Go to the next gentler setting, or the next bolder one.
+            point = Point(eased or emboldened)
+            guarded = self._points[point]
+            if eased:
+                guarded.breaks[guarded.position] += 1
+            guarded.position += 1 if eased else -1
+            self._use_setting(point, guarded.position)
+            exact = guarded.candidate is _EXACT
+            change = "uncompressed" if exact else f"with {guarded.candidate.spec.partition('=')[2]}"
             line = (
                 f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} "
-                f"--max-loss-increase {self._budget:g}: {self._shift(Point(eased or emboldened), 1 if eased else -1)}"
+                f"--max-loss-increase {self._budget:g}: {point.value} goes on {change}"
             )
         values = {
             "expected_increase": total,
@@ -225,17 +234,6 @@ class LossGuard:
             "emboldened": emboldened and emboldened.value,
             "calm_checks": {point.value: count for point, count in calm_checks.items()},
         }
-
-    def _shift(self, point: Point, step: int) -> str:
-        """Go to the next gentler setting of a point (1), or the next bolder one (-1), and describe the change."""
-        guarded = self._points[point]
-        if step > 0:
-            guarded.breaks[guarded.position] += 1
-        guarded.position += step
-        self._use_setting(point, guarded.position)
-        if guarded.candidate is _EXACT:
-            return f"{point.value} goes on uncompressed"
-        return f"{point.value} goes on with {guarded.candidate.spec.partition('=')[2]}"
 
     def _use_setting(self, point: Point, position: int) -> None:
         """Use a setting of a point from now on; the position after the last means exact traffic."""

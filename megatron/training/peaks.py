@@ -58,24 +58,17 @@ _VARIANT_WORDS = {"MIG", "LAPTOP", "MAX", "MOBILE", "TI", "D", "64GB"}
 """Words that mark variants and partitions of the devices above, which have other rates."""
 
 
-def peaks_of(name: str) -> Peaks | None:
-    """The rates of a device by torch's name for it; None if unknown."""
-    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    if words & _VARIANT_WORDS:
-        return None
-    return next((peaks for needed, peaks in DEVICE_PEAKS if words.issuperset(needed)), None)
-
-
 def peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """The rate of a device at the training precision; None if unknown.
 
     Args:
-        name: name of the device.
+        name: torch's name for the device.
         dtype: dtype of the parameters.
         tf32: whether products of fp32 matrices may round their factors.
     """
-    peaks = peaks_of(name)
-    if peaks is None:
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    peaks = next((peaks for needed, peaks in DEVICE_PEAKS if words.issuperset(needed)), None)
+    if peaks is None or words & _VARIANT_WORDS:
         return None
     fp32 = peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.fp32
     return {torch.bfloat16: peaks.bf16, torch.float16: peaks.fp16, torch.float32: fp32}.get(dtype)

@@ -154,12 +154,7 @@ class RunCheckpoints:
             self.saver.save(iteration, tensors, common, self.config_yaml, last_update, statements)
         self.saved_iteration = iteration
         if self.certificate is not None:
-            self.certificate.resume()
-
-    def begin_certificate(self) -> None:
-        """Begin to count for the certificate, if there is one; called when training begins."""
-        if self.certificate is not None:
-            self.certificate.begin(self.progress.iteration, self.certificate_record.statements)
+            self.certificate.traffic.start()  # continue counting
 
     @property
     def saved_to(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -38,7 +37,29 @@ def disagreements(engines: Engines) -> list[str]:
     """Differences between ranks that should agree, the same list on every rank."""
     topology = engines.topology
     group = topology.control.pg
-    rows = [json.loads(text) for text in gather_texts(group, json.dumps(dict(_digests(engines))))]
+    # The same name on several ranks (or ends, after an @) must have the same digest.
+    digest_by_name = {}
+    for stage in engines.stages:
+        specs = collect_specs(stage)
+        for local, param in stage.named_parameters():
+            logical, spec = specs[local]
+            digest_by_name[f"{logical} from {list(spec.offsets())}@{local}"] = _digest(param)
+        for name, buffer in stage.named_buffers():
+            digest_by_name[f"{name}@"] = _digest(buffer)
+    channel, at = engines.channel, topology.coordinates
+    for (layer, micro_batch), (counts, losses) in engines.experts.statistics.items():
+        location = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
+        digest_by_name[f"the routing of {location}@"] = _digest(torch.cat([counts.double(), losses.double()]))
+    for way in () if channel is None else (channel.forward, channel.backward):
+        shared = channel.plan.codec(way.point).traits.shared
+        for end, states in (("sender", way.sent), ("receiver", way.received)):
+            for boundary, state in states.items():
+                tensors = state.export_tensors()
+                location = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
+                for name in shared:
+                    tensor = tensors.get(name, torch.empty(0))
+                    digest_by_name[f"{name} of {location}@{end}"] = _digest(tensor)
+    rows = [json.loads(text) for text in gather_texts(group, json.dumps(digest_by_name))]
     holders: dict[str, dict[str, list[int]]] = {}
     for rank, row in enumerate(rows):
         for name, digest in row.items():
@@ -49,31 +70,6 @@ def disagreements(engines: Engines) -> list[str]:
             groups = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in digests.values())
             differences.append(f"{name} on {groups}")
     return differences
-
-
-def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
-    """Digests by name; the same name on several ranks (or ends, after an @) must have the same digest."""
-    for stage in engines.stages:
-        specs = collect_specs(stage)
-        for local, param in stage.named_parameters():
-            logical, spec = specs[local]
-            yield f"{logical} from {list(spec.offsets())}@{local}", _digest(param)
-        for name, buffer in stage.named_buffers():
-            yield f"{name}@", _digest(buffer)
-    channel, at = engines.channel, engines.topology.coordinates
-    for (layer, micro_batch), (counts, losses) in engines.experts.statistics.items():
-        location = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
-        yield f"the routing of {location}@", _digest(torch.cat([counts.double(), losses.double()]))
-    if channel is None:
-        return
-    for way in (channel.forward, channel.backward):
-        shared = channel.plan.codec(way.point).traits.shared
-        for end, states in (("sender", way.sent), ("receiver", way.received)):
-            for boundary, state in states.items():
-                tensors = state.export_tensors()
-                location = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
-                for name in shared:
-                    yield f"{name} of {location}@{end}", _digest(tensors.get(name, torch.empty(0)))
 
 
 def _digest(tensor: Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,6 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import gather_texts
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
 from megatron.models.flops import benchmark_tflops, model_flops_per_sample, model_flops_utilization, model_tflops
@@ -118,11 +116,6 @@ class Reporter:
         """Whether to choose the compressors again, by the times that this rank reports; false on all other ranks."""
         return self._is_logging_rank and self.step_time_check is not None and self.step_time_check.needs_choice
 
-    def share_tracked_runs(self) -> None:
-        """Share the run's ids in tracking services with all ranks, for checkpoints. A collective call."""
-        texts = gather_texts(self.engines.topology.control.pg, json.dumps(self.sinks.tracked_runs))
-        self.progress.tracked_runs |= json.loads(texts[-1])
-
     def line(self, text: str) -> None:
         """Print a line for the user."""
         self.sinks.line(text)
@@ -185,15 +178,13 @@ class Reporter:
 
     def report_if_due(self, iteration: int) -> None:
         """Report the window if a line is due at an iteration, even if the iteration was skipped."""
-        if iteration % self.config.logging.log_interval == 0 and not self.window.is_empty:
-            self._report_window()
+        if iteration % self.config.logging.log_interval == 0:
+            self.report_window()
 
-    def report_remaining_steps(self) -> None:
-        """Report the steps since the last line, at the end of training."""
-        if not self.window.is_empty:
-            self._report_window()
-
-    def _report_window(self) -> None:
+    def report_window(self) -> None:
+        """Report the steps since the last line, if there are any."""
+        if self.window.is_empty:
+            return
         topology = self.engines.topology
         window = self.window.close()
         traffic, warnings, computed_s = self.meter.collect(window.iterations)

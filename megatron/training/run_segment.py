@@ -6,6 +6,7 @@ as a run that resumes from that checkpoint.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.data.build import Datasets
 from megatron.diloco.membership import Islands
-from megatron.distributed.agreement import run_together
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
@@ -126,7 +127,11 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         kept_config, settings = kept_choice
         return ChosenRun(kept_config, saved, settings=settings, is_kept=config.compression.is_auto)
     if saved is not None and not again:
-        _check_checkpoint(parts, config, saved)
+        # Check that the run can begin with the checkpoint, before the choice takes its time.
+        engines = parts.build_engines(config)
+        RunCheckpoints(engines, _build_schedule(config), Progress(), lambda line: None).load(saved, reads_data=False)
+        release_engines(engines)
+        del engines
         free_memory()
     timer = None
     if parts.has_steps_left(config, saved):
@@ -138,17 +143,6 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
     settings = {} if choice is None else choice.chosen.settings
     choice_s = time.perf_counter() - start if again else 0.0
     return ChosenRun(chosen_config, saved, choice, settings, choice_s=choice_s)
-
-
-def _check_checkpoint(parts: RunParts, config: RunConfig, saved: SavedRun) -> None:
-    """Check that the run can begin with a checkpoint, before the choice takes its time. A collective call.
-
-    Raises:
-        UserError: on every rank, when it cannot.
-    """
-    engines = parts.build_engines(config)
-    RunCheckpoints(engines, _build_schedule(config), Progress(), lambda line: None).load(saved, reads_data=False)
-    release_engines(engines)
 
 
 def resuming_config(config: RunConfig) -> RunConfig:
@@ -221,7 +215,9 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     membership = join_islands(engines, parts.env, start, parts.islands)
     # Raises UserError on every rank when a log cannot be opened.
     run_together(topology.control.pg, reporter.open)
-    reporter.share_tracked_runs()
+    # All ranks save the run's ids in tracking services, which the last rank has opened.
+    texts = gather_texts(topology.control.pg, json.dumps(reporter.sinks.tracked_runs))
+    progress.tracked_runs |= json.loads(texts[-1])
     try:
         rounds = begin_rounds(engines, checkpoints, reporter, membership, plan.train_iters)
         reason = Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()

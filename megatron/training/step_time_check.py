@@ -59,7 +59,8 @@ class StepTimeCheck:
         self._latest_steps: deque[StepMetrics] = deque(maxlen=_LATEST_STEPS)
 
     def after_step(self, step: StepMetrics) -> Finding | None:
-        """Count a step with its seconds."""
+        """Count a step with its seconds; return a finding if it completes the first steps, or if the time of the latest
+        steps has changed."""
         self._seconds_left -= step.seconds_per_iteration
         if step.iteration <= self._warmup_iters or step.skipped_iterations:
             return None
@@ -67,17 +68,32 @@ class StepTimeCheck:
             self._first_steps.append(step)
             if len(self._first_steps) < _SETTLING_STEPS + _FIRST_STEPS:
                 return None
-            return self._compare_first_steps()
+            steps = self._first_steps[_SETTLING_STEPS:]
+            self.expected_s_per_token = statistics.median(map(_s_per_token, steps))
+            self.expected_tokens = _tokens(steps[0])
+            if self._chosen is None:
+                return None
+            self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)
+            predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
+            values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
+            expected_text = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"
+            line = f"--compress auto: an iteration takes {measured_s:.3g} s ({expected_text})"
+            return Finding("auto_compression", values, line)
         self._latest_steps.append(step)
         if len(self._latest_steps) < _LATEST_STEPS or (self._adapts and self._seconds_left > 0.0):
             return None
-        return self._compare_latest_steps(self.expected_s_per_token)
-
-    def _compare_latest_steps(self, expected_s_per_token: float) -> Finding | None:
+        expected_s_per_token, first_tokens = self.expected_s_per_token, self.expected_tokens
+        # A speed-up is judged as if the latest steps had no more tokens than a first step; it is never reported if that
+        # number is unknown, in a run that resumes from a checkpoint of an earlier version.
+        s_per_token_at_first_size = math.inf
+        if first_tokens is not None:
+            s_per_token_at_first_size = statistics.median_high(
+                latest.seconds_per_iteration / min(_tokens(latest), first_tokens) for latest in self._latest_steps
+            )
         latest_s_per_token = statistics.median_low(map(_s_per_token, self._latest_steps))
         if latest_s_per_token >= _CHANGE * expected_s_per_token:
             kind, text = "slowdown", "up from {:.3g} s: links or devices are slower"
-        elif self._s_per_token_at_first_size() <= expected_s_per_token / _CHANGE:
+        elif s_per_token_at_first_size <= expected_s_per_token / _CHANGE:
             kind, text = "speedup", "down from {:.3g} s: links or devices are faster"
         else:
             return None
@@ -93,34 +109,11 @@ class StepTimeCheck:
         line = f"--compress auto: an iteration takes {measured_s:.3g} s by now, {text.format(expected_s)}; {remedy}"
         return Finding(kind, {"expected_s": expected_s, "measured_s": measured_s}, line)
 
-    def _s_per_token_at_first_size(self) -> float:
-        """Median of the latest steps' seconds per token, as if they had no more tokens than a first step. Infinite if
-        that number is unknown, in a run that resumes from a checkpoint of an earlier version."""
-        if self.expected_tokens is None:
-            return math.inf
-        first_tokens = self.expected_tokens
-        return statistics.median_high(
-            step.seconds_per_iteration / min(_tokens(step), first_tokens) for step in self._latest_steps
-        )
-
     def restart(self) -> None:
         """Measure the expected time anew, after a change of compressors."""
         self._chosen, self.expected_s_per_token, self.expected_tokens = None, None, None
         self._first_steps.clear()
         self._latest_steps.clear()
-
-    def _compare_first_steps(self) -> Finding | None:
-        steps = self._first_steps[_SETTLING_STEPS:]
-        self.expected_s_per_token = statistics.median(map(_s_per_token, steps))
-        self.expected_tokens = _tokens(steps[0])
-        if self._chosen is None:
-            return None
-        self.measured_s = measured_s = statistics.median(step.seconds_per_iteration for step in steps)
-        predicted_s, trial_s = self._chosen.prediction.seconds, self._chosen.trial_s
-        values = {"predicted_s": predicted_s, "trial_s": trial_s, "measured_s": measured_s}
-        expected_text = f"predicted: {predicted_s:.3g} s" if trial_s is None else f"trial steps: {trial_s:.3g} s"
-        line = f"--compress auto: an iteration takes {measured_s:.3g} s ({expected_text})"
-        return Finding("auto_compression", values, line)
 
 
 def _tokens(step: StepMetrics) -> int:

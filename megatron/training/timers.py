@@ -155,28 +155,27 @@ class Timers:
         return {name: values for name, values in columns.items() if any(values)}
 
     def report(self, times: Mapping[str, Sequence[float]]) -> str:
-        """Format the result of ``collect`` by the option, in several lines; empty if no timer ran."""
-        return format_timers(times, self.option)
+        """Format the result of ``collect`` by the option: a heading and a line per timer, its name padded with dots to
+        48 columns (per rank for ``all``); empty if no timer ran.
 
-
-def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) -> str:
-    """Format a heading and a line per timer, its name padded with dots to 48 columns (per rank for ``all``).
-
-    Ranks on which a timer did not run are ignored for the minimum.
-    """
-    if not times:
-        return ""
-    if option == "all":
-        lines = ["times across ranks (ms):"]
+        Ranks on which a timer did not run are ignored for the minimum.
+        """
+        if not times:
+            return ""
+        if self.option == "all":
+            lines = ["times across ranks (ms):"]
+            for name, values in times.items():
+                lines.append(f"  {name}:")
+                lines += [
+                    f"    {f'rank {rank:2d} '.ljust(48, '.')}: {value:.2f}"
+                    for rank, value in enumerate(values)
+                    if value
+                ]
+            return "\n".join(lines)
+        is_range = self.option == "minmax"
+        lines = ["(min, max) time across ranks (ms):" if is_range else "max time across ranks (ms):"]
         for name, values in times.items():
-            lines.append(f"  {name}:")
-            lines += [
-                f"    {f'rank {rank:2d} '.ljust(48, '.')}: {value:.2f}" for rank, value in enumerate(values) if value
-            ]
+            ran = [value for value in values if value]
+            summary = f"({min(ran):.2f}, {max(ran):.2f})" if is_range else f"{max(ran):.2f}"
+            lines.append(f"    {f'{name} '.ljust(48, '.')}: {summary}")
         return "\n".join(lines)
-    lines = ["(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"]
-    for name, values in times.items():
-        ran = [value for value in values if value]
-        summary = f"({min(ran):.2f}, {max(ran):.2f})" if option == "minmax" else f"{max(ran):.2f}"
-        lines.append(f"    {f'{name} '.ljust(48, '.')}: {summary}")
-    return "\n".join(lines)

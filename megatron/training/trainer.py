@@ -15,6 +15,7 @@ from megatron.distributed.errors import CommunicationError
 from megatron.distributed.topology import Topology
 from megatron.optimizer.step_summary import ExitReason, StepSummary, StopVotes
 from megatron.training.assembly import Engines
+from megatron.training.compressor_probe import CompressorProbe
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
 from megatron.training.flushless import complete_steps
@@ -61,7 +62,7 @@ class Trainer:
         self.progress, self.schedule = checkpoints.progress, checkpoints.schedule
         self.checkpoints, self.reporter, self.timers = checkpoints, reporter, reporter.timers
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
-        self.divergence = DivergenceCheck.of_run(engines, self.progress)
+        self.divergence = DivergenceCheck(config.training, self.progress, CompressorProbe(engines))
         self._unreported: StepMetrics | None = None  # of the last step, while some of its backward passes have not run
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
@@ -127,7 +128,9 @@ class Trainer:
         listening = ExitSignals() if config.training.exit_signal_handler else nullcontext()
         with listening as signals:
             self.reporter.start_training()
-            self.checkpoints.begin_certificate()
+            if self.checkpoints.certificate is not None:
+                statements = self.checkpoints.certificate_record.statements
+                self.checkpoints.certificate.begin(progress.iteration, statements)
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             # Join other islands, or run the round that is due after the checkpoint's iteration.
@@ -149,14 +152,14 @@ class Trainer:
                         while self._may_continue(reason, self.train_iters) and not self._skips_next:
                             reason = self._run_iteration(batches, self._make_vote(signals))
             reason = max(reason, self._flush())
-            self.reporter.report_remaining_steps()
+            self.reporter.report_window()
             if reason is ExitReason.DIVERGED:
                 return reason
             with self.reporter.paused("save"):  # exit signals are deferred until the checkpoint is written
                 self._save()
                 self.checkpoints.close()
-        if (warning := self.divergence.note_at_end()) is not None:
-            self.reporter.line(warning)
+        if (skips := progress.consecutive_skips) > 1:
+            self.reporter.line(f"warning: the last {skips} steps were skipped: the run may have diverged")
         return reason
 
     @property

@@ -88,10 +88,12 @@ def time_sets(
                 trials[number].time_step()
             times[number] = trials[number].time_step()
             if not all_at_once:
-                _drop_engines([trials[number]])
+                trials[number].drop_engines()
         rounds.add(times, time.perf_counter() - start)
         numbers = _agree(topology, rounds.next_round())
-        _drop_engines([trial for number, trial in enumerate(trials) if number not in numbers])
+        for number, trial in enumerate(trials):
+            if number not in numbers:
+                trial.drop_engines()
     gaining = _agree(topology, rounds.gaining())
     return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
 
@@ -131,31 +133,27 @@ class SetTrial:
         self._batches: Sequence[Batch] = ()
         self._steps = 0
 
-    def _build_engines(self) -> Engines:
-        group = self._topology.control.pg
-        engines = run_together(
-            group, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length)
-        )
-        assert self._plan.train_set is not None
-        with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
-            self._batches = run_together(group, partial(take_full_batch, engines, loader))
-        self._steps = 0
-        if self._measures_schedule and ScheduleChoice.is_needed(engines):
-            choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
-            while not choice.is_due:
-                self._take_step(engines)
-            choice.decide(len(self._batches))
-        return engines
-
     def _take_step(self, engines: Engines) -> None:
         train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
         self._steps += 1
 
     def time_step(self) -> float:
         """Take a step; return its seconds on the slowest rank, the same on all ranks."""
+        control = self._topology.control
         if self.engines is None:
-            self.engines = self._build_engines()
-        engines, control = self.engines, self._topology.control
+            self.engines = engines = run_together(
+                control.pg, lambda: build_engines(self._config, self._topology, self._vocab_size, self._length)
+            )
+            assert self._plan.train_set is not None
+            with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
+                self._batches = run_together(control.pg, partial(take_full_batch, engines, loader))
+            self._steps = 0
+            if self._measures_schedule and ScheduleChoice.is_needed(engines):
+                choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
+                while not choice.is_due:
+                    self._take_step(engines)
+                choice.decide(len(self._batches))
+        engines = self.engines
         control.barrier()
         start = time.perf_counter()
         self._take_step(engines)
@@ -163,19 +161,11 @@ class SetTrial:
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
 
     def drop_engines(self) -> None:
-        """Drop the engines; ``free_memory`` frees their memory."""
-        assert self.engines is not None
-        release_engines(self.engines)
-        self.engines, self._batches = None, ()
-
-
-def _drop_engines(trials: Sequence[SetTrial]) -> None:
-    """Drop the engines of those trials that have any, and free their memory."""
-    trials = [trial for trial in trials if trial.engines is not None]
-    for trial in trials:
-        trial.drop_engines()
-    if trials:
-        free_memory()
+        """Drop the engines, if there are any, and free their memory."""
+        if self.engines is not None:
+            release_engines(self.engines)
+            self.engines, self._batches = None, ()
+            free_memory()
 
 
 def release_engines(engines: Engines) -> None:

@@ -97,10 +97,6 @@ def _temperature(fields: Fields) -> float:
     return fields.number("temperature", 1.0, minimum=0, maximum=100)
 
 
-def _top_p(fields: Fields, default: float) -> float:
-    return fields.number("top_p", default, minimum=0, maximum=1)
-
-
 def _longest(prompts: Sequence[Sequence[int]]) -> int:
     """Number of positions of the longest prompt; an empty prompt starts from a single token."""
     return max((len(prompt) or 1 for prompt in prompts), default=1)
@@ -173,7 +169,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     stop = ["\n\n"] if fields.flag("stop_on_double_eol", False) else ["\n"] if fields.flag("stop_on_eol", False) else []
     greedy = fields.get("temperature") == 0 or fields.get("top_k") == 1
     temperature = 1.0 if greedy else _temperature(fields)
-    top_p = _top_p(fields, 0.0)
+    top_p = fields.number("top_p", 0.0, minimum=0, maximum=1)
     top_k = 0 if greedy else fields.integer("top_k", 0, minimum=0, maximum=MAX_TOP_K)
     decay, bound = (fields.number(name, 0.0, minimum=0, maximum=1) for name in ("top_p_decay", "top_p_bound"))
     try:
@@ -297,7 +293,7 @@ def openai_completion(
     if len(prompts) * n > MAX_PROMPTS:
         raise RequestError(f"there are {len(prompts)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
     rows = [prompt for prompt in prompts for _ in range(n)]
-    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
+    temperature, top_p = _temperature(fields), fields.number("top_p", 1.0, minimum=0, maximum=1)
     top_k = max(fields.integer("top_k", 0, minimum=-1, maximum=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
     min_p = fields.number("min_p", 0.0, minimum=0, maximum=1)
     # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.

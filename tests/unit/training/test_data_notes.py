@@ -10,7 +10,9 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.data.build import Datasets, build_datasets
-from megatron.training.data_notes import data_notes, epochs_of_run
+from megatron.distributed.topology import single_process
+from megatron.training.announce import summary
+from megatron.training.data_notes import data_notes
 from tests.support.tiny import tiny_config
 from tests.unit.data.cases import write
 
@@ -38,8 +40,8 @@ def test_sufficient_data_give_no_notes(tmp_path: Path) -> None:
     run = config_with_sets(tmp_path, 2)
     built = datasets(run, (61, 8, 8))
     assert data_notes(run, built) == []
-    assert built[0] is not None
-    assert epochs_of_run(built[0]) == "1.0 epochs of 61"
+    text = summary(single_process(), 99, 128, built)
+    assert text.splitlines()[2] == "samples: 61 train (1.0 epochs of 61), 8 validation, 8 test"
 
 
 def test_repeated_epochs_are_counted(tmp_path: Path) -> None:

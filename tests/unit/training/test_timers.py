@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.distributed.clock import HostClock
-from megatron.training.timers import Timers, format_timers
+from megatron.training.timers import Timers
 from tests.unit.training.support import Clock
 
 
@@ -80,14 +80,14 @@ TIMES = {"forward-backward": [10.0, 12.346], "grads-all-reduce": [0.0, 7.0]}
 
 
 def test_reports() -> None:
-    assert format_timers(TIMES, "minmax").splitlines() == [
+    assert Timers(option="minmax").report(TIMES).splitlines() == [
         "(min, max) time across ranks (ms):",
         f"    {'forward-backward ':.<48}: (10.00, 12.35)",
         f"    {'grads-all-reduce ':.<48}: (7.00, 7.00)",
     ]
     first_lines = ["max time across ranks (ms):", f"    {'forward-backward ':.<48}: 12.35"]
-    assert format_timers(TIMES, "max").splitlines()[:2] == first_lines
-    lines = format_timers(TIMES, "all").splitlines()
+    assert Timers(option="max").report(TIMES).splitlines()[:2] == first_lines
+    lines = Timers(option="all").report(TIMES).splitlines()
     assert lines[:2] == ["times across ranks (ms):", "  forward-backward:"]
     ranks = [line.split(":")[1].strip() for line in lines if line.lstrip().startswith("rank")]
     assert ranks == ["10.00", "12.35", "7.00"]
