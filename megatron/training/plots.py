@@ -86,9 +86,13 @@ class _LossCurves:
             raise UserError(f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?")
         last = next(e for e in reversed(events) if e.get("kind") == "train")
         tokens = last.number("consumed_tokens", 0.0)
-        # With a batch size ramp-up, tokens are not proportional to iterations, so there is no second axis.
-        constant = len({e.number("global_batch_size", 0.0) for e in events if e.get("kind") == "train"}) == 1
-        self.tokens_per_iteration = tokens / max(last.iteration(), 1) if tokens > 0 and constant else 0.0
+        # If batches or sequences grow, tokens are not proportional to iterations, so there is no second axis.
+        sizes = {
+            (e.number("global_batch_size", 0.0), e.number("curriculum_seqlen", 0.0))
+            for e in events
+            if e.get("kind") == "train"
+        }
+        self.tokens_per_iteration = tokens / max(last.iteration(), 1) if tokens > 0 and len(sizes) == 1 else 0.0
 
     def draw(self, axes: Any, label: str, color: str, held_out_color: str) -> None:
         axes.plot(*zip(*self.train, strict=True), color=color, alpha=0.75, label=f"{label}training")

@@ -59,6 +59,25 @@ def test_several_runs_with_a_reference_line(tmp_path: Path, monkeypatch: pytest.
     assert losses[1] - losses[0] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("growing", ["", "global_batch_size", "curriculum_seqlen"])
+def test_tokens_have_an_axis_if_all_iterations_have_as_many(
+    growing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokens = tmp_path / "a.jsonl", 0
+    with path.open("w") as file:
+        for iteration in (1, 2, 3):
+            sizes = {"global_batch_size": 8, "curriculum_seqlen": 64}
+            if growing and iteration == 1:
+                sizes[growing] //= 2
+            tokens += sizes["global_batch_size"] * sizes["curriculum_seqlen"]
+            event = {"kind": "train", "iteration": iteration, "lm_loss": 3.0, "consumed_tokens": tokens}
+            file.write(json.dumps({**event, **sizes}) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    plot_loss_curve([path], "unused.png")
+    assert bool(figures[0].axes[0].child_axes) == (not growing)
+
+
 def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
     """To the byte, also with a gap inside a curve."""
     runs = [write_run(tmp_path / name, floor) for name, floor in (("a.jsonl", 3.0), ("b.jsonl", 3.5))]
