@@ -91,6 +91,11 @@ def prepare_evaluation(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
         texts = lambada.read_texts(path)
         return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
     if flags.task == "CONTINUATION":
+        if flags.samples < flags.choices:
+            raise UserError(
+                f"--samples {flags.samples} is less than --choices {flags.choices}: wrong continuations come from the "
+                "other positions; give more samples or fewer choices"
+            )
         documents = lambada.read_texts(path)
         options = continuation.QuestionOptions(
             flags.samples, flags.prompt_tokens, flags.continuation_tokens, flags.choices

@@ -81,7 +81,10 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: Quest
         )
     questions = make_questions([model.tokenizer.tokenize(text) for text in texts], options)
     if not questions:
-        raise UserError(f"--valid-data {path}: has no two different passages of {length} tokens; give more text")
+        raise UserError(
+            f"--valid-data {path}: has too few different passages of {length} tokens for --choices {options.choices}; "
+            "give more text"
+        )
     rows = [[(*question.prompt, *end) for end in question.continuations] for question in questions]
     true_windows = [Window(row[0], options.continuation) for row in rows]
     all_windows = [Window(tokens, options.continuation) for row in rows for tokens in row]

@@ -227,6 +227,9 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
     )
 
 
+FEW = ["--prompt-tokens", "1", "--continuation-tokens", "1", "--choices", "3"]
+
+
 @pytest.mark.parametrize(
     ("task", "content", "flags", "message"),
     [
@@ -243,6 +246,9 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
         ("WIKITEXT103", "1 2 3", ["--overlapping-eval", "17"], "--overlapping-eval 17"),
         ("CONTINUATION", '{"text": "1 2 3"}', [], "more than the 16 tokens"),
         ("CONTINUATION", '{"text": "1 2 3"}', ["--prompt-tokens", "3", "--continuation-tokens", "1"], "give more text"),
+        ("CONTINUATION", '{"text": "1 2 3 4 5"}', FEW, "too few different passages of 2 tokens for --choices 3"),
+        ("CONTINUATION", '{"text": "1 2 1 2 1 2"}', FEW, "too few different passages of 2 tokens for --choices 3"),
+        ("CONTINUATION", '{"text": "1 2 3"}', [*FEW, "--samples", "2"], "--samples 2 is less than --choices 3"),
         ("CONTINUATION", '{"text": "1 2 3"}\n{}', [], "line 2"),
         ("CONTINUATION", '{"text": "1 2 3"}', ["--choices", "1"], "--choices"),
         ("WIKITEXT103", "1 2 3", ["--epochs", "3"], "--finetune"),
