@@ -148,17 +148,23 @@ class Session:
     def continue_typed_prompts(self, patience_s: float) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # an invalid line must not end the session
+        # With several ranks, the others must hear from this rank before their timeout, so it must not block. It then
+        # reads without a buffer, since ``select`` does not see lines that are in a buffer already.
+        reads, can_block = self.model.topology.rank == 0, self.model.topology.layout.world_size == 1
+        unbuffered = io.FileIO(sys.stdin.fileno(), closefd=False) if reads and not can_block else None
         while True:
             request = "\nContext prompt (an empty line ends): "
-            if self.model.topology.rank == 0:
+            if reads:
                 print(request, end="", flush=True)
             text: str | None = None
             while text is None:
-                if self.model.topology.rank == 0:
-                    # With several ranks, the others must hear from this rank before their timeout.
-                    can_block = self.model.topology.layout.world_size == 1
-                    is_ready = can_block or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
-                    text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if is_ready else None
+                if reads:
+                    if unbuffered is None:
+                        text = sys.stdin.readline()
+                    elif select.select([unbuffered], [], [], min(20.0, patience_s / 3))[0]:
+                        text = unbuffered.readline().decode(sys.stdin.encoding, "surrogateescape")
+                    if text is not None:
+                        text = text.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff")
                     if text is not None and not is_text(text):
                         print(f"the line is not valid UTF-8{request}", end="", flush=True)
                         text = None

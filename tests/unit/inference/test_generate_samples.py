@@ -6,9 +6,10 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
+from megatron.inference.generate import Generated
 from megatron.inference.generate_command import GenerationTaskFlags, Session, check_flags
 from megatron.inference.sampling import Sampling
 from tests.unit.inference.support import trained_model
@@ -127,6 +129,31 @@ def test_flags_of_penalties_and_stop_tokens_reach_the_generation() -> None:
     (stopped,) = Session(model, flags, 1).continue_texts(["1 2"])
     assert stopped.finished
     assert stopped.tokens == sample.tokens[: sample.tokens.index(stop, 2)]
+
+
+def test_prompts_that_arrive_together_are_all_read_beside_waiting_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that drives the command through a pipe may write several lines at once and wait for the texts."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reader, encoding="utf-8"))
+    heard: list[str | None] = []
+
+    def broadcast_json(value: str | None, src: int) -> str | None:
+        heard.append(value)
+        assert len(heard) < 20
+        if heard.count(None) == 1 and value is None:
+            os.write(writer, b"\n")
+        return value
+
+    class RecordingSession(Session):
+        def continue_texts(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
+            return []
+
+    topology = SimpleNamespace(rank=0, layout=SimpleNamespace(world_size=2))
+    model: Any = SimpleNamespace(topology=topology, is_sampling_rank=False, broadcast_json=broadcast_json)
+    os.write(writer, b"5 6\r\n7 8\n")
+    RecordingSession(model, SamplingFlags(), 1).continue_typed_prompts(0.3)
+    os.close(writer)
+    assert heard == ["5 6", "7 8", None, ""]
 
 
 def test_a_typed_line_with_invalid_utf8_is_requested_again(
