@@ -80,9 +80,10 @@ def _shares(engines: Engines, point: Point) -> Shares:
     if point in (Point.PP_FWD, Point.PP_BWD):
         if engines.channel is None:
             return 0.0, 0.0, 0
-        shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
+        messages, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
         layout, training, islands = engines.topology.layout, engines.config.training, engines.config.islands.islands
-        pays = [plan.covers(point, plan.stage) and plan.ever_compresses(point, shape, dtype) for shape in shapes]
+        covered = plan.covers(point, plan.stage)
+        compresses = [covered and plan.ever_compresses(point, shape, dtype) for shape in messages]
         micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp * islands)
         table = engines.pipeline.get_timetable(engines.config.parallel.pipeline_schedule, micro_batches)
         late, only_late = table.epilogues[plan.stage], plan.activation(point).epilogue
@@ -91,10 +92,10 @@ def _shares(engines: Engines, point: Point) -> Shares:
             boundary = layout.virtual_stage(plan.stage, op.chunk) - (not op.is_forward)
             sends = op.is_forward if point is Point.PP_FWD else op.is_backward
             if sends and 0 <= boundary < layout.num_virtual_stages - 1 and layout.crosses(boundary):
-                total += shapes[boundary].numel()
-                if pays[boundary] and (op in late or not only_late):
-                    compressed += shapes[boundary].numel()
-        return compressed, total, max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
+                total += messages[boundary].numel()
+                if compresses[boundary] and (op in late or not only_late):
+                    compressed += messages[boundary].numel()
+        return compressed, total, max(highest_rank(plan.specs[point], shape, dtype) for shape in messages)
     if point in (Point.TP_FWD, Point.TP_BWD):
         model, comm = engines.config.model, engines.comm
         if comm.size == 1:

@@ -51,7 +51,7 @@ def disagreements(engines: Engines) -> list[str]:
         location = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
         digest_by_name[f"the routing of {location}@"] = _digest(torch.cat([counts.double(), losses.double()]))
     for way in () if channel is None else (channel.forward, channel.backward):
-        shared = channel.plan.codec(way.point).traits.shared
+        shared = engines.plan.codec(way.point).traits.shared
         for end, states in (("sender", way.sent), ("receiver", way.received)):
             for boundary, state in states.items():
                 tensors = state.export_tensors()
