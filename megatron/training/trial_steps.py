@@ -89,11 +89,14 @@ def time_sets(
             times[number] = trials[number].time_step()
             if not all_at_once:
                 trials[number].drop_engines()
+                free_memory()
         rounds.add(times, time.perf_counter() - start)
         numbers = _agree(topology, rounds.next_round())
-        for number, trial in enumerate(trials):
-            if number not in numbers:
-                trial.drop_engines()
+        finished = [trial for number, trial in enumerate(trials) if trial.engines is not None and number not in numbers]
+        for trial in finished:
+            trial.drop_engines()
+        if finished:
+            free_memory()
     gaining = _agree(topology, rounds.gaining())
     return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
 
@@ -161,11 +164,10 @@ class SetTrial:
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
 
     def drop_engines(self) -> None:
-        """Drop the engines, if there are any, and free their memory."""
-        if self.engines is not None:
-            release_engines(self.engines)
-            self.engines, self._batches = None, ()
-            free_memory()
+        """Drop the engines; ``free_memory`` frees their memory."""
+        assert self.engines is not None
+        release_engines(self.engines)
+        self.engines, self._batches = None, ()
 
 
 def release_engines(engines: Engines) -> None:
