@@ -17,6 +17,7 @@ from megatron.diloco.membership import Islands
 from megatron.diloco.round_decision import RoundOutcome
 from megatron.diloco.store import serve
 from tests.support.cleanup import die_with_parent
+from tests.support.combinations import mark_repeats
 from tests.support.island_threads import Changes, Island, batches_of, build_island, meet, step, train_island
 from tests.support.spawn import context_of_tests
 from tests.support.tiny import merge
@@ -138,14 +139,13 @@ def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.T
 
 
 PHASES = ("step", "arrived", "exchange", "voted", "settled", "applied")
+KILLED: dict[str, tuple[str, Changes]] = {**{phase: (phase, {}) for phase in PHASES}, "step of Muon": ("step", MUON)}
 
 
-@pytest.mark.parametrize(
-    ("phase", "changes"),
-    [*((phase, {}) for phase in PHASES), ("step", MUON)],
-    ids=[*PHASES, "step of Muon"],
-)
-def test_a_killed_island_leaves_the_other_and_comes_back(tmp_path: Path, phase: str, changes: Changes) -> None:
+# The others see a death outside the round, in its exchange, among the votes, and when the round already counts.
+@pytest.mark.parametrize("name", mark_repeats(KILLED, keep=["step of Muon", "exchange", "voted", "settled"]))
+def test_a_killed_island_leaves_the_other_and_comes_back(tmp_path: Path, name: str) -> None:
+    phase, changes = KILLED[name]
     store, context = serve("127.0.0.1", 0), context_of_tests()
 
     def start(number: int, phase: str) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from tests.support.cleanup import descendants, kill_tree
 from tests.support.cli import REPO, CliResult, _environment, run_cli
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.islands import SCRIPT, IslandProcesses, events, losses, run_islands, saved_tensors
 from tests.support.train import train
@@ -57,10 +58,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "by"),
-    [*((layout, "exact") for layout in LAYOUTS), ("sharded replicas", "compressed"), ("replicas", "compressed")],
-)
+SUMMED = [*((layout, "exact") for layout in LAYOUTS), ("sharded replicas", "compressed"), ("replicas", "compressed")]
+# A process is what batches by a schedule and sequences that grow have, too.
+KEPT = [pair for pair in SUMMED if pair[0] not in ("a process", "replicas", "sharded replicas")]
+KEPT += [("sharded replicas", "exact"), ("replicas", "compressed")]
+
+
+@pytest.mark.parametrize(("layout", "by"), mark_repeats(SUMMED, KEPT))
 def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
     """Two islands, of a rank or two each, against a single world of all replicas."""
     ranks = 1 if layout.startswith("a process") else 2
@@ -95,8 +99,11 @@ IN_STEP = {
 }
 
 
+PRECISIONS = [("fixpoint", "fp64"), ("powersgd", "fp64"), ("identity", "fp64"), ("fixpoint", "fp16")]
+
+
 @pytest.mark.parametrize(
-    ("codec", "precision"), [("fixpoint", "fp64"), ("powersgd", "fp64"), ("identity", "fp64"), ("fixpoint", "fp16")]
+    ("codec", "precision"), mark_repeats(PRECISIONS, keep=[("powersgd", "fp64"), ("fixpoint", "fp16")])
 )
 def test_islands_in_step_with_compressors_are_compressed_data_parallelism(
     prefix: Path, tmp_path: Path, codec: str, precision: str
@@ -130,7 +137,8 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+# That residuals of gradients in step are saved, and only those, is also another test's.
+@pytest.mark.parametrize("name", mark_repeats(SPECS, keep=["residual", "on its way"]))
 def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, name: str) -> None:
     """Stopped between two rounds, while a fragment is on its way, and in step, with residuals; two islands of two
     replicas."""
@@ -180,7 +188,7 @@ LOST_AT_FIRST = {
 }
 
 
-@pytest.mark.parametrize("case", LOST_AT_FIRST)
+@pytest.mark.parametrize("case", mark_repeats(LOST_AT_FIRST, keep=["in step", "in rounds, two ranks"]))
 def test_islands_resume_by_the_same_command_after_a_kill_before_the_first_save(
     prefix: Path, tmp_path: Path, case: str
 ) -> None:
@@ -305,7 +313,7 @@ def _mean_residuals(folders: list[Path], iteration: int) -> dict[str, torch.Tens
     }
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", mark_repeats([1, 3], keep=[3]))
 def test_another_number_of_islands_resumes_from_the_end_of_a_round(prefix: Path, tmp_path: Path, count: int) -> None:
     """The anchor and the mean of the residuals are as they were; between two rounds it is refused in a line."""
     spec = "outer=fixpoint,bits=2,error-feedback=on,every=3,warmup=0"
@@ -355,11 +363,14 @@ ROUNDS = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
 SUMS = "outer=cast,in-step=compressed,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=3"
 
 
-@pytest.mark.parametrize(
-    ("spec", "layout"),
-    [(ROUNDS, {"pipeline_model_parallel_size": 2}), (SUMS, {"pipeline_model_parallel_size": 2}), (ROUNDS, {})],
-    ids=["rounds of stages", "in step of stages", "rounds of replicas"],
-)
+OF_TWO_RANKS = [
+    pytest.param(ROUNDS, {"pipeline_model_parallel_size": 2}, id="rounds of stages"),
+    pytest.param(SUMS, {"pipeline_model_parallel_size": 2}, id="in step of stages"),
+    pytest.param(ROUNDS, {}, id="rounds of replicas"),
+]
+
+
+@pytest.mark.parametrize(("spec", "layout"), mark_repeats(OF_TWO_RANKS, keep=["rounds of stages", "in step of stages"]))
 def test_two_islands_of_two_ranks_are_two_islands_of_one_process(
     prefix: Path, tmp_path: Path, spec: str, layout: dict[str, Any]
 ) -> None:

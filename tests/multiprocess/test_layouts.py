@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from megatron.distributed import group
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import ODD, T5, Trace, merge, tiny_run
 
@@ -94,6 +95,19 @@ LONG = {
 def _chosen(world_size: int, names: Mapping[int, Sequence[str]]) -> dict[str, Changes]:
     """Some layouts of a size."""
     return {name: LAYOUTS[world_size][name] for name in names[world_size]}
+
+
+def _divide(layouts: Mapping[int, Mapping[str, Changes]], repeats: Mapping[int, Collection[str]]) -> list[Any]:
+    """Parameters by number of ranks: layouts, and apart from them, marked ``repeats``, those that repeat others."""
+    cases = []
+    for world_size, by_name in layouts.items():
+        others = repeats.get(world_size, ())
+        assert by_name.keys() >= set(others), others
+        kept, further = ({n: c for n, c in by_name.items() if (n in others) is repeated} for repeated in (False, True))
+        for chosen, name in ((kept, str(world_size)), (further, f"{world_size} further")):
+            if chosen:
+                cases.append(pytest.param(world_size, chosen, id=name))
+    return mark_repeats(cases, keep=[case.id for case in cases if "further" not in case.id])
 
 
 STEPS = {True: 3, False: 2}
@@ -187,27 +201,32 @@ def _compare(world_size: int, base: Changes, runs: Runs, masked: bool, tolerance
         _assert_close(trace, _reference(merge(base, same_batch), steps, masked), tolerance, name)
 
 
-def _long_and_short(world_size: int, base: Changes) -> Runs:
-    """All layouts of a size; those that combine the most take more steps."""
+def _long_and_short(world_size: int, base: Changes, layouts: Mapping[str, Changes]) -> Runs:
+    """Layouts of a size; those that combine the most take more steps."""
     long, short = (
-        {n: c for n, c in LAYOUTS[world_size].items() if (n in LONG.get(world_size, ())) == chosen}
-        for chosen in (True, False)
+        {n: c for n, c in layouts.items() if (n in LONG.get(world_size, ())) == chosen} for chosen in (True, False)
     )
     return _runs(world_size, base, long, STEPS[True]) | _runs(world_size, base, short, STEPS[False])
 
 
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}}
+COMBINED = {
+    2: ("tp2", "tp2 sp", "pp2", "pp2 micro 2", "dp2", "dp2 sharded"),
+    4: ("tp4 micro 2", "dp4 sharded", "tp2 pp2 sp", "tp2 pp2 virtual split uniform"),
+    8: ("tp2 pp2 dp2", "pp4 dp2 gpipe sharded"),
+}
+"""Layouts of which others have each part, with more beside it or on other ranks."""
 
 
-@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
-def test_double_precision_agrees_with_masks_and_dropout(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "layouts"), _divide(LAYOUTS, COMBINED))
+def test_double_precision_agrees_with_masks_and_dropout(world_size: int, layouts: dict[str, Changes]) -> None:
     """Masks differ in their number of tokens, so averaging per micro-batch first would depend on the layout."""
     base = merge(DOUBLE, ODD, DROPOUT)
     reference = _reference(base, 4, masked=True)
     assert reference.losses[-1] < reference.losses[0] - 0.1
     assert reference.losses[0] != _reference(base, 1).losses[0], "nothing is masked"
     assert reference.losses[0] != _reference(merge(DOUBLE, ODD), 1, masked=True).losses[0], "nothing is dropped"
-    _compare(world_size, base, _long_and_short(world_size, base), masked=True)
+    _compare(world_size, base, _long_and_short(world_size, base, layouts), masked=True)
 
 
 def check_long_layouts(world_size: int, iterations: int) -> None:
@@ -215,12 +234,14 @@ def check_long_layouts(world_size: int, iterations: int) -> None:
     _agree(world_size, DOUBLE, iterations, _chosen(world_size, LONG), masked=True)
 
 
-@pytest.mark.parametrize("world_size", sorted(LONG))
+# Double precision shows the layouts; two ranks sum in fp32 in each kind of group.
+@pytest.mark.parametrize("world_size", mark_repeats(LONG, keep=[2]))
 def test_single_precision_agrees(world_size: int) -> None:
     runs = _runs(world_size, SINGLE, _chosen(world_size, LONG), STEPS[True])
     _compare(world_size, SINGLE, runs, masked=False, tolerance=1e-5)
 
 
+@pytest.mark.repeats
 def test_rounding_grows_slowly_in_single_precision() -> None:
     reference = tiny_run(SINGLE, 20)
     trace = run_ranks(4, tiny_run, merge(SINGLE, LAYOUTS[4]["tp2 dp2 sp sharded overlap"]), 20)[0]
@@ -251,7 +272,7 @@ RICH: Changes = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", mark_repeats([2, 4], keep=[2]))
 def test_llama_like_model_agrees(world_size: int) -> None:
     _agree(world_size, RICH, layouts=_chosen(world_size, LONG))
 
@@ -273,7 +294,7 @@ OF_GEMMA = {
 }
 
 
-@pytest.mark.parametrize("world_size", OF_GEMMA)
+@pytest.mark.parametrize("world_size", mark_repeats(OF_GEMMA, keep=[1, 2]))
 def test_gemma_like_model_agrees(world_size: int) -> None:
     _agree(world_size, merge(GEMMA, ODD), layouts=_chosen(world_size, OF_GEMMA))
 
@@ -290,8 +311,14 @@ OF_ZERO_BUBBLE: dict[int, dict[str, Changes]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", OF_ZERO_BUBBLE)
-@pytest.mark.parametrize("base", [merge(DOUBLE, DROPOUT), RICH], ids=["gpt", "llama"])
+PASSED_BY = {
+    f"{name}-{world_size}": pytest.param(world_size, base, id=f"{name}-{world_size}")
+    for name, base in (("gpt", merge(DOUBLE, DROPOUT)), ("llama", RICH))
+    for world_size in OF_ZERO_BUBBLE
+}
+
+
+@pytest.mark.parametrize(("world_size", "base"), mark_repeats(PASSED_BY.values(), keep=["gpt-4", "llama-2"]))
 def test_weight_passes_agree(world_size: int, base: Changes) -> None:
     _agree(world_size, merge(base, ODD), 2, OF_ZERO_BUBBLE[world_size], masked=True)
 
@@ -304,8 +331,16 @@ OF_BERT = {
 }
 
 
-@pytest.mark.parametrize("head", [True, False], ids=["two losses", "one loss"])
-@pytest.mark.parametrize("world_size", OF_BERT)
+HEADS = [
+    pytest.param(world_size, head, id=f"{world_size}-{'two losses' if head else 'one loss'}")
+    for world_size in OF_BERT
+    for head in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "head"), mark_repeats(HEADS, keep=["1-two losses", "1-one loss", "2-two losses"])
+)
 def test_bert_agrees(world_size: int, head: bool) -> None:
     """Samples differ in their number of masked words, and the two losses are means over different numbers."""
     base = merge(BERT, ODD, {"model": {"bert_binary_head": head}})
@@ -340,14 +375,15 @@ DISTANT: dict[int, dict[str, Changes]] = {
 """Every stage holds the embedding of distances, and every tensor-parallel rank a part of its gradient."""
 
 
-@pytest.mark.parametrize("world_size", DISTANT)
-def test_deberta_agrees(world_size: int) -> None:
+# With four ranks only what two do not have: a stage in the middle, and an embedding summed with its replicas.
+@pytest.mark.parametrize(("world_size", "layouts"), _divide(DISTANT, {4: ("tp2 pp2", "tp2 pp2 sp", "pp2 dp2 sharded")}))
+def test_deberta_agrees(world_size: int, layouts: dict[str, Changes]) -> None:
     base = merge(OF_DEBERTA, ODD)
     assert _reference(merge(base, CONVOLVED), 2).losses != _reference(base, 2).losses
     for convolved in ({}, CONVOLVED):
-        layouts = {n: c for n, c in DISTANT[world_size].items() if ("model" in c) == bool(convolved)}
-        if layouts:
-            _agree(world_size, merge(base, convolved), layouts=layouts)
+        chosen = {n: c for n, c in layouts.items() if ("model" in c) == bool(convolved)}
+        if chosen:
+            _agree(world_size, merge(base, convolved), layouts=chosen)
 
 
 OF_T5: Changes = {
@@ -379,12 +415,17 @@ SPLITS: dict[int, dict[str, Changes]] = {
     },
 }
 """Up to three stages hold the embedding, and two the positions."""
+SPLIT_ALIKE = {
+    2: ("tp2", "dp2 torch"),
+    4: ("tp2 pp2", "pp2 dp2 sharded", "pp4", "pp4 split at 1"),
+    6: tuple(SPLITS[6]),
+}
 
 
-@pytest.mark.parametrize("world_size", SPLITS)
-def test_t5_agrees(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "layouts"), _divide(SPLITS, SPLIT_ALIKE))
+def test_t5_agrees(world_size: int, layouts: dict[str, Changes]) -> None:
     """Samples differ in their number of labels, and the encoder's length is not the decoder's."""
-    _agree(world_size, merge(OF_T5, ODD), layouts=SPLITS[world_size])
+    _agree(world_size, merge(OF_T5, ODD), layouts=layouts)
 
 
 def test_stages_exchange_a_residual_stream_in_fp32() -> None:

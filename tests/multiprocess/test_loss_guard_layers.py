@@ -11,6 +11,7 @@ from megatron.compression.schedule import RunLength
 from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.loss_guard import LossGuard
 from megatron.training.step import take_batches
+from tests.support.combinations import mark_repeats
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_engines, tiny_train
@@ -55,7 +56,7 @@ def _ease_to_exact(name: str) -> dict[str, tuple[list[float], list[list[str]], l
     return results
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mark_repeats(LAYOUTS, keep=["sequence", "experts"]))
 def test_settings_inside_layers_are_followed_to_exact_traffic(name: str) -> None:
     """What forward points cost is measured; behind the gentlest setting, all bytes are sent."""
     for result in run_ranks(2, _ease_to_exact, name):

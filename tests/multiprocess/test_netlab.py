@@ -163,7 +163,7 @@ sys.exit(run_program(body))
 
 
 def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path) -> None:
-    with _started(tmp_path, "import os; os._exit(7)", "--hosts", "2") as lab:
+    with _started(tmp_path, "import os; os._exit(7)", "--hosts", "2", python=sys.executable) as lab:
         _, err = lab.communicate(timeout=120)
         assert lab.returncode == 7, err
         assert re.search(r"^error: rank \d \(process \d+\) ended with status 7$", err, re.MULTILINE), err
@@ -172,7 +172,7 @@ def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path
 
 def test_a_refused_command_prints_its_line_once(tmp_path: Path) -> None:
     """Besides the laboratory's own line, should the hosts not end at the same time."""
-    with _started(tmp_path, REFUSE, "--hosts", "2", "--ranks-per-host", "2") as lab:
+    with _started(tmp_path, REFUSE, "--hosts", "2", "--ranks-per-host", "2", python=sys.executable) as lab:
         _, err = lab.communicate(timeout=120)
     lines = [line for line in err.splitlines() if not line.startswith("netlab: host ")]
     assert (lab.returncode, lines) == (2, ["error: --lr: 'x' is not a number"])

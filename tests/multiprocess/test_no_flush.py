@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.training.flushless import flush_pipeline
 from megatron.training.replica_check import disagreements
 from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import T5, Trace, merge, tiny_batches, tiny_engines, tiny_train
@@ -104,12 +106,24 @@ def _compare(cases: dict[str, Changes], steps: int) -> dict[str, tuple[Trace, Tr
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_equal_those_with_a_flush(ranks: int) -> None:
-    cases = {name: merge(PP2, case) for name, case in CASES.items()} if ranks == 2 else dict(OF_FOUR)
-    cases["masked labels"] = merge(PP2, {"data": {"eod_mask_loss": True}})
-    cases["batches and sequences grow"] = merge(PP2, EAGER, {"training": {"global_batch_size": 8}})
-    for result in run_ranks(ranks, _compare, cases, 7, timeout=300.0):
+OF_ANY: dict[str, Changes] = {
+    "masked labels": merge(PP2, {"data": {"eod_mask_loss": True}}),
+    "batches and sequences grow": merge(PP2, EAGER, {"training": {"global_batch_size": 8}}),
+}
+COMPARED: dict[int, dict[str, Changes]] = {
+    2: {name: merge(PP2, case) for name, case in CASES.items()} | OF_ANY,
+    4: OF_FOUR | OF_ANY,
+}
+REPEATS = {2: ("eager", "bits grow"), 4: ("four eager stages, few micro-batches", *OF_ANY)}
+"""Other cases are eager and change their bits; two ranks mask labels and grow."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "repeated"), mark_repeats(product(COMPARED, (False, True)), [(2, False), (4, False)])
+)
+def test_steps_equal_those_with_a_flush(ranks: int, repeated: bool) -> None:
+    cases = {name: case for name, case in COMPARED[ranks].items() if (name in REPEATS[ranks]) is repeated}
+    for result in run_ranks(ranks, _compare, cases, 5, timeout=300.0):
         for name, (flushed, trace, problems) in result.items():
             assert trace.losses == flushed.losses, name
             assert trace.grad_norms[1:] == flushed.grad_norms[1:], name
@@ -276,7 +290,7 @@ def _fp16(changes: Changes, exponent: int, window: int) -> tuple[Trace, list[flo
     return trace, scales
 
 
-@pytest.mark.parametrize(("exponent", "window"), [(24, 1000), (20, 3)])
+@pytest.mark.parametrize(("exponent", "window"), mark_repeats([(24, 1000), (20, 3)], keep=[(20, 3)]))
 def test_a_loss_scale_that_is_too_large_falls_until_gradients_are_finite(exponent: int, window: int) -> None:
     """And no further than with a flush, though the step after an overflow has the old scale, too."""
     flushed, flushed_scales = run_ranks(2, _fp16, {}, exponent, window)[0]

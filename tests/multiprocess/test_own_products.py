@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.combinations import mark_repeats
 from tests.support.products import need_products, products_chosen
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_run
@@ -30,8 +32,13 @@ def _runs(parallel: dict[str, Any], model: dict[str, Any]) -> tuple[list[float],
     return norms[0], norms[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", [{}, {"num_experts": [4], "moe_ffn_hidden_size": 48}], ids=["dense", "experts"])
-def test_own_products_train_like_torchs(layout: str, model: dict[str, Any]) -> None:
-    for ours, torchs in run_ranks(2, _runs, LAYOUTS[layout], model):
+MODELS: dict[str, dict[str, Any]] = {"dense": {}, "experts": {"num_experts": [4], "moe_ffn_hidden_size": 48}}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    mark_repeats(product(MODELS, LAYOUTS), keep=[("dense", "tp2 sp"), ("dense", "pp2"), ("experts", "tp2")]),
+)
+def test_own_products_train_like_torchs(model: str, layout: str) -> None:
+    for ours, torchs in run_ranks(2, _runs, LAYOUTS[layout], MODELS[model]):
         torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=0)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import T5, Trace, tiny_engines, tiny_train
 
@@ -42,7 +43,7 @@ POINTS = ("pp-forward", "pp-backward", "embedding")
 Traced = Mapping[str, tuple[Trace, list[str]]]
 
 
-def _traced(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Traced:
+def _traced(runs: Mapping[str, Mapping[str, Mapping[str, Any]]], steps: int = STEPS) -> Traced:
     meshes: dict[object, Any] = {}
     traces = {}
     for name, changes in runs.items():
@@ -51,7 +52,7 @@ def _traced(runs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Traced:
         def look(after: Engines, differences: list[str] = differences) -> None:
             differences.extend(disagreements(after))
 
-        traces[name] = (tiny_train(tiny_engines(changes, meshes), STEPS, after_step=look), differences)
+        traces[name] = (tiny_train(tiny_engines(changes, meshes), steps, after_step=look), differences)
     return traces
 
 
@@ -65,7 +66,8 @@ def _sent(ranks: Sequence[Traced], name: str, point: str) -> tuple[float, float]
     return tuple(sum(getattr(t, kind).get(point, 0) for t in traces) for kind in ("bytes_by_point", "raw_by_point"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The memories of tensor-parallel ranks are the same: messages are of whole activations, or of parts of them.
+@pytest.mark.parametrize("layout", mark_repeats(LAYOUTS, keep=["tp1"]))
 def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
     """Between stages of the encoder, to the decoder, between stages of it, and of three holders of the embedding."""
     runs = {name: _run(LAYOUTS[layout], specs) for name, specs in SPECS.items()}
@@ -95,7 +97,7 @@ def test_the_encoder_gets_its_own_gradient_with_a_basis_of_channels() -> None:
     specs: dict[str, Sequence[str]] = {"exact": (), "tokens": (LAZY,), "channels": (f"{LAZY},basis=channels",)}
     batch = {"training": {"global_batch_size": 16}}
     runs = {name: _run(PIPELINE, compress, **batch) for name, compress in specs.items()}
-    norms = {name: trace.grad_norms[0] for name, (trace, _) in run_ranks(3, _traced, runs, timeout=240)[0].items()}
+    norms = {name: trace.grad_norms[0] for name, (trace, _) in run_ranks(3, _traced, runs, 1)[0].items()}
     assert norms["channels"] == pytest.approx(norms["exact"], rel=0.2)
     assert norms["tokens"] > 2 * norms["exact"]
 

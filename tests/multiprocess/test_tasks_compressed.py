@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.evaluation.command import main
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tasks import task_flags, write_tsv, write_vocabulary
 
@@ -27,7 +28,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("model_type", ["bert", "gpt"])
+@pytest.mark.parametrize("model_type", mark_repeats(["bert", "gpt"], keep=["bert"]))
 def test_a_task_is_learned_with_compressors_at_every_point(model_type: str, tmp_path: Path) -> None:
     """Messages of changes since a sample's last visit, quantized gradients, and low-rank sums over replicas."""
     vocabulary = write_vocabulary(tmp_path)

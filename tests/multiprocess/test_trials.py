@@ -23,6 +23,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.grad_reducer import GradReducer
 from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.training.assembly import Engines
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_train
 
@@ -83,6 +84,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000},
     ),
+    "pp2 fp16": (
+        4,
+        {"pipeline_model_parallel_size": 2, "precision": {"fp16": True, "initial_loss_scale": 2.0**16}},
+    ),
     "tp2 pp2 fp16": (
         8,
         {
@@ -100,7 +105,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+KEPT = ("dp2", "sharded, overlapped", "pp2 fp16", "experts on one replica each")
+
+
+@pytest.mark.parametrize("name", mark_repeats(LAYOUTS, KEPT))
 def test_a_trial_measures_time_and_error_and_changes_nothing(name: str) -> None:
     """The clock counts bytes: those of an exact reduction are the bucket's, and fewer with fewer columns."""
     world, layout = LAYOUTS[name]

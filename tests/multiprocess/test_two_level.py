@@ -26,6 +26,7 @@ from tests.multiprocess.test_compression import STEPS, Changes, _run, _shallow, 
 from tests.multiprocess.test_compressor_state import _changes, _load, _save, _sums
 from tests.multiprocess.test_resume import _stop_and_go_on
 from tests.support.cli import run_cli
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -146,7 +147,15 @@ def _noted(changes: Changes) -> tuple[list[float], list[str], list[str]]:
     return trace.losses, differences, node_notes(engines.plan, engines.topology)
 
 
-@pytest.mark.parametrize("name", RUNS)
+REPEATS = (
+    "two nodes of two",
+    "sharded",
+    "pairs of replicas of two tensor-parallel ranks, sharded",
+    "the embedding of two stages with four replicas each",
+)
+
+
+@pytest.mark.parametrize("name", mark_repeats(RUNS, keep=RUNS.keys() - set(REPEATS)))
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     ranks, node_size, changes, note = RUNS[name]
     results = run_ranks(ranks, _noted, _shallow(changes), env={"LOCAL_WORLD_SIZE": node_size})
@@ -218,7 +227,7 @@ def test_residuals_are_resharded(tmp_path: Path) -> None:
         assert all(lines == [] for _, lines in loaded)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", mark_repeats([False, True], keep=[False]))
 def test_resume_is_exact(prefix: Path, tmp_path: Path, sharded: bool) -> None:
     flags: dict[str, Any] = {
         "fp16": True,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.test_layouts import DIST, DOUBLE, LAYOUTS, OVERLAP, Changes, _agree, _chosen, _parallel
+from tests.multiprocess.test_layouts import DIST, DOUBLE, LAYOUTS, OVERLAP, Changes, _agree, _chosen, _divide, _parallel
+from tests.support.combinations import mark_repeats
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,7 +23,7 @@ LAMB_LAYOUTS = {
 """Layouts that cut a matrix (LAMB needs norms of whole matrices), or hold the tied embedding twice."""
 
 
-@pytest.mark.parametrize("world_size", LAMB_LAYOUTS)
+@pytest.mark.parametrize("world_size", mark_repeats(LAMB_LAYOUTS, keep=[2]))
 def test_lamb_uses_norms_of_whole_matrices(world_size: int) -> None:
     reference = _agree(world_size, LAMB, 4, _chosen(world_size, LAMB_LAYOUTS))
     assert reference.losses[-1] < reference.losses[0] - 0.1
@@ -49,9 +50,13 @@ CUT = {
     8: {name: LAYOUTS[8][name] for name in ("tp2 pp2 dp2 everything",)},
 }
 """Layouts that cut matrices, along rows, columns, and anywhere, and hold experts on other ranks."""
+CUT_ALIKE = {
+    4: ("pp2 dp2 virtual overlap", "dp4 sharded", "ep2 tp2 sharded", "ep2 dp4 sharded"),
+    8: tuple(CUT[8]),
+}
 
 
-@pytest.mark.parametrize("world_size", CUT)
-def test_muon_uses_whole_matrices_on_any_layout(world_size: int) -> None:
-    reference = _agree(world_size, MUON, 4, CUT[world_size])
+@pytest.mark.parametrize(("world_size", "layouts"), _divide(CUT, CUT_ALIKE))
+def test_muon_uses_whole_matrices_on_any_layout(world_size: int, layouts: dict[str, Changes]) -> None:
+    reference = _agree(world_size, MUON, 4, layouts)
     assert reference.losses[-1] < reference.losses[0] - 0.05
