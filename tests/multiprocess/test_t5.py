@@ -52,6 +52,9 @@ COMPRESSED: dict[str, Changes] = {
 }
 
 
+STEPS = 4
+
+
 def _compressed() -> dict[str, tuple[Trace, list[str]]]:
     traces = {}
     for name, changes in COMPRESSED.items():
@@ -61,7 +64,7 @@ def _compressed() -> dict[str, tuple[Trace, list[str]]]:
         def look(after: Engines, differences: list[str] = differences) -> None:
             differences.extend(disagreements(after))
 
-        traces[name] = (tiny_train(engines, 6, after_step=look), differences)
+        traces[name] = (tiny_train(engines, STEPS, after_step=look), differences)
     return traces
 
 
@@ -79,7 +82,7 @@ def test_compressors_at_every_point() -> None:
     assert used["replicas"] >= {"pp-forward", "pp-backward", "dp-grad"}
     assert used["parts"] >= {"pp-forward", "pp-backward", "tp-forward"}
     # Activations in fp32 of a sample: between stages of the decoder those of both parts.
-    (width, encoder, decoder), samples = (32 * 4, 16, 8), 6 * 4
+    (width, encoder, decoder), samples = (32 * 4, 16, 8), STEPS * 4
     sent = [traces["stages"][0].raw_by_point.get("pp-forward", 0) for traces in ranks]
     assert sent == [samples * width * length for length in (encoder, encoder, encoder + decoder, 0)]
 

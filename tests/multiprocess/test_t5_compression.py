@@ -66,7 +66,7 @@ def _sent(ranks: Sequence[Traced], name: str, point: str) -> tuple[float, float]
     return tuple(sum(getattr(t, kind).get(point, 0) for t in traces) for kind in ("bytes_by_point", "raw_by_point"))
 
 
-# The memories of tensor-parallel ranks are the same: messages are of whole activations, or of parts of them.
+# Tensor-parallel ranks each send a whole activation, or their part of its sequence, by the same codecs.
 @pytest.mark.parametrize("layout", mark_repeats(LAYOUTS, keep=["tp1"]))
 def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
     """Between stages of the encoder, to the decoder, between stages of it, and of three holders of the embedding."""

@@ -18,6 +18,7 @@ from megatron.parallel.pipeline.channel import Direction, PipelineChannel
 from megatron.training.assembly import Engines
 from megatron.training.saved_run import find_saved
 from megatron.training.step import evaluation_step, take_batches
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import (
     Trace,
@@ -92,14 +93,15 @@ def test_tied_embeddings_agree_on_four_ranks() -> None:
     _agree(4, DOUBLE, OF_FOUR)
 
 
+@pytest.mark.repeats
 def test_untied_embeddings_agree_on_four_ranks() -> None:
     chosen = ("pp4", "tp2 pp2 sp selective", "pp2 dp2 sharded overlap")
     _agree(4, merge(DOUBLE, UNTIED), {name: OF_FOUR[name] for name in chosen})
 
 
-@pytest.mark.parametrize("base", [DOUBLE, merge(DOUBLE, UNTIED)], ids=["tied", "untied"])
-def test_two_ranks_agree(base: Changes) -> None:
-    _agree(2, base, OF_TWO)
+@pytest.mark.parametrize("name", mark_repeats(["tied", "untied"], keep=["untied"]))
+def test_two_ranks_agree(name: str) -> None:
+    _agree(2, merge(DOUBLE, UNTIED if name == "untied" else {}), OF_TWO)
 
 
 COMPRESSED: Changes = {
