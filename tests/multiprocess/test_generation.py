@@ -47,8 +47,7 @@ SPLIT = [
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    # Gemma 2 has a window and positions by rotation, too.
-    mark_repeats(SPLIT, keep=[("gemma2", 2, 2), ("qwen3-moe", 2, 1), ("gpt2", 1, 2)]),
+    mark_repeats(SPLIT, keep=[("qwen2 with a window", 2, 2), ("gemma2", 2, 2), ("qwen3-moe", 2, 1), ("gpt2", 1, 2)]),
 )
 def test_tokens_do_not_depend_on_the_layout(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC, **WITH_EXPERTS}[name], layers=4)

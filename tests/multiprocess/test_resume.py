@@ -353,7 +353,6 @@ REPEATS = (
     "quantized factors",
     "delta by token, in evaluation too",
     "parameters of the last stage gathered as differences",
-    "quantized adam, stopped when it is on",
     "ranks by entropy, stopped within a window",
     "stable top-k on tensor-parallel ranks",
     "chunked top-k whose residual fades",
