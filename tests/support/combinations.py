@@ -40,6 +40,14 @@ def in_turn(variants: Sequence[tuple[Any, ...]], *parameters: Sequence[Any]) -> 
     return [(*variant, *row) for variant, row in zip(variants, cycle(rows), strict=False)]
 
 
+THIRDS = range(3)
+
+
+def in_third(number: int, third: int | None) -> bool:
+    """Whether a case, by its number, belongs to a third of a long list of cases: runs of three; None is all."""
+    return third is None or number // 3 % 3 == third
+
+
 def mark_repeats(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
     """Parameters of a test, of which all but those to keep are marked ``repeats``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.kernels import native, ops
 from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
 from tests.support import tiles as tile_checks
+from tests.support.combinations import THIRDS, in_third, mark_repeats
 
 pytestmark = checks.need_kernels
 
@@ -28,11 +30,26 @@ def _compiled() -> None:
     assert native.problem() is None
 
 
-@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-@pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
-def test_codecs_give_the_reference_bits(role: Role, seed: int | None) -> None:
+ROLES = [Role.PLAIN, Role.DELTA, Role.FEEDBACK]
+SEED = (5 << 40) + 7
+
+
+@pytest.mark.parametrize(
+    ("role", "seed", "third"),
+    # Each grid with two of the roles, with one of them stochastic.
+    mark_repeats(
+        product(ROLES, [None, SEED], THIRDS),
+        keep=[
+            *((Role.PLAIN, None, 0), (Role.DELTA, None, 1), (Role.FEEDBACK, None, 2)),
+            *((Role.PLAIN, SEED, 1), (Role.DELTA, SEED, 2), (Role.FEEDBACK, SEED, 0)),
+        ],
+    ),
+)
+def test_codecs_give_the_reference_bits(role: Role, seed: int | None, third: int) -> None:
     """All widths, layouts, methods, grids and types; lengths around the chunks of the kernels, each with one seed."""
     for number, grid in enumerate(checks.grids()):
+        if not in_third(number, third):
+            continue
         lengths = (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000)
         for count in checks.lengths_in_turn(lengths, number + role + (seed is None)):
             dtype = checks.DTYPES[number % 3]
@@ -51,9 +68,12 @@ def test_codecs_split_over_threads_give_the_reference_bits() -> None:
         checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)
 
 
-@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-def test_tiled_messages_give_the_reference_bits(role: Role) -> None:
-    tile_checks.check_tilings(DEVICE, (0, 5, 999, 5000), role)
+@pytest.mark.parametrize(
+    ("role", "third"),
+    mark_repeats(product(ROLES, THIRDS), keep=[(Role.PLAIN, 0), (Role.DELTA, 1), (Role.FEEDBACK, 2)]),
+)
+def test_tiled_messages_give_the_reference_bits(role: Role, third: int) -> None:
+    tile_checks.check_tilings(DEVICE, (0, 5, 999, 5000), role, third)
 
 
 def test_tiles_split_over_threads_give_the_reference_bits() -> None:
