@@ -14,7 +14,7 @@ from megatron.config.lengths import LengthSchedule
 from megatron.config.steps import StepSizes
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step
-from tests.support.combinations import in_turn
+from tests.support.combinations import in_turn, mark_repeats
 from tests.support.tiny import T5, tiny_batches, tiny_engines, tiny_train
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,11 @@ def _graphs() -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    in_turn([("gpt",), ("llama dropout",), ("gpt dropout",), ("llama",), ("window",)], list(RECOMPUTE)),
+    # Without dropout and recomputation, the tests below compile both models.
+    mark_repeats(
+        in_turn([("gpt",), ("llama dropout",), ("gpt dropout",), ("llama",), ("window",)], list(RECOMPUTE)),
+        keep=[("llama dropout", "selective"), ("gpt dropout", "full"), ("window", "selective")],
+    ),
 )
 def test_all_layers_and_steps_share_a_graph(model: str, recompute: str) -> None:
     changes: dict[str, dict[str, Any]] = {"model": MODELS[model], "recompute": RECOMPUTE[recompute]}
@@ -98,7 +102,7 @@ def test_compile_on_generates_code_with_the_losses_of_eager_layers() -> None:
     assert counters["inductor"]
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", mark_repeats(["gpt", "llama"], keep=["llama"]))
 def test_growing_sequences_need_two_graphs(model: str) -> None:
     """For the first length and for any length; without the second, torch reaches its limit of graphs."""
     lengths = LengthSchedule((4, 6, 8, 10, 11, 12, 13, 14, 15, 16), tuple(range(10)))

@@ -31,7 +31,7 @@ from megatron.parallel.pipeline.schedule import SCHEDULES, Pass
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import DueReceives, Route, Timetable, build_timetable
 from megatron.parallel.tensor.main_grad import WeightGrads
-from tests.support.combinations import in_turn
+from tests.support.combinations import in_turn, mark_repeats
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
 
 SHAPE = torch.Size((2, 1, 2))
@@ -169,6 +169,16 @@ GROWING = [
     )
 ]
 """Sequences grow before, with and after the first step of codecs, and with a batch."""
+FEW = [
+    *(case("1f1b", pp, chunks, count) for pp, chunks, count in ((2, 2, 4), (4, 2, 4), (3, 3, 6))),
+    *(
+        case(kind, pp, 2 if kind == "zb-v" else 1, count)
+        for kind in SCHEDULES
+        for pp, count in ((2, 3), (4, 1), (5, 8))
+    ),
+    *(GROWING[i] for i in (2, 3, 5)),
+]
+"""Of these, each schedule with few and with many micro-batches, the fewest and the most stages and virtual stages."""
 
 
 def _always(codec: Codec) -> Callable[[Any], Codec]:
@@ -245,7 +255,7 @@ def _nothing(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
     """Leave a run unchanged."""
 
 
-@pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
+@pytest.mark.parametrize("case", mark_repeats([*CASES, *GROWING], FEW), ids=str)
 def test_kernels_are_not_loaded_during_receives_and_ranks_never_deadlock(case: Case) -> None:
     results = run_threads(case.pp, _rank(case, _nothing))
     for rank, (violations, ahead, losses) in enumerate(results):
@@ -256,7 +266,12 @@ def test_kernels_are_not_loaded_during_receives_and_ranks_never_deadlock(case: C
             assert losses[0] == expected
 
 
-@pytest.mark.parametrize(("case", "ahead"), in_turn([(case,) for case in (*CASES, *GROWING)], [1, 2]), ids=str)
+FORGETTING = in_turn([(case,) for case in (*CASES, *GROWING)], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("case", "ahead"), mark_repeats(FORGETTING, [row for row in FORGETTING if row[0] in FEW]), ids=str
+)
 def test_ranks_may_have_completed_different_launches(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks forget their launches at different steps: they wait where others post receives ahead."""
     monkeypatch.setattr(engine_module, "MAX_POSTED_AHEAD", ahead)
