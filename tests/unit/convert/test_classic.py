@@ -10,6 +10,7 @@ import sys
 import types
 import zipfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.convert.command import main
 from megatron.convert.ours import read_ours
 from megatron.inference.model import load_model
 from megatron.models.context import ForwardContext
+from tests.support.combinations import mark_repeats
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import (
     HEADS,
@@ -54,8 +56,30 @@ def _load(path: Path) -> dict[str, Any]:
 CLASSIC = {**MODELS, "norms of weights beside 1": {"apply_layernorm_1p": True}}
 
 
-@pytest.mark.parametrize("name", CLASSIC)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 3), (4, 1)])
+# Each model in one of the layouts: fused and gated projections, groups, biases and an untied head are split in two.
+LAYOUTS = {
+    "gpt2": (2, 3),
+    "gpt2 untied, exact gelu": (4, 1),
+    "llama, 1 group": (4, 1),  # is refused
+    "llama, 2 groups, untied": (2, 3),
+    "llama, wide heads": (4, 1),
+    "llama with biases": (2, 3),
+    "llama, all wavelengths scaled": (1, 1),
+    "llama 3": (1, 1),
+    "qwen2, 2 groups, untied": (2, 3),
+    "neox": (4, 1),
+    "neox, half rotated, exact gelu, untied": (2, 3),
+    "norms of weights beside 1": (2, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    mark_repeats(
+        [(name, tp, pp) for (tp, pp), name in product([(1, 1), (2, 3), (4, 1)], CLASSIC)],
+        keep=[(name, tp, pp) for name, (tp, pp) in LAYOUTS.items()],
+    ),
+)
 def test_there_and_back(name: str, tp: int, pp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", CLASSIC[name])
     if CLASSIC[name].get("num_query_groups", HEADS) % tp:

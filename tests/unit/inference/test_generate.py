@@ -17,6 +17,7 @@ from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.models.context import ForwardContext
 from megatron.tokenizer.null import NullTokenizer
+from tests.support.combinations import mark_repeats
 from tests.support.tiny import VOCAB, tiny_engines
 from tests.unit.convert.support import MODELS, NOT_CLASSIC, WITH_EXPERTS, convert, saved_model
 from tests.unit.inference.support import trained_model
@@ -49,7 +50,17 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_beyond_the_window(cached: 
         assert sample.prompt_length == len(prompt)
 
 
-@pytest.mark.parametrize("name", [*NOT_CLASSIC, *WITH_EXPERTS, "qwen2, 2 groups, untied"])
+EACH_CACHE = [
+    *("qwen2, yarn with fractions", "mistral", "qwen2, windows in some layers", "qwen2, 2 groups, untied"),
+    *("qwen3, 2 groups, with a window", "gemma2", "gemma3", "neox, side by side", "qwen2-moe"),
+    "qwen3-moe, weights of all, every other layer, with a window, untied",
+]
+"""Models that have each kind of position, window, group, norm and layer between them."""
+
+
+@pytest.mark.parametrize(
+    "name", mark_repeats([*NOT_CLASSIC, *WITH_EXPERTS, "qwen2, 2 groups, untied"], keep=EACH_CACHE)
+)
 def test_the_cache_of_every_kind_of_model_suffices(name: str, tmp_path: Path) -> None:
     """Rows of unequal lengths, past a sliding window and then past the model's own."""
     saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC, **WITH_EXPERTS}[name])

@@ -18,6 +18,7 @@ from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.inference.steps import Record, Recording, Workspaces, rows_to_keep
 from megatron.models.kv_cache import KVCache
+from tests.support.combinations import mark_repeats
 from tests.support.tape import Recorder
 from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
 from tests.unit.inference.support import trained_model
@@ -43,7 +44,14 @@ def never_ending(model: LoadedModel) -> LoadedModel:
     return model
 
 
-@pytest.mark.parametrize("name", [*MODELS, *NOT_CLASSIC])
+EACH_STEP = [
+    *("gpt2", "llama, 2 groups, untied", "llama with biases", "llama, yarn", "neox, half rotated, exact gelu, untied"),
+    *("qwen3, 2 groups, with a window", "qwen2, windows in some layers", "gemma2", "gemma3", "neox, side by side"),
+]
+"""Models that have each kind of position, window, norm and activation of a step between them."""
+
+
+@pytest.mark.parametrize("name", mark_repeats([*MODELS, *NOT_CLASSIC], EACH_STEP))
 def test_every_kind_of_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Rows of unequal lengths, past a sliding window and then past the model's own, twice in the same memory."""
     model = load_model(saved_model(tmp_path, {**MODELS, **NOT_CLASSIC}[name]), device=torch.device("cpu"))
