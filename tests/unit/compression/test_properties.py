@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -33,7 +34,7 @@ from megatron.compression.fixpoint import FixpointConfig
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from tests.support.combinations import in_turn, pairwise
+from tests.support.combinations import in_turn, mark_repeats, pairwise
 
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
 GATHERED = [name for name in CODECS if (BUILTIN[name].points or {Point.TP_FWD}) & {Point.TP_FWD, Point.PARAM_GATHER}]
@@ -163,7 +164,23 @@ FED_ROUNDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "kind"), in_turn(FED_ROUNDS, ("local", "aggregate")), ids=str)
+SCHEDULED = ("min_rank", "window", "sample_every", "sample_share", "rule", "max_step", "warmup_ends", "stage_slack")
+"""Options by which edgc chooses ranks between steps; a plain sum takes none of them."""
+
+
+def changes_sums(options: Any) -> bool:
+    """Whether options other than a seed and ``SCHEDULED`` differ from the defaults, or none does."""
+    default = type(options)()
+    unused = {name: getattr(default, name) for name in (*SCHEDULED, "seed") if hasattr(default, name)}
+    return bool(options == default or replace(options, **unused) != default)
+
+
+FED_SUMS = in_turn(FED_ROUNDS, ("local", "aggregate"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"), mark_repeats(FED_SUMS, [case for case in FED_SUMS if changes_sums(case[1])]), ids=str
+)
 def test_feedback_of_sums_conserves_the_inputs(name: str, options: Any, kind: SumResidual) -> None:
     """Also after a change of the number of replicas."""
     entry = BUILTIN[name]

@@ -25,7 +25,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import rotate
-from tests.support.combinations import pairwise
+from tests.support.combinations import mark_repeats, pairwise
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -46,8 +46,14 @@ def states_of(size: int) -> list[CompressorState]:
     return [CompressorState() for _ in range(size)]
 
 
+LAYOUTS = pairwise([1, 2, 3, 4], [1, 2, 3, 4], [0, 16], [False, True])
+"""Nodes, ranks of a node, rotation, and whether the sum is sharded."""
+
+
 @pytest.mark.parametrize(
-    ("nodes", "ranks", "rotation", "sharded"), pairwise([1, 2, 3, 4], [1, 2, 3, 4], [0, 16], [False, True])
+    ("nodes", "ranks", "rotation", "sharded"),
+    # A rank, a node alone, single ranks, equal and unequal numbers; with eight ranks, rotated and sharded.
+    mark_repeats(LAYOUTS, [row for row in LAYOUTS if row[:2] in {(1, 1), (1, 2), (3, 1), (2, 2), (2, 3), (2, 4)}]),
 )
 def test_the_sum_is_within_the_steps_of_the_grids_of_the_plain_sum(
     nodes: int, ranks: int, rotation: int, sharded: bool
