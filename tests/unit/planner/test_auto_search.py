@@ -16,6 +16,7 @@ from megatron.planner.candidates import read_ladders
 from megatron.planner.command import main
 from megatron.planner.compressor_search import WORTHWHILE, CompressorSearch
 from megatron.planner.search import refusal_reason
+from tests.support.combinations import mark_repeats
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run, write_files
 
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mark_repeats(LAYOUTS, LAYOUTS.keys() - {"delayed"}))
 def test_bounds_of_the_parts_of_an_iteration_are_below_it(name: str) -> None:
     model = {"hidden_size": 256, "num_experts": [4] if name == "experts" else None}
     config = small_run(model=model, parallel=LAYOUTS[name])

@@ -20,6 +20,7 @@ from megatron.planner.dry_run import DryBackend
 from megatron.planner.measure import Corrections, LiveBackend
 from megatron.planner.predict import Predictor
 from megatron.planner.search import SPEC_SETS, enumerate_choices, search
+from tests.support.combinations import mark_repeats
 from tests.support.documented import REPO
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run
 
@@ -34,7 +35,14 @@ def test_the_documentation_lists_the_sets() -> None:
     assert block.split("\n")[1:-1] == [" ".join(specs) for specs in SPEC_SETS if specs]
 
 
-@pytest.mark.parametrize("specs", SPEC_SETS, ids=" ".join)
+LARGEST = [specs for specs in SPEC_SETS if not any({*specs} < {*others} for others in SPEC_SETS)]
+"""Sets that are in no other."""
+
+
+@pytest.mark.parametrize(
+    "specs",
+    mark_repeats([pytest.param(s, id=" ".join(s)) for s in SPEC_SETS], keep=[" ".join(s) for s in LARGEST]),
+)
 def test_a_set_can_be_planned_and_trained(specs: tuple[str, ...]) -> None:
     """On a layout with all kinds of traffic."""
     config = small_run(model={"hidden_size": 512, "seq_length": 128})
