@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layouts_equal_a_plain_loop(ranks: int) -> None:
-    delay.test_layouts_equal_a_plain_loop(ranks, ("adam", "ahead"))
+    delay.test_layouts_equal_a_plain_loop(ranks, delay.every_layout(ranks, ("adam", "ahead")))
 
 
 def test_compressors_see_the_same_gradients() -> None:
-    delay.test_compressors_see_the_same_gradients(2, {"ddp_bucket_size": 3000})
+    delay.test_compressors_see_the_same_gradients(2, delay.BUCKETS, delay.ON_REPLICAS)

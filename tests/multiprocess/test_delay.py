@@ -20,6 +20,7 @@ from megatron.training.evaluation import evaluate
 from megatron.training.replica_check import disagreements
 from megatron.training.saved_run import find_saved
 from megatron.training.step import evaluation_step, take_batches, train_step
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
@@ -142,10 +143,37 @@ def _expected(rule: str, layers: int) -> tuple[list[float], list[float]]:
     return _plain_loop(changes, STEPS)
 
 
-@pytest.mark.parametrize(("ranks", "rules"), [(1, RULES), (2, RULES), (4, ("ahead", "muon"))], ids=["1", "2", "4"])
-def test_layouts_equal_a_plain_loop(ranks: int, rules: Iterable[str]) -> None:
+LayoutsOfRules = dict[str, list[str]]
+
+
+def every_layout(ranks: int, rules: Iterable[str]) -> LayoutsOfRules:
+    return {rule: list(LAYOUTS[ranks]) for rule in rules}
+
+
+# Each rule and each kind of layout, and the rules that keep parameters or whole matrices where a layout splits them.
+SOME: dict[int, LayoutsOfRules] = {
+    2: {
+        "adam": ["dp2", "pp2 without a flush"],
+        "extrapolated": ["dp2 sharded, small buckets", "pp2 virtual"],
+        "ahead": ["dp2 sharded, small buckets", "tp2 sp", "pp2 without a flush"],
+        "sgd": ["dp2", "pp2 zb-h1"],
+        "muon": ["dp2 sharded, small buckets", "tp2 sp"],
+    },
+    4: {
+        "ahead": ["pp2 tp2, without a flush", "pp4 eager, without a flush"],
+        "muon": ["pp2 dp2 sharded, without a flush", "tp2 dp2 sp"],
+    },
+}
+CASES = [pytest.param(1, every_layout(1, RULES), id="1")]
+for _ranks, _some in SOME.items():
+    _others = {rule: [name for name in LAYOUTS[_ranks] if name not in _some[rule]] for rule in _some}
+    CASES += [pytest.param(_ranks, _some, id=f"{_ranks}"), pytest.param(_ranks, _others, id=f"{_ranks}, others")]
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), mark_repeats(CASES, keep=["1", "2", "4"]))
+def test_layouts_equal_a_plain_loop(ranks: int, layouts: LayoutsOfRules) -> None:
     cases = {
-        (rule, name): _changes(layout, DOUBLE, RULES[rule]) for rule in rules for name, layout in LAYOUTS[ranks].items()
+        (rule, name): _changes(LAYOUTS[ranks][name], DOUBLE, RULES[rule]) for rule in layouts for name in layouts[rule]
     }
     results = (
         [_run_layouts(cases, STEPS)] if ranks == 1 else run_ranks(ranks, _run_layouts, cases, STEPS, timeout=300.0)
@@ -202,17 +230,25 @@ def _compare_compressors(cases: dict[str, list[str]], layout: Changes) -> dict[s
     return problems
 
 
+ON_REPLICAS = COMPRESSORS.keys() - {"embedding"}
+SCATTERED = {"powersgd", "stable-topk", "quantized Adam", "server"}  # kept factors or choices, a state of the optimizer
+ON_STAGES = {"embedding", "powersgd"}
+BUCKETS: dict[str, Any] = {"ddp_bucket_size": 3000}
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, **BUCKETS}
+COMPRESSED = [
+    pytest.param(2, BUCKETS, ON_REPLICAS, id="dp2"),
+    pytest.param(2, {**BUCKETS, **SHARDED}, SCATTERED, id="dp2 sharded"),
+    pytest.param(2, {**BUCKETS, **SHARDED}, ON_REPLICAS - SCATTERED, id="dp2 sharded, others"),
+    pytest.param(4, STAGES, ON_STAGES, id="pp2 dp2"),
+    pytest.param(4, STAGES, COMPRESSORS.keys() - ON_STAGES, id="pp2 dp2, others"),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (2, {"ddp_bucket_size": 3000}),
-        (2, {"ddp_bucket_size": 3000, **SHARDED}),
-        (4, {"pipeline_model_parallel_size": 2, "ddp_bucket_size": 3000}),
-    ],
-    ids=["dp2", "dp2 sharded", "pp2 dp2"],
+    ("ranks", "parallel", "names"), mark_repeats(COMPRESSED, keep=["dp2", "dp2 sharded", "pp2 dp2"])
 )
-def test_compressors_see_the_same_gradients(ranks: int, parallel: dict[str, Any]) -> None:
-    cases = {name: specs for name, specs in COMPRESSORS.items() if ranks == 4 or name != "embedding"}
+def test_compressors_see_the_same_gradients(ranks: int, parallel: dict[str, Any], names: set[str]) -> None:
+    cases = {name: specs for name, specs in COMPRESSORS.items() if name in names}
     for problems in run_ranks(ranks, _compare_compressors, cases, {"parallel": parallel}, timeout=300.0):
         assert not problems
 
