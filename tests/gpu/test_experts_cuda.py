@@ -25,9 +25,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.timeout(400)  # the ranks may take 300 s
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts_agree(world_size: int) -> None:
-    experts.test_layouts_agree(world_size)
+@pytest.mark.parametrize("name", ["2", "2, others", "4"])
+def test_layouts_agree(name: str) -> None:
+    experts.test_layouts_agree(name)
 
 
 def _layer(dtype: torch.dtype, **form: Any) -> Experts:

@@ -13,6 +13,7 @@ from megatron.parallel.expert.dispatcher import RowExchange
 from megatron.parallel.expert.router import Router
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import ODD, Trace, merge, tiny_engines, tiny_run, tiny_train
 
@@ -114,6 +115,7 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
         "ep2 tp2 sp overlap": _parallel(tp=2, ep=2, **SP, **OVERLAP),
         "ep2 pp2 virtual": _parallel(pp=2, ep=2, **VIRTUAL),
+        "ep2 pp2 zb-h1": _parallel(pp=2, ep=2, pipeline_schedule="zb-h1"),
         "ep2 of tp2 dp2, sharded overlap recomputed": {
             **_parallel(tp=2, ep=2, **FOLDED, **DIST, **OVERLAP),
             **UNIFORM,
@@ -134,23 +136,37 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
 
 
 # Except for "residual", the other forms have all parts of the standard one.
-FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {
-        "standard": ("tp2",),
-        "capacity": ("tp2 sp", "ep2", "ep2 of tp2 sp"),
-        "biased": ("pp2", "ep2"),
-        "residual": ("tp2", "ep2 sharded overlap recomputed", "ep2 of tp2"),
-        "lamb": ("ep2 of tp2",),
-        "global": ("tp2 sp", "dp2", "ep2 sharded overlap recomputed", "ep2 of tp2 sp"),
-    },
-    4: {
-        "standard": ("ep4", "ep4 of tp2 dp2 sp"),
-        "capacity": ("ep2 tp2 sp overlap",),
-        "biased": ("ep2 of dp4 sharded",),
-        "lamb": ("ep2 of dp4 sharded", "ep2 of tp2 dp2, sharded overlap recomputed"),
-        "global": ("ep2 pp2 virtual",),
-    },
-    8: {"standard": tuple(LAYOUTS[8])},
+FORMS_ON: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
+    "2": (
+        2,
+        {
+            "capacity": ("ep2 of tp2 sp",),
+            "biased": ("pp2", "ep2"),
+            "residual": ("tp2", "ep2 of tp2"),
+            "lamb": ("ep2 of tp2",),
+            "global": ("tp2 sp", "dp2", "ep2 sharded overlap recomputed"),
+        },
+    ),
+    "2, others": (
+        2,
+        {
+            "standard": ("tp2",),
+            "capacity": ("tp2 sp", "ep2"),
+            "residual": ("ep2 sharded overlap recomputed",),
+            "global": ("ep2 of tp2 sp",),
+        },
+    ),
+    "4": (
+        4,
+        {
+            "standard": ("ep4", "ep4 of tp2 dp2 sp", "ep2 pp2 zb-h1"),
+            "capacity": ("ep2 tp2 sp overlap",),
+            "biased": ("ep2 of dp4 sharded",),
+            "lamb": ("ep2 of dp4 sharded", "ep2 of tp2 dp2, sharded overlap recomputed"),
+            "global": ("ep2 pp2 virtual",),
+        },
+    ),
+    "8": (8, {"standard": tuple(LAYOUTS[8])}),
 }
 
 
@@ -162,11 +178,12 @@ def _batch(world_size: int, changes: Changes) -> Changes:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
-def test_layouts_agree(world_size: int) -> None:
+@pytest.mark.parametrize("name", mark_repeats(FORMS_ON, keep=["2", "4"]))
+def test_layouts_agree(name: str) -> None:
     """Losses and norms of gradients in fp64: routing, capacity, both MLPs beside the experts, the layers' losses."""
-    cases = [(form, layout) for form, layouts in FORMS_ON[world_size].items() for layout in layouts]
-    assert {layout for _, layout in cases} == LAYOUTS[world_size].keys()
+    world_size, forms = FORMS_ON[name]
+    cases = [(form, layout) for form, layouts in forms.items() for layout in layouts]
+    assert "others" in name or {layout for _, layout in cases} == LAYOUTS[world_size].keys()
     batches = {layout: _batch(world_size, changes) for layout, changes in LAYOUTS[world_size].items()}
     runs = {
         f"{form}, {layout}": merge(MOE, ODD, batches[layout], FORMS[form], LAYOUTS[world_size][layout])
@@ -175,15 +192,15 @@ def test_layouts_agree(world_size: int) -> None:
     traces = run_ranks(world_size, _run_all, runs, 2, timeout=300.0)[0]
     references: dict[str, Trace] = {}
     for form, layout in cases:
-        name, key = f"{form}, {layout}", f"{form}, {batches[layout]}"
+        run, key = f"{form}, {layout}", f"{form}, {batches[layout]}"
         if key not in references:
             references[key] = tiny_run(merge(MOE, ODD, batches[layout], FORMS[form]), 2, masked=True)
-        trace, reference = traces[name], references[key]
+        trace, reference = traces[run], references[key]
         assert all(step["moe loss"] > 0 for step in reference.named)
-        assert trace.losses == pytest.approx(reference.losses, rel=1e-10, abs=0), name
-        assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), name
+        assert trace.losses == pytest.approx(reference.losses, rel=1e-10, abs=0), run
+        assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), run
         for losses, theirs in zip(trace.named, reference.named, strict=True):
-            assert losses == pytest.approx(theirs, rel=1e-10), name
+            assert losses == pytest.approx(theirs, rel=1e-10), run
 
 
 CODED: Changes = {
