@@ -32,19 +32,20 @@ def _run_forked(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Pa
 
 
 @pytest.mark.parametrize(
-    ("experiment", "schemes", "says"),
+    ("experiment", "schemes", "says", "iterations"),
     [
-        ("functionality", "CB-FE-SC", "| CB-FE-SC | 10 |"),
-        ("fig10", "CB", "exposed: pp-backward"),
-        ("tbl2", "CB-NON-LEP", "| CB-NON-LEP | 20 |"),
-        ("fig11", "CB-ALL", "| CB-ALL | "),
-        ("fig12", "Baseline", "| Baseline | "),
+        ("functionality", "CB-FE-SC", "| CB-FE-SC | 10 |", None),
+        ("fig10", "CB", "exposed: pp-backward", None),
+        ("tbl2", "CB-NON-LEP", "| CB-NON-LEP | 6 |", 6),
+        ("fig11", "CB-ALL", "| CB-ALL | ", 6),
+        ("fig12", "Baseline", "| Baseline | ", 6),
     ],
 )
 def test_locally(
     experiment: str,
     schemes: str,
     says: str,
+    iterations: int | None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -52,7 +53,8 @@ def test_locally(
     if experiment != "functionality":  # shows that the launcher is called correctly
         monkeypatch.setattr("ASPLOS23.run.run_shown", _run_forked)
     rounds = ["--rounds", "2"] if experiment == "fig10" else []
-    status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path), *rounds])
+    fewer = ["--", "--train-iters", str(iterations)] if iterations else []
+    status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path), *rounds, *fewer])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert says in printed.out
@@ -62,6 +64,7 @@ def test_locally(
     for scheme in schemes.split(","):
         events = read_records(folder / scheme / ("round2" if rounds else "") / "log.jsonl")
         train = [event for event in events if event["kind"] == "train"]
+        assert len(train) == (iterations or {"functionality": 10, "fig10": 6}[experiment])
         assert train[-1]["lm_loss"] < train[0]["lm_loss"] - 0.2
         shares = breakdown(events)
         assert 0 < shares["compute"] <= shares["all"]
