@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import REPO
+from tests.support.combinations import mark_repeats
 from tests.support.deberta import write_deberta
 from tests.support.gpt2 import write_gpt2
 from tests.support.tasks import write_tsv
@@ -31,15 +32,19 @@ def _run(folder: Path, **settings: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("kind", "length", "epochs", "remembered"),
-    [
-        # Numbers of 32 positions, of two bytes.
-        ("deberta", 16, 6, "128 samples of 1.02 kB: 131 kB of memory"),
-        ("gpt", 32, 8, "128 samples of 2.05 kB: 262 kB of memory"),
-    ],
+    ("kind", "length", "epochs", "score", "remembered"),
+    mark_repeats(
+        [
+            # Numbers of 32 positions, of two bytes.
+            pytest.param("deberta", 16, 6, 0.5, "128 samples of 1.02 kB: 131 kB of memory", id="deberta"),
+            pytest.param("gpt", 32, 2, -1.0, "128 samples of 2.05 kB: 262 kB of memory", id="gpt, two epochs"),
+            pytest.param("gpt", 32, 8, 0.5, "128 samples of 2.05 kB: 262 kB of memory", id="gpt"),
+        ],
+        keep=["deberta", "gpt, two epochs"],  # too few for GPT-2 to learn, enough for the script and its messages
+    ),
 )
 def test_it_learns_with_compressed_activations(
-    kind: str, length: int, epochs: int, remembered: str, tmp_path: Path
+    kind: str, length: int, epochs: int, score: float, remembered: str, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
     write_deberta(tmp_path / "hf") if kind == "deberta" else write_gpt2(tmp_path / "hf")
@@ -49,7 +54,7 @@ def test_it_learns_with_compressed_activations(
     text = _run(tmp_path, KIND=kind, LR="3e-3", FLAGS="--check-replicas 8", **sizes)
     scores = re.findall(r"metrics of dev.tsv at iteration (\d+) \| Matthews: (\S+) \|", text)
     assert len(scores) == epochs, text
-    assert float(scores[-1][1]) > 0.5, text
+    assert float(scores[-1][1]) > score, text
     # Said before the first iteration.
     note = f"each end of a boundary will remember {remembered}"
     assert note in text
