@@ -12,6 +12,7 @@ from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support import combinations
 from tests.support.cases import SharedRanks
+from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_engines, tiny_run, tiny_train
 
@@ -101,7 +102,19 @@ LOSSLESS_RUNS = SharedRanks(
 )
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+# What they show, others do on fewer ranks or with more settings at once.
+LOSSLESS_REPEATS = (
+    "sharded parameter servers",
+    "powersgd, full rank",
+    "stable top-k, density 1",
+    "fused embedding",
+    "fused embedding and powersgd",
+    "embedding stable top-k, density 1",
+    "embedding powersgd, full rank",
+)
+
+
+@pytest.mark.parametrize("name", mark_repeats(LOSSLESS, keep=LOSSLESS.keys() - {*LOSSLESS_REPEATS}))
 def test_lossless_settings_give_the_dense_run(request: pytest.FixtureRequest | None, name: str) -> None:
     dense = _dense(_shallow(LOSSLESS[name][1]).get("model", {}).get("num_layers", 4))
     for trace in LOSSLESS_RUNS.results(request, name):
@@ -320,7 +333,23 @@ LOSSY_RUNS = SharedRanks(
 )
 
 
-@pytest.mark.parametrize("name", [*LOSSY, *(COMBINED if combinations.all_combinations else ())])
+# Their compressors are in other cases, of fewer ranks or steps, and in test_composition.
+LOSSY_REPEATS = (
+    "powersgd",
+    "powersgd, factors of 4 bits",
+    "stable top-k",
+    "stochastic gradients",
+    "fixpoint pipeline",
+    "parameters bf16 in 4 bits, long groups",
+    "gradients in 8-bit floats",
+    "8-bit floats on tensor-parallel ranks",
+    "lowrank",
+    "all three",
+)
+LOSSY_NAMES = mark_repeats(LOSSY, keep=LOSSY.keys() - {*LOSSY_REPEATS})
+
+
+@pytest.mark.parametrize("name", [*LOSSY_NAMES, *(COMBINED if combinations.all_combinations else ())])
 def test_replicas_agree_and_the_loss_falls(request: pytest.FixtureRequest | None, name: str) -> None:
     results = LOSSY_RUNS.results(request, name)
     assert [differences for _, differences in results] == [[]] * (LOSSY | COMBINED)[name][0]

@@ -13,6 +13,7 @@ from megatron.compression.edgc import RankController
 from megatron.compression.points import Point
 from megatron.distributed.clock import HostClock
 from megatron.training.assembly import Engines
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -71,7 +72,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mark_repeats(LAYOUTS, keep=["sharded, virtual"]))
 def test_later_stages_send_as_much_as_their_head_start_allows(layout: str) -> None:
     """A longer warm-up saves more of the probe's cost, up to all of it. The probe is in the tenth step."""
     changes = LAYOUTS[layout]
@@ -104,6 +105,7 @@ def test_gradients_are_sent_exactly_where_that_is_faster() -> None:
         assert sent[12] > sent[0]
 
 
+SHARDED = {"use_distributed_optimizer": True}
 BY_ERROR = "dp-grad=edgc,rank=4,min-rank=4,window=4,sample-every=1,stage-slack=0,warmup-ends=error,min-ratio=0.5"
 
 
@@ -161,7 +163,7 @@ def _stop_at_12(prefix: Path, folder: Path, **flags: Any) -> tuple[dict[str, Any
     return _state(saved / "iter_0000012"), _state(saved / "iter_0000024")
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}], ids=["plain", "sharded"])
+@pytest.mark.parametrize("changes", mark_repeats([{}, SHARDED], keep=[{}]), ids=["plain", "sharded"])
 def test_a_run_goes_on_with_the_times_of_its_probe(prefix: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """To the last digit, though times decide: the rest of a run measures nothing again."""
     before, after = _stop_at_12(prefix, tmp_path, compress=[FALLING], **changes)

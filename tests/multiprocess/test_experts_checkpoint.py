@@ -22,7 +22,7 @@ from megatron.training.replica_check import check_replicas
 from megatron.training.saved_run import find_saved
 from tests.multiprocess.test_experts import BIASED, DIST, FOLDED, MOE, SP, Changes, _parallel
 from tests.support.cli import run_cli
-from tests.support.combinations import in_turn
+from tests.support.combinations import in_turn, mark_repeats
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_checkpoints, tiny_engines, tiny_train
@@ -75,9 +75,9 @@ RESUMED_ON: dict[int, dict[str, Changes]] = {
     2: {
         "dp2": _parallel(),
         "dp2 sharded": _parallel(**DIST),
-        "ep2 sharded": _parallel(ep=2, **DIST),
         "tp2": _parallel(tp=2, **SP),
         "pp2": _parallel(pp=2),
+        "ep2 sharded": _parallel(ep=2, **DIST),
         "ep2 of tp2": _parallel(tp=2, ep=2, **FOLDED),
     },
     4: {
@@ -90,7 +90,7 @@ RESUMED_ON: dict[int, dict[str, Changes]] = {
 }
 
 
-@pytest.mark.parametrize("sharded", [{}, DIST], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharded", mark_repeats([{}, DIST], keep=[DIST]), ids=["whole", "sharded"])
 def test_a_run_with_experts_resumes_on_any_layout(sharded: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along, and the counts
     of the global batch that is balanced."""
@@ -114,7 +114,10 @@ def test_a_run_with_experts_resumes_on_any_layout(sharded: dict[str, Any], tmp_p
             assert ranks[0]["same"] == (steps, biases)
 
 
-@pytest.mark.parametrize("folded", [{}, {"tp": 2, **FOLDED}], ids=["of replicas", "of tensor-parallel ranks"])
+TP2 = {"tp": 2, **FOLDED}
+
+
+@pytest.mark.parametrize("folded", mark_repeats([{}, TP2], keep=[TP2]), ids=["of replicas", "of tensor-parallel ranks"])
 def test_a_run_with_residuals_resumes_bit_for_bit(folded: dict[str, int], tmp_path: Path) -> None:
     specs = {
         "compression": {"compress": ["dp-grad=powersgd,rank=2", "ep-dispatch=fixpoint,bits=4,rounding=stochastic"]}
@@ -193,7 +196,7 @@ def _upcycled_losses(runs: dict[str, Changes], root: Path) -> dict[str, float]:
     return losses
 
 
-@pytest.mark.parametrize("saved_on", ["one", "tp2"])
+@pytest.mark.parametrize("saved_on", mark_repeats(["one", "tp2"], keep=["one"]))
 def test_experts_begin_with_the_dense_models_loss(saved_on: str, tmp_path: Path) -> None:
     """The first loss is the dense model's to the last bits; then experts learn different things."""
     world, layout = {"one": (1, {}), "tp2": (2, _parallel(tp=2, **SP))}[saved_on]
@@ -220,7 +223,10 @@ def _from_halves(runs: dict[str, Changes], root: Path) -> dict[str, tuple[dict[s
     return results
 
 
-@pytest.mark.parametrize("layout", [{}, _parallel(ep=2, **DIST)], ids=["one", "ep2 sharded"])
+EP2 = _parallel(ep=2, **DIST)
+
+
+@pytest.mark.parametrize("layout", mark_repeats([{}, EP2], keep=[EP2]), ids=["one", "ep2 sharded"])
 def test_fp32_values_come_from_a_run_in_bf16(layout: Changes, tmp_path: Path) -> None:
     """The optimizer's fp32 values, for experts too; and biases of experts, which the optimizer does not hold."""
     halves, world_size = {"precision": {"fp64": False, "bf16": True}}, 2 if layout else 1

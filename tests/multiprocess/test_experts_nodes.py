@@ -16,6 +16,7 @@ from megatron.models.experts import Experts
 from megatron.parallel.expert.router import Routing
 from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _parallel
 from tests.support.cli import run_cli
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_engines, tiny_run, tiny_train
@@ -49,7 +50,10 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> tuple[dict[str, Trace
     return traces, 0 if comm.nodes is None else comm.nodes.size
 
 
-@pytest.mark.parametrize("ranks", sorted(LAYOUTS))
+CASES = [pytest.param(sizes, id="{} ranks, {} a node".format(*sizes)) for sizes in sorted(LAYOUTS)]
+
+
+@pytest.mark.parametrize("ranks", mark_repeats(CASES, keep=["4 ranks, 2 a node", "8 ranks, 2 a node"]))
 def test_layouts_agree(ranks: tuple[int, int]) -> None:
     """Losses and norms of gradients in fp64 are those of a single process."""
     runs = {name: merge(MOE, form, layout) for name, (layout, form) in LAYOUTS[ranks].items()}

@@ -21,6 +21,7 @@ import pytest
 from megatron.checkpoint.find import read_tracker
 from tests.support.cleanup import descendants, have_ended, kill_tree
 from tests.support.cli import REPO, RankProcesses, launch_ranks_cli, run_cli
+from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.train import train
 
@@ -94,7 +95,8 @@ KILLED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
+# The third saves synchronously, as the first does.
+@pytest.mark.parametrize("name", mark_repeats(KILLED, keep=["asynchronous saves", "delta and low-rank messages"]))
 def test_runs_killed_at_random_moments_lose_nothing(prefix: Path, tmp_path: Path, name: str) -> None:
     assert _kill_until_done(prefix, tmp_path, 2, seed=5, **KILLED[name]) == 2
 
@@ -236,7 +238,7 @@ def test_the_launcher_restarts_from_the_last_checkpoint(prefix: Path, tmp_path: 
     assert _losses(log) == _losses(reference)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", mark_repeats([signal.SIGTERM, signal.SIGUSR1], keep=[signal.SIGTERM]))
 def test_signals_save_and_end_well(prefix: Path, tmp_path: Path, number: signal.Signals) -> None:
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=100_000, save=saved, exit_signal_handler=True, log_json_file=log)
@@ -249,7 +251,7 @@ def test_signals_save_and_end_well(prefix: Path, tmp_path: Path, number: signal.
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", mark_repeats([signal.SIGTERM, signal.SIGUSR1], keep=[signal.SIGUSR1]))
 def test_a_signal_to_the_launcher_lets_the_ranks_save(prefix: Path, tmp_path: Path, number: signal.Signals) -> None:
     """However long that takes; the last line says so. Ranks that have ended are not started again."""
     saved, log, out = tmp_path / "saved", tmp_path / "log.jsonl", tmp_path / "out"

@@ -16,6 +16,7 @@ from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
 from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.support.cases import SharedRanks
+from tests.support.combinations import mark_repeats
 from tests.support.launches import PretendedDevice, pretended_device
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
@@ -163,7 +164,25 @@ def _rank(run: Run) -> tuple[list[float], list[float], list[str], list[int]]:
 ON_RANKS = SharedRanks(_rank, {name: (run.ranks, (run,)) for name, run in RUNS.items()})
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+# Each kind of step whose kernels come late: of a schedule, a recomputation, a codec after its warm-up or with other
+# bits, a longer sequence, a larger batch, an evaluation, a skipped step, a probe, a sum of gradients during backward.
+KEPT = (
+    "four stages, eager",
+    "recomputation and dropout",
+    "codecs after a warm-up, interleaved",
+    "epilogue only, eager",
+    "bits and ranks that change",
+    "compressed in evaluation",
+    "sequences and batches grow, codecs",
+    "sequences grow, samples come again",
+    "sequences grow, tensor-parallel codecs",
+    "an overflow",
+    "gradients summed during backward",
+    "errors are probed",
+)
+
+
+@pytest.mark.parametrize("name", mark_repeats(RUNS, keep=KEPT))
 def test_nothing_is_loaded_beside_a_pending_receive(request: pytest.FixtureRequest, name: str) -> None:
     """And the steady state still has receives pending beside its launches."""
     run = RUNS[name]
