@@ -335,13 +335,10 @@ LOSSY_RUNS = SharedRanks(
 
 # Their compressors are in other cases, of fewer ranks or steps, and in test_composition.
 LOSSY_REPEATS = (
-    "powersgd",
     "powersgd, factors of 4 bits",
-    "stable top-k",
     "fixpoint pipeline",
     "parameters bf16 in 4 bits, long groups",
     "8-bit floats on tensor-parallel ranks",
-    "lowrank",
     "all three",
 )
 LOSSY_NAMES = mark_repeats(LOSSY, keep=LOSSY.keys() - {*LOSSY_REPEATS})
