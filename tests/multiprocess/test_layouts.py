@@ -104,10 +104,11 @@ def _divide(layouts: Mapping[int, Mapping[str, Changes]], repeats: Mapping[int, 
         others = repeats.get(world_size, ())
         assert by_name.keys() >= set(others), others
         kept, further = ({n: c for n, c in by_name.items() if (n in others) is repeated} for repeated in (False, True))
-        for chosen, name in ((kept, str(world_size)), (further, f"{world_size} further")):
-            if chosen:
-                cases.append(pytest.param(world_size, chosen, id=name))
-    return mark_repeats(cases, keep=[case.id for case in cases if "further" not in case.id])
+        if kept:
+            cases.append(pytest.param(world_size, kept, id=str(world_size)))
+        if further:
+            cases.append(pytest.param(world_size, further, id=f"{world_size} further", marks=pytest.mark.repeats))
+    return cases
 
 
 STEPS = {True: 3, False: 2}
