@@ -47,17 +47,21 @@ def make_island_group(
     timeout = timedelta(seconds=seconds)
     store.set_timeout(timeout)
     process_group: Any = dist.ProcessGroup(store, rank, len(ranks))
-    try:
-        # Both the store and the members may hang; the store has no time limit for that.
+
+    def make_gloo() -> Any:
         gloo: Any = dist.ProcessGroupGloo
         # By default, gloo listens at the interface GLOO_SOCKET_IFNAME, or at the address of this machine's name, which
         # on many machines other machines cannot reach.
-        options: Any = timeout
-        if address is not None:
-            options = gloo._Options()
-            options._timeout = timeout
-            options._devices = [gloo.create_device(hostname=address)]
-        backend = Caller("islands").call(lambda: gloo(store, rank, len(ranks), options), 2 * seconds)
+        if address is None:
+            return gloo(store, rank, len(ranks), timeout)
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=address)]
+        return gloo(store, rank, len(ranks), options)
+
+    try:
+        # Both the store and the members may hang; the store has no time limit for that.
+        backend = Caller("islands").call(make_gloo, 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error

@@ -327,8 +327,10 @@ class Predictor(Stages):
 
     def _slowest_gather_s(self, choice: Choice, wires: Wires) -> float:
         """Seconds of the slowest rank's all-gather of updated parameters: all ranks start their updates together."""
+        if not choice.sharded:
+            return 0.0
         slowest_s, correction = 0.0, self.book.coding(choice, Point.PARAM_GATHER)
-        for rank in range(choice.pp) if choice.sharded else ():
+        for rank in range(choice.pp):
             seconds, group_wires = 0.0, (wires.dp, wires.expert_dp)
             for (elements, size), wire in zip(self.count_replicas(choice, rank), group_wires, strict=False):
                 share = self.book.param_gather(choice, -(-elements // size), rank)

@@ -257,8 +257,9 @@ class RunCertificate:
             worst_error = max(before.worst_error, entry.worst_error)
             samples[key] = SampledPoint(*key, before.samples + entry.samples, worst_error, digest)
         plan, not_sampled = self.engines.plan, dict[str, str]()
+        sampled_points = {name for name, _ in samples}
         for point, spec in plan.specs.items():
-            if point.value not in [name for name, _ in samples]:
+            if point.value not in sampled_points:
                 sends_messages = spec.registration.codec is not None and not point.is_reduction
                 reason = why_not_sampled(plan.codec(point)) if sends_messages else None
                 not_sampled[point.value] = reason or "no message of a sampled step left anything out so far"

@@ -221,23 +221,23 @@ def _run_all(cases: list[tuple[Case, int]]) -> list[tuple[list[float], list[str]
     return results
 
 
-@pytest.fixture(scope="module")
-def all_cases() -> list[Case]:
-    cases = cover()
-    assert len(cases) > 150, "the checks refuse settings that may go together"
-    return cases
-
-
 OTHER_PARTS = 4
 
 
+@pytest.fixture(scope="module")
+def parts() -> list[list[Case]]:
+    """All cases: every setting in each precision, then the remaining pairs in several parts."""
+    cases = cover()
+    assert len(cases) > 150, "the checks refuse settings that may go together"
+    chosen = with_precisions(cases)
+    others = [case for case in cases if case not in chosen]
+    ends = [len(others) * number // OTHER_PARTS for number in range(OTHER_PARTS + 1)]
+    return [chosen, *(others[start:end] for start, end in itertools.pairwise(ends))]
+
+
 @pytest.mark.parametrize("part", mark_repeats(range(1 + OTHER_PARTS), keep=[0]))
-def test_every_pair_of_settings_trains_agrees_and_counts_bytes(all_cases: list[Case], part: int) -> None:
-    """The first part has every setting in each precision, the others the remaining pairs."""
-    chosen = with_precisions(all_cases)
-    others = [case for case in all_cases if case not in chosen]
-    start, end = (len(others) * (part - 1 + at) // OTHER_PARTS for at in range(2))
-    cases = others[start:end] if part else chosen
+def test_every_pair_of_settings_trains_agrees_and_counts_bytes(parts: list[list[Case]], part: int) -> None:
+    cases = parts[part]
     dense: list[Case] = []
     for case in cases:
         if dense_of(case) not in dense:

@@ -32,19 +32,19 @@ def _run(folder: Path, **settings: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("kind", "length", "epochs", "score", "remembered"),
+    ("kind", "length", "epochs", "learns", "remembered"),
     mark_repeats(
         [
             # Numbers of 32 positions, of two bytes.
-            pytest.param("deberta", 16, 6, 0.5, "128 samples of 1.02 kB: 131 kB of memory", id="deberta"),
-            pytest.param("gpt", 32, 2, -1.0, "128 samples of 2.05 kB: 262 kB of memory", id="gpt, two epochs"),
-            pytest.param("gpt", 32, 8, 0.5, "128 samples of 2.05 kB: 262 kB of memory", id="gpt"),
+            pytest.param("deberta", 16, 6, True, "128 samples of 1.02 kB: 131 kB of memory", id="deberta"),
+            pytest.param("gpt", 32, 2, False, "128 samples of 2.05 kB: 262 kB of memory", id="gpt, two epochs"),
+            pytest.param("gpt", 32, 8, True, "128 samples of 2.05 kB: 262 kB of memory", id="gpt"),
         ],
         keep=["deberta", "gpt, two epochs"],  # too few for GPT-2 to learn, enough for the script and its messages
     ),
 )
 def test_it_learns_with_compressed_activations(
-    kind: str, length: int, epochs: int, score: float, remembered: str, tmp_path: Path
+    kind: str, length: int, epochs: int, learns: bool, remembered: str, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
     write_deberta(tmp_path / "hf") if kind == "deberta" else write_gpt2(tmp_path / "hf")
@@ -54,7 +54,8 @@ def test_it_learns_with_compressed_activations(
     text = _run(tmp_path, KIND=kind, LR="3e-3", FLAGS="--check-replicas 8", **sizes)
     scores = re.findall(r"metrics of dev.tsv at iteration (\d+) \| Matthews: (\S+) \|", text)
     assert len(scores) == epochs, text
-    assert float(scores[-1][1]) > score, text
+    if learns:
+        assert float(scores[-1][1]) > 0.5, text
     # Said before the first iteration.
     note = f"each end of a boundary will remember {remembered}"
     assert note in text

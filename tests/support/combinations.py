@@ -55,11 +55,12 @@ def mark_repeats(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
         cases: values of the parameters: tuples for several, or ``pytest.param``, which ``keep`` names by its id.
         keep: cases that together cover what the test shows.
     """
-    named = [(case.id if hasattr(case, "marks") else case, case) for case in cases]
-    unknown = [name for name in keep if name not in [name for name, _ in named]]
+    cases = list(cases)
+    names = [case.id if hasattr(case, "marks") else case for case in cases]
+    unknown = [name for name in keep if name not in names]
     assert not unknown, f"no such cases: {unknown}"
     params = []
-    for name, case in named:
+    for name, case in zip(names, cases, strict=True):
         if name in keep:
             params.append(case)
         elif hasattr(case, "marks"):

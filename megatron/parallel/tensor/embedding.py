@@ -14,6 +14,16 @@ from megatron.parallel.tensor.main_grad import main_grad_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
+def _sum_rows(grad: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    """Gradient of a table of this shape from the gradients of its rows at an index, each sum rounded once.
+
+    torch adds rows one by one and rounds each sum: half precision would lose most of the gradient of a frequent row.
+    """
+    rows_nh = grad.reshape(-1, shape[1]).to(torch.promote_types(grad.dtype, torch.float32))
+    total = torch.zeros(shape, dtype=rows_nh.dtype, device=rows_nh.device)
+    return total.index_add_(0, index.flatten(), rows_nh).to(grad.dtype)
+
+
 class _Rows(torch.autograd.Function):
     """Rows of a table on a CPU; their gradients are added to the table's main gradient, if it has an open one."""
 
@@ -26,37 +36,28 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, (index,) = ctx.weight, ctx.saved_tensors
-        index_n, rows_nh = index.flatten(), grad.reshape(-1, grad.shape[-1])
         main_grad = main_grad_of(weight)
         if main_grad is not None:
-            main_grad.add_rows(index_n, rows_nh)
+            main_grad.add_rows(index.flatten(), grad.reshape(-1, grad.shape[-1]))
             return None, None
         if grad.dtype in (torch.bfloat16, torch.float16):
-            # torch would add the rows one by one and round each sum, and lose most of the gradient of a frequent row.
-            index_n, number_n = index_n.unique(return_inverse=True)
-            sums_nh = torch.zeros(len(index_n), rows_nh.shape[1], device=grad.device)
-            rows_nh = sums_nh.index_add_(0, number_n, rows_nh.float()).to(grad.dtype)
-        return torch.ops.aten.embedding_dense_backward(rows_nh, index_n, weight.shape[0], -1, False), None
+            return _sum_rows(grad, index, weight.shape), None
+        return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
 
 
 class _SortedRows(torch.autograd.Function):
-    """Rows of a table; in deterministic mode torch sorts their gradients before it adds them.
-
-    torch adds them one by one and rounds each sum: half precision would lose most of the gradient of a frequent row.
-    """
+    """Rows of a table; in deterministic mode torch sorts their gradients before it adds them."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.like = weight.shape, weight.dtype
+        ctx.shape = weight.shape
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
-        rows = grad.reshape(-1, shape[1]).to(torch.promote_types(dtype, torch.float32))
-        total = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
-        return total.index_add_(0, index.flatten(), rows).to(dtype), None
+        (index,) = ctx.saved_tensors
+        return _sum_rows(grad, index, ctx.shape), None
 
 
 def look_up_rows(weight: Tensor, index: Tensor) -> Tensor:
