@@ -13,7 +13,7 @@ from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V
+from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V, has_weight_passes
 
 NOT_PLANNED = ("t5", "deberta")
 """Types of models that the planner does not support."""
@@ -85,6 +85,11 @@ class Choice:
     def can_overlap_steps(self) -> bool:
         """Whether passes of two steps can take turns, with a delay."""
         return self.pp > 1 and self.delay > 0 and self.chunks == 1 and self.schedule in SCHEDULES_WITHOUT_FLUSH
+
+    @property
+    def has_weight_passes(self) -> bool:
+        """Whether ranks compute weight gradients separately, or may do so."""
+        return has_weight_passes(self.schedule, self.flush, self.tp)
 
     @property
     def expert_ranks(self) -> int:

@@ -16,6 +16,7 @@ from megatron.parallel.pipeline.list_schedule import AUTO, FIRST
 from megatron.parallel.pipeline.schedule import (
     Pass,
     PipelineOp,
+    add_weight_passes,
     find_epilogue,
     make_schedule,
     most_in_flight,
@@ -50,14 +51,25 @@ def _operations(
 
 @cache
 def held_by_rank(
-    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None = None, flush: bool = True
+    kind: str,
+    pp: int,
+    rank: int,
+    chunks: int,
+    micro_batches: int,
+    max_in_flight: int | None = None,
+    flush: bool = True,
+    separate: bool = False,
 ) -> frozenset[HeldCounts]:
-    """Return all combinations of activations and records that a rank holds at the same time during a step."""
+    """Return all combinations of activations and records that a rank holds at the same time during a step.
+
+    Without ``flush``, ``separate`` says whether there are weight passes.
+    """
     if flush:
         operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
     else:
         warm_up = warm_ups_without_flush(kind, pp, micro_batches, max_in_flight)[rank]
         operations = one_f_one_b(warm_up, warm_up + 1)
+        operations = add_weight_passes(operations, rank) if separate else operations
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
     activations, records = [0] * chunks, [0] * chunks
     held_counts = set()
@@ -98,8 +110,9 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
             counts: frozenset[HeldCounts] = frozenset({all_activations, all_records} if rank > 0 else {all_activations})
         else:
             counts = held_by_rank(
-                choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush
-            )
+                choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush,
+                choice.has_weight_passes,
+            )  # fmt: skip
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))

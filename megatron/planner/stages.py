@@ -14,7 +14,6 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
 from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline
-from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.parallel.pipeline.simulate import Hop, Hops, Pipeline
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
@@ -115,7 +114,7 @@ class Stages:
         return self._passes[key]
 
     def _make_passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
-        passes, separate = {}, choice.schedule in WITH_WEIGHT_PASSES
+        passes, separate = {}, choice.has_weight_passes
         for name in self.names:
             piece = self.book.piece(choice, name)
             pass_s = []

@@ -14,6 +14,7 @@ import torch
 
 from megatron.config.steps import BatchSizeSchedule, LengthSchedule, StepSizes
 from megatron.models.losses import StageLoss
+from megatron.parallel.pipeline.channel import Message
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
@@ -163,6 +164,39 @@ def test_steps_have_the_order_of_one_long_step(
     for stage, passes in enumerate(results):
         ops = make_schedule(kind, 4, stage, 1, steps * count, in_long_step)
         assert passes == [divmod(op.micro_batch, count) for op in ops]
+
+
+def _sent_and_weights(tp: int, steps: int) -> list[tuple[str, int]]:
+    """Backward messages that this rank sends and weight passes that it runs, in order, with their micro-batches."""
+    parallel = {"pipeline_model_parallel_size": 4 // tp, "tensor_model_parallel_size": tp}
+    engines = tiny_engines(merge(EAGER, DELAY, NO_FLUSH, {"parallel": parallel, "model": {"num_layers": 4}}))
+    channel, weight_grads, events = engines.channel, engines.pipeline.weight_grads, list[tuple[str, int]]()
+    assert channel is not None
+    send, compute = channel.send, weight_grads.compute
+
+    def record_send(message: Message, x: torch.Tensor) -> None:
+        send(message, x)
+        if message.direction is channel.backward:
+            events.append(("sent", message.position.micro_batch))
+
+    def record_weights(slot: tuple[int, int]) -> None:
+        assert any(True for _ in weight_grads.tensors(slot))
+        compute(slot)
+        events.append(("weights", slot[1]))
+
+    channel.send, weight_grads.compute = record_send, record_weights  # type: ignore[method-assign, assignment]
+    tiny_train(engines, steps)
+    flush_pipeline(engines, Timers())
+    return events
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weight_gradients_follow_the_message_to_the_previous_stage(tp: int) -> None:
+    """Of the same micro-batch. The first stage sends none, and tensor-parallel ranks compute both at once."""
+    steps, count = 3, 4
+    for rank, events in enumerate(run_ranks(4, _sent_and_weights, tp, steps)):
+        stage, kinds = rank // tp, ("sent", "weights") if tp == 1 else ("sent",)
+        assert events == [(kind, m) for _ in range(steps) for m in range(count) for kind in kinds if stage > 0]
 
 
 def _evaluated_between(steps: int) -> tuple[list[float], list[float]]:

@@ -19,7 +19,9 @@ from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, St
 from megatron.parallel.pipeline.schedule import (
     Pass,
     PipelineOp,
+    add_weight_passes,
     count_warm_up,
+    has_weight_passes,
     make_forward_schedule,
     make_schedule,
     most_in_flight,
@@ -40,14 +42,14 @@ class _Step:
 
     ``separate`` holds the (chunk, micro-batch) pairs with weight passes, ``activations`` the inputs and outputs of
     forward passes that wait for their backward, ``num_backwards`` the number of remaining backward passes by chunk, and
-    ``cool_down`` the backward passes that are left for the next step.
+    ``cool_down``, by micro-batch, the backward and weight passes that are left for the next step.
     """
 
     messages: StepMessages
     ops: InitVar[Sequence[PipelineOp]]
     loss_grad: Tensor | None
     activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    cool_down: deque[PipelineOp] = field(default_factory=deque)
+    cool_down: deque[list[PipelineOp]] = field(default_factory=deque)
 
     def __post_init__(self, ops: Sequence[PipelineOp]) -> None:
         self.num_backwards = Counter(op.chunk for op in ops if op.is_backward)
@@ -196,8 +198,9 @@ class PipelineEngine:
 
         1F1B begins with warm-up forwards and ends with as many backward passes, and stages wait for each other in both
         phases. Here, each of this step's warm-up forwards is followed by one of the last step's remaining backward
-        passes, so that the pipeline stays full (PipeDream-2BW, Narayanan et al. 2021, section 3.1). No message counts
-        as part of an epilogue.
+        passes, so that the pipeline stays full (PipeDream-2BW, Narayanan et al. 2021, section 3.1). Weight passes
+        follow their backward pass (``add_weight_passes``), unless ranks are tensor-parallel. No message counts as part
+        of an epilogue.
 
         Args:
             table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
@@ -205,24 +208,29 @@ class PipelineEngine:
                 follows it, with the number of forward passes so far. Once that is the number of warm-up forwards, the
                 last step has run its last backward.
         """
-        ops = table.schedules[self.stage]
-        warm_up = table.warm_ups[self.stage]
+        ops, warm_up = list(table.schedules[self.stage]), table.warm_ups[self.stage]
+        if has_weight_passes("1f1b", flush=False, tp=self.layout.tp):
+            ops = add_weight_passes(ops, self.stage)
         no_epilogues = [frozenset[PipelineOp]() for _ in table.epilogues]
         messages = StepMessages(
             self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, no_epilogues, scale
         )
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
-        self.weight_grads.begin_step(separate=False)
+        self.weight_grads.begin_step(bool(step.separate))
         if self.channel is not None and last_step is None:
             self.channel.open_mailboxes(buffers=table.warm_ups[0] + 1)
-        forwards, backwards = ([op for op in ops if op.is_forward is forward] for forward in (True, False))
+        forwards = [op for op in ops if op.is_forward]
+        backwards: list[list[PipelineOp]] = [[] for _ in forwards]  # with their weight passes
+        for op in ops:
+            if not op.is_forward:
+                backwards[op.micro_batch].append(op)
         passes: list[tuple[_Step, PipelineOp]] = []
         for number, forward in enumerate(forwards):
             passes.append((step, forward))
             if number >= warm_up:
-                passes.append((step, backwards[number - warm_up]))
+                passes += [(step, op) for op in backwards[number - warm_up]]
             elif last_step is not None:
-                passes.append((last_step, last_step.cool_down.popleft()))
+                passes += [(last_step, op) for op in last_step.cool_down.popleft()]
         self._run_passes(passes, table.warm_ups[0], span, after_forwards)
         after_forwards(len(forwards))
         step.cool_down.extend(backwards[len(forwards) - warm_up :])
@@ -233,7 +241,7 @@ class PipelineEngine:
         step, self._open_step = self._open_step, None
         if step is None:
             return
-        self._run_passes([(step, op) for op in step.cool_down], 0, span)
+        self._run_passes([(step, op) for ops in step.cool_down for op in ops], 0, span)
         self._complete_sends()
         if self.channel is not None:
             self.channel.close_mailboxes()

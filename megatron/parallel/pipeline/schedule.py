@@ -104,6 +104,20 @@ def warm_ups_without_flush(kind: str, pp: int, num_micro_batches: int, max_in_fl
     return [count_warm_up(pp, stage, in_flight) for stage in range(pp)]
 
 
+def add_weight_passes(ops: Sequence[PipelineOp], stage: int) -> list[PipelineOp]:
+    """Add a weight pass after each backward pass, so that the previous stage receives its message earlier.
+
+    On slow links, a message and its answer must arrive within the time of the micro-batches between them. The first
+    stage sends no such message and has no weight passes.
+    """
+    added = []
+    for op in ops:
+        added.append(op)
+        if op.is_backward and stage > 0:
+            added.append(PipelineOp(Pass.WEIGHT, op.chunk, op.micro_batch))
+    return added
+
+
 def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B whose weight gradients fill the gaps in which a stage waits for the next stage's backward.
 
@@ -233,6 +247,19 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", ZERO_BUBBLE_V, "gpipe")
 WITH_WEIGHT_PASSES = frozenset({"zb-h1", ZERO_BUBBLE_V, "auto"})
 """Schedules that compute weight gradients separately, or may do so; all but zb-v only after the first stage."""
+
+
+def has_weight_passes(kind: str, flush: bool, tp: int) -> bool:
+    """Whether a schedule computes weight gradients separately, or may do so; all but zb-v only after the first stage.
+
+    Args:
+        kind: a name from ``SCHEDULES``, or auto.
+        flush: whether the pipeline drains at the end of each step. Without a flush, 1f1b and eager-1f1b have weight
+            passes, too; see ``add_weight_passes``.
+        tp: tensor-parallel size. Tensor-parallel ranks compute weight gradients while they sum those of the inputs,
+            rather than after it.
+    """
+    return kind in WITH_WEIGHT_PASSES or not (flush or tp > 1)
 
 
 def make_schedule(

@@ -14,6 +14,7 @@ from megatron.parallel.pipeline.schedule import (
     Pass,
     PipelineOp,
     TimedPass,
+    add_weight_passes,
     make_schedule,
     one_f_one_b,
     warm_ups_without_flush,
@@ -127,9 +128,9 @@ class Pipeline:
         """
         count = min(micro_batches, max(4 * self.stages, _MAX_FULL_FORWARDS // (7 * self.stages)))
         warm_ups = warm_ups_without_flush(self.kind, self.stages, micro_batches, self.max_in_flight)
-        few, many = (
-            self.simulate_orders([ListedOrder(one_f_one_b(warm_up, n * count)) for warm_up in warm_ups]) for n in (3, 7)
-        )
+        long_steps = ([one_f_one_b(warm_up, steps * count) for warm_up in warm_ups] for steps in (3, 7))
+        lists = ([add_weight_passes(ops, stage) for stage, ops in enumerate(stages)] for stages in long_steps)
+        few, many = (self.simulate_orders([ListedOrder(ops) for ops in stages]) for stages in lists)
         share = micro_batches / (4 * count)
         return [
             RankTimes((b.end - a.end) * share, (b.busy - a.busy) * share, (b.coding - a.coding) * share)

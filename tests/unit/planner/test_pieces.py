@@ -13,7 +13,9 @@ from megatron.compression.points import Point
 from megatron.kernels.native import problem
 from megatron.models.flops import model_flops_per_sample
 from megatron.planner.cluster import Device
+from megatron.planner.costs import wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
+from megatron.planner.footprint import HeldCounts, held_by_rank
 from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
 from megatron.planner.report import describe_choice
@@ -211,6 +213,22 @@ def test_micro_batches_in_flight_take_memory(limit: int | None, no_flush: bool, 
         predictor, choice = predictor_of(config)
         activations.append(predictor.predict(choice).memory["activations"])
     assert activations[1] == pytest.approx(activations[0] * held / 7)
+
+
+def test_records_of_weight_passes_without_a_flush() -> None:
+    """One on each stage but the first, after which the backward's activation is free; none of tensor-parallel ranks."""
+
+    def held(stage: int, separate: bool) -> frozenset[HeldCounts]:
+        return held_by_rank("1f1b", 4, stage, 1, 8, flush=False, separate=separate)
+
+    assert {records for ((_, records),) in held(1, separate=True)} == {0, 1}
+    assert max(sum(counts) for (counts,) in held(1, separate=True)) == 3
+    assert {records for stage, separate in ((0, True), (1, False)) for ((_, records),) in held(stage, separate)} == {0}
+    parallel = {"pipeline_model_parallel_size": 2, "delay": 1, "no_pipeline_flush": True}
+    for tp in (1, 2):
+        predictor, choice = predictor_of(small_run(parallel={**parallel, "tensor_model_parallel_size": tp}))
+        pipeline = predictor.pipeline(choice, wires_of(predictor.cluster, choice))
+        assert any(pipeline.weight_s) == choice.has_weight_passes == (tp == 1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])

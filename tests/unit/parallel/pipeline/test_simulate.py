@@ -53,14 +53,18 @@ def test_steps_of_too_few_micro_batches_leave_a_bubble_without_a_flush() -> None
     ("kind", "limit", "count", "in_flight"),
     [("1f1b", None, 8, 4), ("eager-1f1b", None, 8, 7), ("eager-1f1b", 10, 16, 10), ("eager-1f1b", 10, 6, 7)],
 )
+@pytest.mark.parametrize("weight", [0.0, 0.75])
 def test_micro_batches_in_flight_hide_messages_in_a_full_pipeline(
-    kind: str, limit: int | None, count: int, in_flight: int
+    kind: str, limit: int | None, count: int, in_flight: int, weight: float
 ) -> None:
     """The first stage waits for a micro-batch's way to the last stage and back, while others are in flight, and at most
-    one more than a step has."""
-    pipeline = replace(_pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=4.0)), max_in_flight=limit)
-    round_trip = 4 * (1.0 + 2.0) + 6 * 4.0
-    assert pipeline.run_without_flush(count)[0].end == pytest.approx(count * round_trip / in_flight, rel=0.03)
+    one more than a step has. Only the first stage's weight gradients are part of it."""
+    pipeline = _pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=4.0))
+    pipeline = replace(pipeline, max_in_flight=limit, weight_s=[weight] * 4)
+    round_trip = 4 * (1.0 + 2.0) - 3 * weight + 6 * 4.0
+    times = pipeline.run_without_flush(count)
+    assert times[0].end == pytest.approx(count * round_trip / in_flight, rel=0.03)
+    assert [time.busy for time in times] == pytest.approx([count * 3.0] * 4)
 
 
 def test_a_long_step_without_a_flush_is_extrapolated() -> None:
