@@ -56,7 +56,7 @@ def time_sets(parts: RunParts, run: ChosenRun, sets: Sequence[CompressorSet]) ->
     plain = without_settings(plain, run.settings)
     for each in sets:
         config = with_choice(plain, each.specs, each.settings, parts.topology)
-        trials.append(SetTrial(parts.topology, parts.vocab_size, parts.length, parts.plan, 0, config, True))
+        trials.append(SetTrial(parts.topology, parts.vocab_size, parts.length, parts.plan, 0, config))
     order, generator = list(range(len(trials))), random.Random(0)
     seconds: list[list[float]] = [[] for _ in trials]
     for _ in range(1 + ROUNDS):

@@ -164,10 +164,12 @@ class AutoSearch:
         """Find the set with some candidates' specs and some settings."""
         return self.search_with(settings).find_set(specs)
 
-    def contenders(self) -> list[CompressorSet]:
-        """Sets worth timing: the run as it is and up to ``MAX_TRIALS`` sets that are nearly as fast as the fastest
+    def contenders(self, most: int = MAX_TRIALS) -> list[CompressorSet]:
+        """Sets worth timing: the run as it is and up to ``most`` sets that are nearly as fast as the fastest
         prediction, or a single one if none is predicted to gain; empty if nothing can gain. If the first of them has
-        settings, the best without settings is timed as well, in case the settings save less than predicted."""
+        settings, the best without settings is timed as well, in case the settings save less than predicted; but not
+        with fewer sets than ``MAX_TRIALS``, or if it is to gain less than twice ``WORTHWHILE``, which would take many
+        rounds to become certain."""
         plain = self.sets[0]
         limit_s = min(candidate_set.seconds for candidate_set in self.sets) * (1 + TRIAL_MARGIN)
         fast_sets = [candidate_set for candidate_set in self.sets[1:] if candidate_set.seconds <= limit_s]
@@ -176,12 +178,15 @@ class AutoSearch:
         selected = [plain, _lowest_increase_of_fastest(fast_sets)]
         if limit_s > plain.seconds * (1 - WORTHWHILE) * (1 + TRIAL_MARGIN):
             return selected
-        if selected[1].settings:
-            selected.append(_lowest_increase_of_fastest(self.searches[0].sets))
+        if selected[1].settings and most == MAX_TRIALS:
+            without_settings = _lowest_increase_of_fastest(self.searches[0].sets)
+            if without_settings.seconds <= plain.seconds * (1 - 2 * WORTHWHILE):
+                selected.append(without_settings)
+                most += 1
         fast_sets.sort(key=lambda candidate_set: candidate_set.seconds)
         selected += fast_sets[:MAX_TRIALS]
         distinct = [each for number, each in enumerate(selected) if each not in selected[:number]]
-        return distinct[: 1 + MAX_TRIALS + (1 if selected[1].settings else 0)]
+        return distinct[: 1 + most]
 
     def calibrate(self, contenders: Sequence[CompressorSet], seconds: Sequence[float]) -> list[CompressorSet]:
         """Multiply all later predictions by the median ratio of trial steps to predictions.

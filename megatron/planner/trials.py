@@ -6,17 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, pvariance, variance
 
-from megatron.planner.compressor_search import WORTHWHILE
+from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE
 
 MAX_SECONDS = 15.0
 """A gain counts as none if it is still uncertain after this many seconds, without those of the first round, and after
 ``_SETTLED_ROUNDS`` rounds."""
 
-_MAX_SHARE, _LARGE_GAIN, _MAX_SHARE_OF_LARGE = 0.015, 0.1, 0.025
-"""There is no further round once the choice has taken ``_MAX_SHARE`` of the run's time with the fastest set, or
-``_MAX_SHARE_OF_LARGE`` if an uncertain set saves ``_LARGE_GAIN`` of an iteration on average.
+_MAX_SHARE = 0.018
+"""Share of the run's time with the fastest set: no round begins after which the choice would have taken more.
 
-The last round, and further steps of sets that gain, come on top: the whole choice is to take 2%.
+Further steps of sets that gain come on top: the whole choice is to take 2%.
 """
 
 _SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
@@ -40,6 +39,13 @@ _ERRORS_TO_GAIN, _ERRORS_TO_GAIN_AS_PREDICTED, _ERRORS_TO_GIVE_UP = 3.0, 2.0, 0.
 ``WORTHWHILE`` was predicted; and by which a gain must fall short of it to be given up.
 
 Choosing compressors that cost time is worse than missing a small gain.
+"""
+
+_PREDICTION_ERROR, _PREDICTION_ERROR_SHARE = 0.1, 0.5
+"""Assumed standard error of the logarithm of a predicted gain: the larger of a number and a share of it.
+
+A predicted gain of at least twice ``WORTHWHILE`` is averaged with the measured gain, weighted by the inverse squares of
+their errors, before it is tested for certainty. By itself it is never certain, however large.
 """
 
 
@@ -77,17 +83,17 @@ class TrialRounds:
         gaining, uncertain = (self._drop_slower(sets) for sets in (self.gaining(), self._uncertain_sets()))
         seconds = _total_seconds(self._rounds[1:])
         has_settled = len(self._rounds) >= _SETTLED_ROUNDS and seconds >= MAX_SECONDS
-        if uncertain and not has_settled and (not self._rounds or not self._takes_too_long(uncertain)):
-            return [*sorted(gaining + uncertain), 0]
+        compared = [*sorted(gaining + uncertain), 0]
+        if uncertain and not has_settled and (not self._rounds or not self._takes_too_long(compared)):
+            return compared
         # Steps after the first have no warm-up. Several sets with short steps are compared by two such steps.
         steps = 3 if len(gaining) > 1 and _total_seconds(self._rounds) < _SETTLED_SECONDS else 2
         return gaining if any(len(self._times(number)) < steps for number in gaining) else []
 
-    def _takes_too_long(self, uncertain: Sequence[int]) -> bool:
-        """Whether the choice has taken ``_MAX_SHARE`` of the run, or more if a large gain is uncertain."""
+    def _takes_too_long(self, compared: Sequence[int]) -> bool:
+        """Whether the choice would take more than ``_MAX_SHARE`` of the run after a round with some sets."""
         run_s = self._train_iters * min(self.typical_s(number) for number in range(len(self._predicted_s)))
-        is_large = any(fmean(self._log_gains(each)) >= _log_gain(_LARGE_GAIN) for each in uncertain)
-        return self._spent_s >= (_MAX_SHARE_OF_LARGE if is_large else _MAX_SHARE) * run_s
+        return self._spent_s + sum(self.typical_s(number) for number in compared) > _MAX_SHARE * run_s
 
     def gaining(self) -> list[int]:
         """The sets that certainly save ``WORTHWHILE`` of an iteration."""
@@ -131,9 +137,32 @@ class TrialRounds:
             least = _CLEAR
         else:
             return False
-        errors = _ERRORS_TO_GAIN_AS_PREDICTED if predicted_share >= 2 * WORTHWHILE else _ERRORS_TO_GAIN
-        samples = [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]
-        return any(fmean(values) - errors * _standard_error(values) >= _log_gain(least) for values in samples)
+        is_predicted = predicted_share >= 2 * WORTHWHILE
+        errors = _ERRORS_TO_GAIN_AS_PREDICTED if is_predicted else _ERRORS_TO_GAIN
+        for values in [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]:
+            gain, error = fmean(values), _standard_error(values)
+            if is_predicted:
+                predicted = _log_gain(predicted_share)
+                weight = (error / max(_PREDICTION_ERROR, _PREDICTION_ERROR_SHARE * predicted)) ** 2
+                gain = (gain + weight * predicted) / (1.0 + weight)
+                error /= math.sqrt(1.0 + weight)
+            if gain - errors * error >= _log_gain(least):
+                return True
+        return False
+
+
+def num_sets_to_time(step_s: float, train_iters: int | None, spent_s: float) -> int:
+    """Number of sets, at least one, for which enough rounds fit into the choice's share of the run.
+
+    Args:
+        step_s: predicted seconds of an iteration with the fastest set.
+        train_iters: iterations of the run; None if unknown.
+        spent_s: seconds that the choice has taken so far.
+    """
+    if train_iters is None:
+        return MAX_TRIALS
+    steps_per_round = (_MAX_SHARE * train_iters - spent_s / step_s) / _SETTLED_ROUNDS
+    return min(max(int(steps_per_round) - 1, 1), MAX_TRIALS)
 
 
 def _total_seconds(rounds: Sequence[Mapping[int, float]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,13 +45,17 @@ from megatron.planner.settings import (
     list_free_settings,
 )
 from megatron.planner.suggestions import suggestions
+from megatron.planner.trials import num_sets_to_time
 from megatron.training.loss_guard import LossGuard
 from megatron.training.saved_run import SavedRun
+from megatron.training.schedule_choice import StageTimes
 from megatron.training.step_time_check import StepTimeCheck
-from megatron.training.trial_steps import SetTime
+from megatron.training.trial_steps import SetTime, predict_stages
 
 CHOICE = "compression_choice"
 """Name of the choice in a checkpoint."""
+
+TimeSets = Callable[[Sequence[RunConfig], Sequence[float], Sequence[StageTimes | None], bool, float], Sequence[SetTime]]
 
 _REMEDY = "load another checkpoint, or name the specs"
 
@@ -116,7 +121,7 @@ def choose_compressors(
     env: LaunchEnvironment,
     vocab_size: int,
     flag_fields: Collection[str],
-    time_sets: Callable[[Sequence[RunConfig], Sequence[float], bool, float], Sequence[SetTime]] | None,
+    time_sets: TimeSets | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
     """Choose the compressors of ``--compress auto``, and settings that change no result. A collective call.
@@ -131,8 +136,8 @@ def choose_compressors(
         vocab_size: entries of the vocabulary.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps, given resolved configurations (the first without compressors), their predicted
-            times, whether to keep all engines at the same time, and the seconds that the choice has taken so far. None
-            if no step is left to take.
+            times and those of their stages, whether to keep all engines at the same time, and the seconds that the
+            choice has taken so far. None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:
@@ -151,6 +156,8 @@ def choose_compressors(
     if not ladders and not free_settings:
         log(NOTHING_TO_CHOOSE)
         return with_choice(config, [], {}, topology), None
+    # The optimizers of every run import it, which takes longer than some trial steps.
+    importlib.import_module("torch._dynamo")
     start, on_cpu = time.perf_counter(), topology.device.type == "cpu"
     specs = [*user_specs, *candidate_specs(filter_by_budget(ladders, config.compression.max_loss_increase))]
     with torch.random.fork_rng(devices=[] if on_cpu else [topology.device]):
@@ -170,11 +177,19 @@ def choose_compressors(
         ),
     )
     is_first = topology.rank == 0  # the others search nothing: they may share its processors
-    contenders = agree_on_sets(group, run_together(group, lambda: search.contenders() if is_first else []), search)
+
+    def select_sets() -> list[CompressorSet]:
+        fastest_s = min(each.prediction.seconds for each in search.sets)
+        return search.contenders(
+            num_sets_to_time(fastest_s, config.training.planned_iters, time.perf_counter() - start)
+        )
+
+    contenders = agree_on_sets(group, run_together(group, lambda: select_sets() if is_first else []), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
-    set_times = time_sets(trial_configs, predicted_s, not crowded, time.perf_counter() - start)
+    stage_times = predict_stages(group, [each.prediction.choice for each in contenders], search.predictor)
+    set_times = time_sets(trial_configs, predicted_s, stage_times, not crowded, time.perf_counter() - start)
     if contenders:
         contenders = search.calibrate(contenders, [set_time.seconds for set_time in set_times])
     trials = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,8 +29,16 @@ _PROBE_TAG = 1 << 21
 """Tag of the messages that measure a link, distinct from all others."""
 _POINTS = (Point.PP_FWD, Point.PP_BWD)
 _PASSES = ("forward", "backward", "weight")
-_BYTES_FORWARD, _BYTES_BACKWARD, _LATENCY, _ROUND_TRIP, _COLUMNS = 7, 8, 9, 10, 11
-"""Columns of the measured rows; see ``_pipeline``."""
+_FORWARD_MESSAGE, _BACKWARD_MESSAGE, _LATENCY, _COLUMNS = 7, 8, 9, 10
+"""Columns of ``StageTimes``, and their number."""
+
+StageTimes = Sequence[Sequence[float]]
+"""A row of times of each stage of a pipeline with a chunk on each, in seconds.
+
+The columns: forward, backward and weight pass; encoding a message to the next stage, and one to the previous stage;
+decoding a message from the previous stage, and one from the next stage; transfer of a message to the next stage, and of
+one to the previous stage; latency of the link to the next stage.
+"""
 
 
 class ScheduleChoice(Observer):
@@ -114,17 +122,18 @@ class ScheduleChoice(Observer):
         nbytes = [float(_median(self._bytes[point])) for point in _POINTS]
         rows[stage, :_LATENCY] = torch.tensor([*passes_s, *coding_s, *nbytes])
         rows = self._max_over_ranks(rows)
-        sizes = [(int(rows[b, _BYTES_FORWARD]), int(rows[b + 1, _BYTES_BACKWARD])) for b in range(stages - 1)]
+        sizes = [(int(rows[b, _FORWARD_MESSAGE]), int(rows[b + 1, _BACKWARD_MESSAGE])) for b in range(stages - 1)]
+        round_trips_s = torch.zeros(stages - 1, dtype=torch.float64)
         for parity in (0, 1):
             for boundary in range(parity, stages - 1, 2):
                 if boundary in (stage, stage - 1):
                     small_s = self._round_trip(boundary, (_SMALL_BYTES, _SMALL_BYTES))
                     rows[boundary, _LATENCY] = small_s / 2
-                    rows[boundary, _ROUND_TRIP] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
-            rows = self._max_over_ranks(rows)
-        measured = MeasuredPipeline(
-            replace(_pipeline(rows), max_in_flight=engines.config.parallel.pipeline_max_in_flight)
-        )
+                    round_trips_s[boundary] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
+            rows, round_trips_s = self._max_over_ranks(rows), self._max_over_ranks(round_trips_s)
+        _divide_round_trips(rows, round_trips_s)
+        max_in_flight = engines.config.parallel.pipeline_max_in_flight
+        measured = MeasuredPipeline(make_pipeline(rows.tolist(), max_in_flight))
         engines.pipeline.measured = measured
         candidates = measured.candidates(micro_batches)
         for observer in engines.ledger.observers:
@@ -136,7 +145,7 @@ class ScheduleChoice(Observer):
         return (
             f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
             f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
-            f"{float(rows[:, _ROUND_TRIP].max()):.3g} s there and back"
+            f"{float(round_trips_s.max()):.3g} s there and back"
         )
 
     def _max_over_ranks(self, rows: torch.Tensor) -> torch.Tensor:
@@ -172,27 +181,46 @@ def _median(values: list[float] | list[int]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _pipeline(rows: torch.Tensor) -> Pipeline:
-    """Times of a pipeline from a row of each stage.
+def _divide_round_trips(rows: torch.Tensor, round_trips_s: torch.Tensor) -> None:
+    """Replace the bytes of messages by the seconds of their transfers: shares of those there and back."""
+    for boundary, round_trip_s in enumerate(round_trips_s):
+        forward, backward = (boundary, _FORWARD_MESSAGE), (boundary + 1, _BACKWARD_MESSAGE)
+        s_per_byte = round_trip_s / max(float(rows[forward] + rows[backward]), 1.0)
+        rows[forward] *= s_per_byte
+        rows[backward] *= s_per_byte
 
-    The columns: seconds of forward, backward and weight pass; of encoding a message forward and backward, and of
-    decoding it; bytes of a message to the next and to the previous stage; latency of the link to the next stage, and
-    seconds of a message and its answer over it.
-    """
-    forward_s, backward_s, weight_s, *coding_s = rows[:, :_BYTES_FORWARD].t().tolist()
-    encode_forward_s, encode_backward_s, decode_forward_s, decode_backward_s = coding_s
+
+def make_pipeline(rows: StageTimes, max_in_flight: int | None) -> Pipeline:
+    """Make a pipeline from the times of its stages; ``max_in_flight`` limits the micro-batches that a stage stores."""
     hops: dict[tuple[bool, int], Hop] = {}
-    for boundary in range(len(rows) - 1):
-        bytes_forward = float(rows[boundary, _BYTES_FORWARD])
-        bytes_backward = float(rows[boundary + 1, _BYTES_BACKWARD])
-        latency_s = float(rows[boundary, _LATENCY])
-        s_per_byte = float(rows[boundary, _ROUND_TRIP]) / max(bytes_forward + bytes_backward, 1.0)
-        send_forward_s, send_backward_s = bytes_forward * s_per_byte, bytes_backward * s_per_byte
-        encode_s, decode_s = encode_forward_s[boundary], decode_forward_s[boundary + 1]
-        hops[True, boundary] = Hop(encode_s, send_forward_s, latency_s, decode_s)
-        encode_s, decode_s = encode_backward_s[boundary + 1], decode_backward_s[boundary]
-        hops[False, boundary] = Hop(encode_s, send_backward_s, latency_s, decode_s)
+    for boundary, (row, next_row) in enumerate(pairwise(rows)):
+        latency_s = row[_LATENCY]
+        hops[True, boundary] = Hop(row[3], row[_FORWARD_MESSAGE], latency_s, next_row[5])
+        hops[False, boundary] = Hop(next_row[4], next_row[_BACKWARD_MESSAGE], latency_s, row[6])
+    forward_s, backward_s, weight_s = ([row[column] for row in rows] for column in range(3))
     joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
     return Pipeline(
-        FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary]
-    )
+        FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary],
+        max_in_flight,
+    )  # fmt: skip
+
+
+def list_times(pipeline: Pipeline) -> list[list[float]]:
+    """List the times of a pipeline, the ``StageTimes`` of ``make_pipeline``."""
+    rows = []
+    for stage in range(pipeline.stages):
+        before, after = (
+            [pipeline.hops(forward, boundary, False) for forward in (True, False)]
+            if 0 <= boundary < pipeline.stages - 1
+            else [Hop(), Hop()]
+            for boundary in (stage - 1, stage)
+        )
+        weight_s = pipeline.weight_s[stage]
+        rows.append(
+            [
+                pipeline.forward_s[stage], pipeline.backward_s[stage] - weight_s, weight_s,
+                after[0].encode_s, before[1].encode_s, before[0].decode_s, after[1].decode_s,
+                after[0].transfer_s, before[1].transfer_s, after[0].latency_s,
+            ]
+        )  # fmt: skip
+    return rows

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
@@ -19,11 +20,15 @@ from megatron.data.batch import Batch
 from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
+from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
+from megatron.planner.choice import Choice
+from megatron.planner.costs import wires_of
+from megatron.planner.predict import Predictor
 from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.flushless import complete_steps
 from megatron.training.run_plan import RunPlan
-from megatron.training.schedule_choice import ScheduleChoice
+from megatron.training.schedule_choice import ScheduleChoice, StageTimes, list_times, make_pipeline
 from megatron.training.step import open_loader, take_full_batch, train_step
 from megatron.training.timers import Timers
 
@@ -49,6 +54,7 @@ def time_sets(
     consumed_samples: int,
     configs: Sequence[RunConfig],
     predicted_s: Sequence[float],
+    stage_times: Sequence[StageTimes | None],
     all_at_once: bool,
     spent_s: float = 0.0,
 ) -> list[SetTime]:
@@ -64,9 +70,9 @@ def time_sets(
         consumed_samples: position of the run in its data.
         configs: resolved configurations with each set, the first without compressors; may be empty.
         predicted_s: predicted seconds of an iteration with each set.
+        stage_times: for each set with ``--pipeline-schedule auto``, the predicted times of the stages.
         all_at_once: keep the engines of all sets; otherwise those of a set are built for each of its steps, and the
-            first step of new engines is not timed. Only kept engines measure passes and messages for
-            ``--pipeline-schedule auto``; others use its first schedule.
+            first step of new engines is not timed.
         spent_s: seconds that the choice has taken so far.
 
     Returns:
@@ -77,7 +83,10 @@ def time_sets(
     """
     # The reduction of delayed gradients runs beside the next step, which must be one of the same set.
     all_at_once = all_at_once and not any(config.parallel.delay for config in configs)
-    trials = [SetTrial(topology, vocab_size, length, plan, consumed_samples, config, all_at_once) for config in configs]
+    trials = [
+        SetTrial(topology, vocab_size, length, plan, consumed_samples, config, times)
+        for config, times in zip(configs, stage_times, strict=True)
+    ]
     rounds = TrialRounds(predicted_s, plan.train_iters, spent_s)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
@@ -101,6 +110,19 @@ def time_sets(
     return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
 
 
+def predict_stages(
+    group: dist.ProcessGroup | None, choices: Sequence[Choice], predictor: Predictor
+) -> list[StageTimes | None]:
+    """Predict the times of the stages with each choice whose schedule depends on them, None with others. A collective
+    call: all ranks get the times of rank 0."""
+    times = [
+        list_times(predictor.pipeline(choice, wires_of(predictor.cluster, choice))) if choice.schedule == AUTO else None
+        for choice in choices
+    ]
+    agreed: list[StageTimes | None] = json.loads(gather_texts(group, json.dumps(times))[0])
+    return agreed
+
+
 def _agree(topology: Topology, numbers: list[int]) -> list[int]:
     """Return rank 0's numbers: all ranks compare the same times, but their libraries may round differently."""
     agreed: list[int] = json.loads(gather_texts(topology.control.pg, json.dumps(numbers))[0])
@@ -113,7 +135,8 @@ class SetTrial:
     Args:
         topology, vocab_size, length, plan, consumed_samples: see ``time_sets``.
         config: resolved configuration, with the compressors.
-        measures_schedule: whether new engines choose their schedule with ``--pipeline-schedule auto``.
+        stage_times: times of the stages, for which ``--pipeline-schedule auto`` chooses the schedule
+            (``make_pipeline``). None to measure them in the first two steps of new engines.
     """
 
     def __init__(
@@ -124,14 +147,14 @@ class SetTrial:
         plan: RunPlan,
         consumed_samples: int,
         config: RunConfig,
-        measures_schedule: bool,
+        stage_times: StageTimes | None = None,
     ) -> None:
         precision = config.precision
         if precision.fp16:  # the steps that search for a loss scale update nothing
             precision = dataclasses.replace(precision, loss_scale=1.0)
         self._config = dataclasses.replace(config, logging=LoggingConfig(), precision=precision)
         self._topology, self._vocab_size, self._length = topology, vocab_size, length
-        self._plan, self._consumed_samples, self._measures_schedule = plan, consumed_samples, measures_schedule
+        self._plan, self._consumed_samples, self._stage_times = plan, consumed_samples, stage_times
         self.engines: Engines | None = None
         self._batches: Sequence[Batch] = ()
         self._steps = 0
@@ -151,17 +174,24 @@ class SetTrial:
             with open_loader(engines, self._plan.train_set, self._consumed_samples, trains=True) as loader:
                 self._batches = run_together(control.pg, partial(take_full_batch, engines, loader))
             self._steps = 0
-            if self._measures_schedule and ScheduleChoice.is_needed(engines):
-                choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
-                while not choice.is_due:
-                    self._take_step(engines)
-                choice.decide(len(self._batches))
+            if ScheduleChoice.is_needed(engines):
+                self._choose_schedule(engines)
         engines = self.engines
         control.barrier()
         start = time.perf_counter()
         self._take_step(engines)
         engines.ledger.clock.synchronize()
         return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
+
+    def _choose_schedule(self, engines: Engines) -> None:
+        if self._stage_times is not None:
+            max_in_flight = self._config.parallel.pipeline_max_in_flight
+            engines.pipeline.measured = MeasuredPipeline(make_pipeline(self._stage_times, max_in_flight))
+            return
+        choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
+        while not choice.is_due:
+            self._take_step(engines)
+        choice.decide(len(self._batches))
 
     def drop_engines(self) -> None:
         """Drop the engines; ``free_memory`` frees their memory."""

@@ -21,6 +21,7 @@ from megatron.parallel.data.buffer import FlatBuffer
 from megatron.planner.trials import TrialRounds
 from megatron.training import trial_steps
 from megatron.training.run_plan import RunPlan
+from megatron.training.schedule_choice import list_times
 from tests.support.spawn import run_ranks
 from tests.support.tiny import VOCAB, merge, tiny_engines, tiny_tensors
 
@@ -100,7 +101,8 @@ def _try(samples: int, logs: str) -> dict[str, Any]:
         for all_at_once in (True, False):
             configs = [_without(config), config]
             plan = _run_plan(config, samples)
-            times = trial_steps.time_sets(topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], all_at_once)
+            run = topology, VOCAB, RunLength(30), plan, 0
+            times = trial_steps.time_sets(*run, configs, [1.0, 1.0], [None, None], all_at_once)
             gc.collect()
             results[name][all_at_once] = {
                 "seconds": [each.seconds for each in times],
@@ -144,37 +146,45 @@ def test_trial_steps_are_whole_steps_and_leave_nothing_behind(tmp_path: Path) ->
                 assert result["observers"] == 0
 
 
-def _try_schedules(samples: int) -> dict[bool, list[tuple[str, bool]]]:
-    """The schedule of each step, and whether it was made by measured times, with kept and with new engines."""
+STAGE_TIMES = [[0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.3, 0.0]]
+
+
+def _try_schedules(samples: int) -> tuple[dict[bool, list[tuple[str, Any]]], list[tuple[str, Any]]]:
+    """The schedule of each step, and the times that it was made for: in trials with predicted times, with kept and with
+    new engines, and in a trial that measures its times."""
     engines = tiny_engines(CHANGES["stages"])
     train_step = trial_steps.train_step
-    steps: list[tuple[str, bool]] = []
+    steps: list[tuple[str, Any]] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        pipeline = args[0].pipeline
-        steps.append((args[0].config.parallel.pipeline_schedule, pipeline.measured is not None))
+        measured = args[0].pipeline.measured
+        steps.append(
+            (args[0].config.parallel.pipeline_schedule, None if measured is None else list_times(measured.pipeline))
+        )
         return train_step(*args, **kwargs)
 
     trial_steps.train_step = record
-    measured = dataclasses.replace(engines.config.parallel, pipeline_schedule="auto")
-    configs = [engines.config, dataclasses.replace(engines.config, parallel=measured)]
-    results = {}
+    chosen = dataclasses.replace(engines.config.parallel, pipeline_schedule="auto")
+    config = dataclasses.replace(engines.config, parallel=chosen)
+    run, results = (engines.topology, VOCAB, RunLength(30), _run_plan(engines.config, samples), 0), {}
     for all_at_once in (True, False):
-        plan = _run_plan(engines.config, samples)
-        trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], all_at_once)
+        trial_steps.time_sets(*run, [engines.config, config], [1.0, 1.0], [None, STAGE_TIMES], all_at_once)
         results[all_at_once] = list(steps)
         steps.clear()
-    return results
+    trial_steps.SetTrial(*run, config).time_step()
+    return results, steps
 
 
-def test_kept_engines_measure_their_pipeline_schedule_before_they_are_timed() -> None:
-    for result in run_ranks(2, _try_schedules, 3):
-        kept = [is_measured for schedule, is_measured in result[True] if schedule == "auto"]
-        assert kept[:2] == [False, False]
-        assert len(kept) > 3
-        assert all(kept[2:])
-        assert not any(is_measured for _, is_measured in result[False])
-        assert not any(is_measured for schedule, is_measured in result[True] if schedule != "auto")
+def test_trial_steps_take_the_schedule_for_the_predicted_times() -> None:
+    for predicted, measured in run_ranks(2, _try_schedules, 3):
+        for steps in predicted.values():
+            times = [times for schedule, times in steps if schedule == "auto"]
+            assert len(times) >= 2
+            for each in times:
+                torch.testing.assert_close(each, STAGE_TIMES)
+            assert all(times is None for schedule, times in steps if schedule != "auto")
+        # Without predicted times, two steps more measure them.
+        assert [times is None for _, times in measured] == [True, True, False]
 
 
 class Obstinate(TrialRounds):
@@ -205,7 +215,8 @@ def _try_on_a_rank_that_differs(samples: int) -> tuple[list[trial_steps.SetTime]
         trial_steps.TrialRounds = Obstinate  # type: ignore[misc]
     configs = [_without(engines.config), engines.config]
     plan = _run_plan(engines.config, samples)
-    return trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], True), count
+    run = engines.topology, VOCAB, RunLength(30), plan, 0
+    return trial_steps.time_sets(*run, configs, [1.0, 1.0], [None, None], True), count
 
 
 def test_rank_0_decides_on_the_times_of_the_slowest_rank() -> None:
@@ -233,7 +244,7 @@ def _try_with_engines_that_take_long(samples: int) -> int:
     trial_steps.train_step, trial_steps.build_engines = count_step, cast(Any, build)
     plan = dataclasses.replace(_run_plan(engines.config, samples), train_iters=100)
     configs = [_without(engines.config), engines.config]
-    trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], True)
+    trial_steps.time_sets(engines.topology, VOCAB, RunLength(30), plan, 0, configs, [1.0, 1.0], [None, None], True)
     return count
 
 
@@ -256,8 +267,9 @@ def _fail_on_a_rank(samples: int) -> str:
     configs = [_without(engines.config), engines.config]
     with pytest.raises(UserError) as caught:
         trial_steps.time_sets(
-            engines.topology, VOCAB, RunLength(30), _run_plan(engines.config, samples), 0, configs, [1.0, 1.0], True
-        )
+            engines.topology, VOCAB, RunLength(30), _run_plan(engines.config, samples), 0, configs, [1.0, 1.0],
+            [None, None], True,
+        )  # fmt: skip
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron.planner.auto import AutoChoice, AutoSearch, report
 from megatron.planner.candidates import read_ladders
 from megatron.planner.choice import Choice
-from megatron.planner.compressor_search import WORTHWHILE, CompressorSet
+from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSet
 from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, list_free_settings
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
@@ -159,6 +159,25 @@ def test_the_best_set_without_settings_is_timed_too() -> None:
     assert " s, but trial steps show no additional gain" in text
     assert "  not switched on: --" in text
     assert _timed(search, {True: 0.7, False: 0.8}).chosen.settings
+
+
+def test_the_best_set_without_settings_is_not_timed_for_a_small_gain_or_in_short_runs() -> None:
+    """It must save twice ``WORTHWHILE``: smaller gains take many rounds to become certain."""
+    are_timed = set()
+    for gbit_per_s in (10.0, 15.0, 17.0, 50.0):
+        search = _search(gbit_per_s, budget=5.0, **BOTH)
+        plain, *others = search.contenders()
+        if not others or not others[0].settings:
+            continue
+        sets = search.searches[0].sets
+        as_fast = [each for each in sets if each.seconds * (1 - WORTHWHILE) <= min(s.seconds for s in sets)]
+        without_settings = min(as_fast, key=lambda each: (bool(each.candidates), each.increase))
+        gains = without_settings.seconds <= plain.seconds * (1 - 2 * WORTHWHILE)
+        are_timed.add(gains)
+        assert (without_settings in others) is gains
+        assert len(others) <= MAX_TRIALS + gains
+        assert search.contenders(1) == [plain, others[0]]
+    assert are_timed == {False, True}
 
 
 def test_settings_that_save_less_than_counts_stay_off() -> None:

@@ -7,39 +7,39 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.parallel.pipeline.simulate import Hop
-from megatron.training.schedule_choice import _pipeline
+from megatron.training.schedule_choice import _divide_round_trips, list_times, make_pipeline
 from tests.support.tiny import T5, merge, tiny_config
+
+ROWS = [
+    # forward, backward, weight; encoding on and back, decoding on and back; transfer on and back; latency
+    [0.3, 0.5, 0.0, 0.01, 0.0, 0.0, 0.02, 0.6, 0.0, 0.05],
+    [0.2, 0.2, 0.1, 0.03, 0.04, 0.07, 0.08, 0.3, 0.2, 0.07],
+    [0.4, 0.3, 0.2, 0.0, 0.06, 0.05, 0.0, 0.0, 0.1, 0.0],
+]
 
 
 def test_times_of_a_pipeline_from_the_rows_of_its_stages() -> None:
-    rows = torch.tensor(
-        [
-            # forward, backward, weight; encoding on and back, decoding on and back; bytes on and back; latency,
-            # there and back
-            [0.3, 0.5, 0.0, 0.01, 0.0, 0.0, 0.02, 600.0, 0.0, 0.05, 0.8],
-            [0.2, 0.2, 0.1, 0.03, 0.04, 0.07, 0.08, 300.0, 200.0, 0.07, 0.4],
-            [0.4, 0.3, 0.2, 0.0, 0.06, 0.05, 0.0, 0.0, 100.0, 0.0, 0.0],
-        ],
-        dtype=torch.float64,
-    )
-    pipeline = _pipeline(rows)
-    assert (pipeline.stages, pipeline.chunks) == (3, 1)
+    pipeline = make_pipeline(ROWS, 5)
+    assert (pipeline.stages, pipeline.chunks, pipeline.max_in_flight) == (3, 1, 5)
     assert list(pipeline.forward_s) == [0.3, 0.2, 0.4]
     assert list(pipeline.weight_s) == [0.0, 0.1, 0.2]
-    torch.testing.assert_close(list(pipeline.backward_s), [0.5, 0.2 + 0.1, 0.3 + 0.2])
+    assert list(pipeline.backward_s) == [0.5, 0.2 + 0.1, 0.3 + 0.2]
     expected = {
-        # Of 0.8 s for 600 bytes on and 200 back, three quarters are on.
         (True, 0): Hop(0.01, 0.6, 0.05, 0.07),
         (False, 0): Hop(0.04, 0.2, 0.05, 0.02),
         (True, 1): Hop(0.03, 0.3, 0.07, 0.05),
         (False, 1): Hop(0.06, 0.1, 0.07, 0.08),
     }
-    for (forward, boundary), hop in expected.items():
-        measured = pipeline.hops(forward, boundary, False)
-        torch.testing.assert_close(
-            [measured.encode_s, measured.transfer_s, measured.latency_s, measured.decode_s],
-            [hop.encode_s, hop.transfer_s, hop.latency_s, hop.decode_s],
-        )
+    assert {key: pipeline.hops(*key, False) for key in expected} == expected
+    torch.testing.assert_close(list_times(pipeline), ROWS)
+
+
+def test_messages_share_the_time_there_and_back_by_their_bytes() -> None:
+    """Of 0.8 s for 600 bytes on and 200 back, three quarters are on; over a boundary without messages there is none."""
+    rows = torch.tensor([[*row[:7], 0.0, 0.0, row[9]] for row in [*ROWS, ROWS[2]]], dtype=torch.float64)
+    rows[0, 7], rows[1, 8], rows[1, 7], rows[2, 8] = 600.0, 200.0, 300.0, 100.0
+    _divide_round_trips(rows, torch.tensor([0.8, 0.4, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(rows[:, 7:9].tolist(), [[0.6, 0.0], [0.3, 0.2], [0.0, 0.1], [0.0, 0.0]])
 
 
 def test_models_whose_sums_would_depend_on_the_schedule_are_refused() -> None:
