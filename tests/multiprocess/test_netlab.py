@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from benchmarks.lab import command as netlab
 from benchmarks.lab import cpu_limit, removal
-from benchmarks.lab.hosts import Lab
+from benchmarks.lab.hosts import SEGMENT, Lab, call
 from tests.support.cleanup import have_ended
 from tests.support.machines import require_laboratory
 from tests.support.warm import INTERPRETER
@@ -116,7 +117,7 @@ def test_ranks_on_cuda_have_separate_hosts_for_nccl(tmp_path: Path, monkeypatch:
 def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
     """Two all-reduces of 4 MiB between two hosts at 50 Mbit/s: 8.4 MB each way, none of them faster than the link.
 
-    The counters include the frames around 1448 bytes each, and frames that acknowledge every second of them.
+    The link counts a frame around every 1448 bytes, the counters a header for every segment, and acknowledgments.
     """
     arguments = ("--hosts", "2", "--rate", "50mbit", "--timeout", "100")
     with _started(tmp_path, REDUCE, *arguments, python=sys.executable) as lab:
@@ -124,14 +125,31 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
         remains = _remains_of(lab.pid)
     assert lab.returncode == 0, err
     seconds = float(re.findall(r"seconds ([\d.]+)", out)[0])
-    limit = (1 << 20) * 32 / 50e6
+    limit = (1 << 20) * 32 / 50e6 * 1514 / 1448
     assert 0.85 * limit < seconds < 5 * limit  # other work may slow it
     for host in range(2):
         (row,) = re.findall(rf"^ +{host} +50mbit +([\d.]+) +([\d.]+)", out, re.MULTILINE)
         for megabytes in map(float, row):
-            framed = 2 * (1 << 20) * 4 * (1514 + 66 / 2) / 1448
-            assert megabytes == pytest.approx(framed / 1e6, rel=0.03)
+            segments = 2 * (1 << 20) * 4 * (1 + 2 * 66 / SEGMENT)
+            assert megabytes == pytest.approx(segments / 1e6, rel=0.03)
     assert remains == ""
+
+
+@pytest.mark.parametrize("rate", [20_000_000, 60_000_000, 200_000_000])
+def test_segments_fit_into_the_bucket_of_the_link(rate: int) -> None:
+    """So that the shaper does not split them, unless the bucket would hold more than four milliseconds."""
+    with Lab([rate, None]) as lab:
+        for where in (["-n", lab.host(0), "link", "show", "eth0"], ["link", "show", lab.link(0)]):
+            (device,) = json.loads(call("ip", "-d", "-j", *where))
+            assert device["gso_max_size"] == SEGMENT
+        (bucket,) = re.findall(
+            r"tbf .* burst (\d+)(K?)b", call("tc", "-n", lab.host(0), "qdisc", "show", "dev", "eth0")
+        )
+        nbytes = int(bucket[0]) * (1024 if bucket[1] else 1)
+    if rate < 50_000_000:
+        assert nbytes == pytest.approx(4e-3 * rate / 8, rel=0.1)
+    else:
+        assert SEGMENT < nbytes < max(1.1 * SEGMENT, 1.1e-3 * rate / 8) + 1514
 
 
 def test_messages_of_a_host_to_itself_are_shaped_too(tmp_path: Path) -> None:
