@@ -62,10 +62,15 @@ class TrialRounds:
         predicted_s: predicted seconds of an iteration with each set.
         train_iters: iterations of the run.
         spent_s: seconds that the choice has taken before.
+        keeps_engines: whether engines are built in the first round only, not for each step.
     """
 
-    def __init__(self, predicted_s: Sequence[float], train_iters: int, spent_s: float = 0.0) -> None:
+    def __init__(
+        self, predicted_s: Sequence[float], train_iters: int, spent_s: float = 0.0, keeps_engines: bool = True
+    ) -> None:
         self._predicted_s, self._train_iters, self._spent_s = predicted_s, train_iters, spent_s
+        self._keeps_engines = keeps_engines
+        self._building_s = 0.0  # in the next round
         self._rounds: list[dict[int, float]] = []
         self._given_up: set[int] = set()
 
@@ -73,6 +78,8 @@ class TrialRounds:
         """Add a round: the time of the step with each set, and of all with their engines and warm-ups."""
         self._rounds.append(dict(seconds))
         self._spent_s += round_s
+        if not self._keeps_engines:
+            self._building_s = max(round_s - sum(seconds.values()), 0.0)
         for number in self._uncertain_sets():
             values = self._log_gains(number)[1:]
             if len(values) > 1 and fmean(values) + _ERRORS_TO_GIVE_UP * _standard_error(values) < _log_gain(WORTHWHILE):
@@ -93,7 +100,8 @@ class TrialRounds:
     def _takes_too_long(self, compared: Sequence[int]) -> bool:
         """Whether the choice would take more than ``_MAX_SHARE`` of the run after a round with some sets."""
         run_s = self._train_iters * min(self.typical_s(number) for number in range(len(self._predicted_s)))
-        return self._spent_s + sum(self.typical_s(number) for number in compared) > _MAX_SHARE * run_s
+        round_s = self._building_s + sum(self.typical_s(number) for number in compared)
+        return self._spent_s + round_s > _MAX_SHARE * run_s
 
     def gaining(self) -> list[int]:
         """The sets that certainly save ``WORTHWHILE`` of an iteration."""
@@ -151,16 +159,14 @@ class TrialRounds:
         return False
 
 
-def num_sets_to_time(step_s: float, train_iters: int | None, spent_s: float) -> int:
+def num_sets_to_time(step_s: float, train_iters: int, spent_s: float) -> int:
     """Number of sets, at least one, for which enough rounds fit into the choice's share of the run.
 
     Args:
         step_s: predicted seconds of an iteration with the fastest set.
-        train_iters: iterations of the run; None if unknown.
+        train_iters: iterations of the run.
         spent_s: seconds that the choice has taken so far.
     """
-    if train_iters is None:
-        return MAX_TRIALS
     steps_per_round = (_MAX_SHARE * train_iters - spent_s / step_s) / _SETTLED_ROUNDS
     return min(max(int(steps_per_round) - 1, 1), MAX_TRIALS)
 

@@ -120,6 +120,7 @@ def choose_compressors(
     topology: Topology,
     env: LaunchEnvironment,
     vocab_size: int,
+    train_iters: int,
     flag_fields: Collection[str],
     time_sets: TimeSets | None,
     log: Callable[[str], None],
@@ -134,6 +135,7 @@ def choose_compressors(
         topology: the ranks.
         env: environment of this process.
         vocab_size: entries of the vocabulary.
+        train_iters: iterations of the run.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps, given resolved configurations (the first without compressors), their predicted
             times and those of their stages, whether to keep all engines at the same time, and the seconds that the
@@ -180,9 +182,7 @@ def choose_compressors(
 
     def select_sets() -> list[CompressorSet]:
         fastest_s = min(each.prediction.seconds for each in search.sets)
-        return search.contenders(
-            num_sets_to_time(fastest_s, config.training.planned_iters, time.perf_counter() - start)
-        )
+        return search.contenders(num_sets_to_time(fastest_s, train_iters, time.perf_counter() - start))
 
     contenders = agree_on_sets(group, run_together(group, lambda: select_sets() if is_first else []), search)
     crowded = any_rank(group, not fit_together(contenders, measured_cluster.device.memory_gib))

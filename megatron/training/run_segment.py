@@ -138,7 +138,7 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         consumed_samples = 0 if saved is None else saved.progress.consumed_samples
         timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed_samples)
     chosen_config, choice = choose_compressors(
-        config, topology, parts.env, parts.vocab_size, parts.flag_fields, timer, log
+        config, topology, parts.env, parts.vocab_size, parts.plan.train_iters, parts.flag_fields, timer, log
     )
     settings = {} if choice is None else choice.chosen.settings
     choice_s = time.perf_counter() - start if again else 0.0

@@ -87,7 +87,7 @@ def time_sets(
         SetTrial(topology, vocab_size, length, plan, consumed_samples, config, times)
         for config, times in zip(configs, stage_times, strict=True)
     ]
-    rounds = TrialRounds(predicted_s, plan.train_iters, spent_s)
+    rounds = TrialRounds(predicted_s, plan.train_iters, spent_s, keeps_engines=all_at_once)
     numbers = _agree(topology, rounds.next_round())
     while numbers:
         start = time.perf_counter()

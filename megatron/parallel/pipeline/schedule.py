@@ -246,11 +246,11 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 
 SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", ZERO_BUBBLE_V, "gpipe")
 WITH_WEIGHT_PASSES = frozenset({"zb-h1", ZERO_BUBBLE_V, "auto"})
-"""Schedules that compute weight gradients separately, or may do so; all but zb-v only after the first stage."""
+"""Schedules that compute weight gradients separately, or may do so: zb-v on all stages, others not on the first."""
 
 
 def has_weight_passes(kind: str, flush: bool, tp: int) -> bool:
-    """Whether a schedule computes weight gradients separately, or may do so; all but zb-v only after the first stage.
+    """Whether a schedule's stages compute weight gradients separately, or may do so; see ``WITH_WEIGHT_PASSES``.
 
     Args:
         kind: a name from ``SCHEDULES``, or auto.

@@ -25,7 +25,7 @@ def _compare(
 ) -> tuple[TrialRounds, list[list[int]]]:
     """The times of all rounds, and the sets of each round; by default no gain is predicted. Building engines takes
     ``building_s`` in each round."""
-    rounds = TrialRounds(predicted_s or [1.0] * count, train_iters, spent_s)
+    rounds = TrialRounds(predicted_s or [1.0] * count, train_iters, spent_s, keeps_engines=not building_s)
     taken: list[list[int]] = []
     while numbers := rounds.next_round():
         seconds = {number: step_time(len(taken), number) for number in numbers}
@@ -87,7 +87,7 @@ def test_a_small_gain_in_noise_takes_more_rounds() -> None:
 @pytest.mark.parametrize(
     ("train_iters", "spent_s", "building_s", "count"),
     [
-        *((50, 0.0, 0.0, 1), (400, 0.0, 0.0, 3), (400, 4.0, 0.0, 1), (400, 0.0, 1.0, 2)),
+        *((50, 0.0, 0.0, 1), (400, 0.0, 0.0, 3), (400, 4.0, 0.0, 1), (400, 0.0, 1.0, 2), (400, 0.0, 2.0, 1)),
         *((1000, 11.0, 0.0, 3), (1000, 12.0, 5.0, 1), (10_000, 0.0, 0.0, 9)),
     ],
 )
@@ -99,9 +99,15 @@ def test_the_rounds_take_a_share_of_the_run(train_iters: int, spent_s: float, bu
     limit_s = 0.018 * train_iters * 0.97
     assert len(taken) == count
     if count < 9:
-        spent = [spent_s + number * (1.97 + building_s) for number in (count - 1, count)]
-        assert spent[1] + 1.97 > limit_s
-        assert count == 1 or spent[0] + 1.97 <= limit_s
+        after_s = [spent_s + number * (1.97 + building_s) for number in (count, count + 1)]
+        assert after_s[1] > limit_s
+        assert count == 1 or after_s[0] <= limit_s
+
+
+def test_engines_that_are_kept_are_built_once() -> None:
+    rounds = TrialRounds([0.1, 0.1], 400)
+    rounds.add({0: 1.0, 1: 0.97}, 4.97)
+    assert rounds.next_round() == [1, 0]  # until 6.94 s, of 6.98
 
 
 def test_a_prediction_counts_beside_few_steps_and_little_beside_many() -> None:
@@ -234,7 +240,6 @@ def test_without_sets_there_is_no_round() -> None:
 
 def test_short_runs_time_fewer_sets() -> None:
     """At least one, and as many as five rounds fit into 1.8% of the run."""
-    assert num_sets_to_time(0.5, None, 100.0) == MAX_TRIALS
     assert num_sets_to_time(0.5, 1_000_000, 3.0) == MAX_TRIALS
     assert num_sets_to_time(0.5, 100, 0.5) == 1
     # 18 steps, of which 15 are left for rounds of a step with each of two sets and one without, or not quite.

@@ -54,7 +54,7 @@ def _choose(
         return kept[0], None, lines
     timer = _no_trial if trains else None
     env = LaunchEnvironment(0, 1, 0, 1)
-    return *choose_compressors(config, single_process(), env, 100, explicit, timer, lines.append), lines
+    return *choose_compressors(config, single_process(), env, 100, 1000, explicit, timer, lines.append), lines
 
 
 def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
