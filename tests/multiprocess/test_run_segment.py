@@ -42,7 +42,7 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
         gc.collect()
         buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
-        positions.append(args[3].args[-1])
+        positions.append(args[4].args[-1])
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
         chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
         return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
@@ -84,7 +84,7 @@ def _gather_flag_fields(flags: list[str]) -> tuple[int, set[str]]:
     fields: set[str] = set()
 
     def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
-        fields.update(args[2])
+        fields.update(args[3])
         chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
         return with_choice(config, [], {}, topology), cast(AutoChoice, chosen)
 
