@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from megatron.diloco.store import (
     IslandStore,
 )
 from megatron.diloco.waiting import WaitNotice, describe_islands
-from megatron.distributed.agreement import gather_texts, rank_of
+from megatron.distributed.agreement import rank_of, take_from_rank_0
 from megatron.distributed.errors import CommunicationError
 
 _PROBE_HEARTBEATS = 3
@@ -334,15 +333,15 @@ def run_on_rank_0(control: dist.ProcessGroup | None, call: Callable[[], Any]) ->
     Raises:
         QuorumError, CommunicationError: when the call raises them.
     """
-    text = ""
+    outcome: tuple[str, Any] = "", None
     if rank_of(control) == 0:
         try:
-            text = json.dumps(["", call()])
+            outcome = "", call()
         except QuorumError as error:
-            text = json.dumps(["quorum", str(error)])
+            outcome = "quorum", str(error)
         except CommunicationError as error:
-            text = json.dumps(["lost", str(error)])
-    kind, value = json.loads(gather_texts(control, text)[0])
+            outcome = "lost", str(error)
+    kind, value = take_from_rank_0(control, outcome)
     if kind:
         raise QuorumError(value) if kind == "quorum" else CommunicationError(value)
     return value

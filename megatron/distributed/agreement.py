@@ -5,6 +5,7 @@ Everything works without a process group: ``group=None`` means a single process.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -62,6 +63,12 @@ def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
     rows = [torch.zeros_like(padded) for _ in lengths]
     run_communication("agreement between ranks", lambda: dist.all_gather(rows, padded, group=group))
     return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def take_from_rank_0(group: dist.ProcessGroup | None, value: T) -> T:
+    """Return rank 0's value on all ranks: a value of JSON, whose tuples become lists."""
+    agreed: T = json.loads(gather_texts(group, json.dumps(value))[0])
+    return agreed
 
 
 def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str | None:

@@ -24,7 +24,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.translate.rules import old_name
-from megatron.distributed.agreement import gather_texts, run_together
+from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.evaluation.validation import data_of, mean_loss, open_samples
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
@@ -230,10 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = open_topology(model_flags, layout, ranks.env)
         group = topology.control.pg
         # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
-        listing = run_together(
-            group, lambda: json.dumps(list_iterations(model_flags.load, flags)) if topology.rank == 0 else ""
-        )
-        iterations: list[int] = json.loads(gather_texts(group, listing)[0])
+        listed = run_together(group, lambda: list_iterations(model_flags.load, flags) if topology.rank == 0 else [])
+        iterations = take_from_rank_0(group, listed)
         if topology.rank == 0 and (damaged := list_damaged(model_flags.load, iterations, flags)):
             damaged_list = ", ".join(map(str, damaged))
             print(f"left out, since files are missing or damaged: iterations {damaged_list}", flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from megatron.compression.spec import named_points, point_name, read_specs
 from megatron.config.memory import memory_of_this_machine
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import any_rank, gather_texts, run_together
+from megatron.distributed.agreement import any_rank, gather_texts, run_together, take_from_rank_0
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.policy import CompressionPlan
@@ -376,8 +375,8 @@ def agree_on_sets(
 
     All ranks predict by the same rates, but their libraries may round differently.
     """
-    texts = gather_texts(group, json.dumps([(each.specs, dict(each.settings)) for each in selected]))
-    return run_together(group, lambda: [search.find_set(*entry) for entry in json.loads(texts[0])])
+    entries = take_from_rank_0(group, [(each.specs, dict(each.settings)) for each in selected])
+    return run_together(group, lambda: [search.find_set(*entry) for entry in entries])
 
 
 def with_choice(config: RunConfig, chosen_specs: list[str], settings: Settings, topology: Topology) -> RunConfig:

@@ -35,7 +35,7 @@ from megatron.diloco.membership import Islands
 from megatron.diloco.rounds import Rounds
 from megatron.diloco.startup import refusal_key
 from megatron.diloco.store import IslandStore
-from megatron.distributed.agreement import gather_texts, run_together
+from megatron.distributed.agreement import gather_texts, run_together, take_from_rank_0
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
@@ -235,7 +235,7 @@ def reach_islands(
     )
     checkpoint, group = config.checkpoint, topology.control.pg
     local_iterations = run_together(group, lambda: _loadable_iterations(checkpoint) if topology.rank == 0 else [])
-    iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
+    iterations = take_from_rank_0(group, local_iterations)
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A new run from a checkpoint's weights starts with synchronous steps, or with equal outer parameters.
     warmup = math.inf if checkpoint.finetune else outer.activation.warmup_iters

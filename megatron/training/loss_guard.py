@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec, point_name, read_specs
 from megatron.data.batch import Batch
-from megatron.distributed.agreement import gather_texts
+from megatron.distributed.agreement import take_from_rank_0
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
 from megatron.planner.candidates import CandidateSpec, list_candidates
@@ -180,8 +179,8 @@ class LossGuard:
             costs[point] = max(costs[point], cost)
         total = measurement.total(costs)
         # All ranks take the decision of rank 0: their sums may round differently.
-        text = json.dumps(self._decide(costs, total, measurement.bolder_costs))
-        decision = json.loads(gather_texts(self._engines.topology.control.pg, text)[0])
+        group = self._engines.topology.control.pg
+        decision = take_from_rank_0(group, self._decide(costs, total, measurement.bolder_costs))
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None

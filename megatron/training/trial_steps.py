@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.distributed.agreement import gather_texts, run_together
+from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
@@ -88,7 +87,9 @@ def time_sets(
         for config, times in zip(configs, stage_times, strict=True)
     ]
     rounds = TrialRounds(predicted_s, plan.train_iters, spent_s, keeps_engines=all_at_once)
-    numbers = _agree(topology, rounds.next_round())
+    group = topology.control.pg
+    # All ranks compare the same times, but their libraries may round differently.
+    numbers = take_from_rank_0(group, rounds.next_round())
     while numbers:
         start = time.perf_counter()
         times: dict[int, float] = {}
@@ -100,13 +101,13 @@ def time_sets(
                 trials[number].drop_engines()
                 free_memory()
         rounds.add(times, time.perf_counter() - start)
-        numbers = _agree(topology, rounds.next_round())
+        numbers = take_from_rank_0(group, rounds.next_round())
         finished = [trial for number, trial in enumerate(trials) if trial.engines is not None and number not in numbers]
         for trial in finished:
             trial.drop_engines()
         if finished:
             free_memory()
-    gaining = _agree(topology, rounds.gaining())
+    gaining = take_from_rank_0(group, rounds.gaining())
     return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
 
 
@@ -115,18 +116,11 @@ def predict_stages(
 ) -> list[StageTimes | None]:
     """Predict the times of the stages with each choice whose schedule depends on them, None with others. A collective
     call: all ranks get the times of rank 0."""
-    times = [
+    times: list[StageTimes | None] = [
         list_times(predictor.pipeline(choice, wires_of(predictor.cluster, choice))) if choice.schedule == AUTO else None
         for choice in choices
     ]
-    agreed: list[StageTimes | None] = json.loads(gather_texts(group, json.dumps(times))[0])
-    return agreed
-
-
-def _agree(topology: Topology, numbers: list[int]) -> list[int]:
-    """Return rank 0's numbers: all ranks compare the same times, but their libraries may round differently."""
-    agreed: list[int] = json.loads(gather_texts(topology.control.pg, json.dumps(numbers))[0])
-    return agreed
+    return take_from_rank_0(group, times)
 
 
 class SetTrial:
