@@ -54,11 +54,11 @@ COLOR = {
 }
 
 
-def _simulate_passes(kind: str, micro_batches: int) -> list[Sequence[TimedPass]]:
+def _simulate_passes(kind: str, micro_batches: int, flush: bool = True) -> list[Sequence[TimedPass]]:
     """Simulate a schedule whose messages take no time: forwards of 1 ms, backwards of 2 ms, half of it for weights."""
     forward_s, backward_s, weight_s = ([seconds] * STAGES for seconds in (1e-3, 2e-3, 1e-3))
     pipeline = Pipeline(kind, forward_s, backward_s, weight_s, STAGES, lambda *_: Hop())
-    return [rank.passes for rank in pipeline.simulate_in_full(micro_batches)]
+    return [rank.passes for rank in pipeline.simulate_in_full(micro_batches, flush)]
 
 
 def _make_timeline(title: str, rows: Sequence[Sequence[TimedPass]]) -> Timeline:
@@ -83,7 +83,7 @@ def draw_no_flush() -> Any:
     first = _simulate_passes("1f1b", count)
     _, end_s = find_span(first)
     flushed = [[*row, *(_shift(timed, count, end_s) for timed in row)] for row in first]
-    two_steps = _simulate_passes("1f1b", 2 * count)
+    two_steps = _simulate_passes("1f1b", 2 * count, flush=False)
     return draw_schedule(
         [
             _make_timeline(f"two steps of {count} micro-batches", flushed),

@@ -10,7 +10,6 @@ from megatron.base.errors import UserError
 from megatron.base.figures import save_figure
 from megatron.config.islands import IslandsConfig
 from megatron.config.run import RunConfig
-from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.parallel.pipeline.schedule_plot import MAX_PASSES, Timeline, check_size, draw_schedule, summarize_times
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
@@ -173,7 +172,7 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
         UserError: when there are too many stages, or the picture cannot be written.
     """
     choice = prediction.choice
-    passes = choice.pp * choice.chunks * (3 if choice.schedule in WITH_WEIGHT_PASSES else 2)
+    passes = choice.pp * choice.chunks * (3 if choice.has_weight_passes else 2)
     count = max(MAX_PASSES // passes, 1)
     if choice.chunks > 1 and not choice.in_v_form:  # groups of pp micro-batches
         count = max(count // choice.pp, 1) * choice.pp
@@ -192,7 +191,7 @@ def draw_prediction(predictor: Predictor, prediction: Prediction, path: Path) ->
     if not choice.flush:
         title.append("drawn with a flush before and after the step")
     names = [f"stage {stage}" for stage in range(choice.pp)]
-    rows = [rank.passes for rank in pipeline.simulate_in_full(count)]
+    rows = [rank.passes for rank in pipeline.simulate_in_full(count, choice.flush)]
     save_figure(draw_schedule([Timeline("\n".join(title), rows, names)]), path)
 
 

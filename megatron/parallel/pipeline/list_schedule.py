@@ -103,7 +103,7 @@ def _num_simulated(stages: int, micro_batches: int) -> int:
     return min(micro_batches, max(4 * stages, _MAX_FORWARDS // stages))
 
 
-def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
+def rank_schedules(pipeline: Pipeline, micro_batches: int, with_lists: bool = True) -> list[Candidate]:
     """Predict a step under each schedule that holds few enough micro-batches; the fastest first.
 
     The list scheduler is tried with several limits, equal on all stages and falling from stage to stage, since a stage
@@ -113,6 +113,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     Args:
         pipeline: times of passes and messages, with one chunk a stage; its kind does not matter.
         micro_batches: number of micro-batches in the step.
+        with_lists: whether to try the list scheduler, beside the fixed schedules.
     """
     stages, count = pipeline.stages, _num_simulated(pipeline.stages, micro_batches)
     limit = most_in_flight(AUTO, stages, pipeline.max_in_flight)
@@ -120,7 +121,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int) -> list[Candidate]:
     if micro_batches <= limit:
         settings.append(("gpipe", ()))
     highest, num_limits = min(limit, count), max(2, min(_MAX_LIMITS, _MAX_FORWARDS // (count * stages)))
-    for first_limit in range(highest, 0, -math.ceil(highest / num_limits)):
+    for first_limit in range(highest, 0, -math.ceil(highest / num_limits)) if with_lists else ():
         for decrease in (0, 1):
             settings.append((AUTO, tuple(max(first_limit - decrease * stage, 1) for stage in range(stages))))
     candidates = []
@@ -140,7 +141,8 @@ class ListPipeline(Pipeline):
         times = self.simulate_in_full(count)
         return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]
 
-    def simulate_in_full(self, micro_batches: int) -> list[RankTimes]:
+    def simulate_in_full(self, micro_batches: int, flush: bool = True) -> list[RankTimes]:
+        assert flush
         fastest = rank_schedules(self, micro_batches)[0]
         return self.simulate_orders(_make_orders(fastest.kind, fastest.limits, self, micro_batches))
 
@@ -150,10 +152,12 @@ class MeasuredPipeline:
 
     Args:
         pipeline: measured times, the same on all ranks.
+        with_lists: whether to consider schedules of the list scheduler, beside the fixed ones.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, with_lists: bool = True) -> None:
         self.pipeline = pipeline
+        self._with_lists = with_lists
         self._candidates: dict[int, list[Candidate]] = {}
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
@@ -162,5 +166,5 @@ class MeasuredPipeline:
 
     def candidates(self, micro_batches: int) -> list[Candidate]:
         if micro_batches not in self._candidates:
-            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches)
+            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self._with_lists)
         return self._candidates[micro_batches]

@@ -104,9 +104,8 @@ class Pipeline:
         without weight gradients, passes these ranks again. Without ``flush``, other steps run at these times.
         """
         bound = forth_s = back_s = 0.0
-        layout = self.layout
         for rank in range(self.stages):
-            virtual_stages = layout.virtual_stages(rank)
+            virtual_stages = self.layout.virtual_stages(rank)
             compute_s = sum(self.forward_s[stage] + self.backward_s[stage] for stage in virtual_stages)
             late_s = back_s - micro_batches * sum(self.weight_s[stage] for stage in virtual_stages)
             bound = max(bound, micro_batches * compute_s + (forth_s + max(late_s, 0.0) if flush else 0.0))
@@ -150,8 +149,7 @@ class Pipeline:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
             return self.simulate_in_full(micro_batches)
-        remainder = 0 if in_groups else (micro_batches - short) % period
-        short += remainder
+        short += 0 if in_groups else (micro_batches - short) % period
         pairs = list(zip(self.simulate_in_full(short), self.simulate_in_full(short + period), strict=True))
         periods = (micro_batches - short) / period
         pace = max(max(b.end - a.end, b.busy + b.coding - a.busy - a.coding) for a, b in pairs)
@@ -164,10 +162,12 @@ class Pipeline:
             for a, b in pairs
         ]
 
-    def simulate_in_full(self, micro_batches: int) -> list[RankTimes]:
-        """Simulate all passes of a step; return the times of every rank."""
+    def simulate_in_full(self, micro_batches: int, flush: bool = True) -> list[RankTimes]:
+        """Simulate all passes of a step, with weight passes if it has no ``flush``; return the times of every rank."""
         shape = self.chunks, micro_batches, self.max_in_flight
-        lists = (make_schedule(self.kind, self.stages, rank, *shape) for rank in range(self.stages))
+        lists = [make_schedule(self.kind, self.stages, rank, *shape) for rank in range(self.stages)]
+        if not flush and any(self.weight_s):
+            lists = [add_weight_passes(ops, rank) for rank, ops in enumerate(lists)]
         return self.simulate_orders([ListedOrder(ops) for ops in lists])
 
     def simulate_orders(self, orders: Sequence[PassOrder]) -> list[RankTimes]:

@@ -84,6 +84,15 @@ def test_auto_is_planned_and_drawn(tmp_path: Path) -> None:
     assert [[KINDS[box.color] for box in row].count("forward") for row in read_rows(picture)] == [8, 8]
 
 
+def test_a_pipeline_without_a_flush_is_drawn_with_its_weight_passes(tmp_path: Path) -> None:
+    parallel = {"pipeline_model_parallel_size": 2, "delay": 1, "no_pipeline_flush": True}
+    picture = tmp_path / "schedule.svg"
+    words = write_files(tmp_path, small_run(parallel=parallel))
+    assert main([*words, "--no-search", "--draw-schedule", str(picture)]) == 0
+    assert "drawn with a flush before and after the step" in " ".join(read_texts(picture))
+    assert [[KINDS[box.color] for box in row].count("weight") for row in read_rows(picture)] == [0, 8]
+
+
 def test_a_long_step_is_drawn_with_fewer_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "MAX_PASSES", 24)
     for chunks, count, drawn in ((1, 8, 6), (2, 8, 2)):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, make_schedule
+from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, add_weight_passes, make_schedule
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 
 FREE = Hop()
@@ -219,6 +219,20 @@ def test_every_pass_runs_once_at_the_time_of_a_plain_loop(
         assert all(before.end_s <= after.start_s for before, after in pairwise(row))
     ends = [time.busy for time in pipeline.run(count)]
     assert [sum(timed.seconds for timed in row) for row in rows] == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("weight_s", [0.5, 0.0])
+def test_steps_without_a_flush_are_simulated_in_full_with_their_weight_passes(weight_s: float) -> None:
+    """A weight pass right after each backward pass, except on the first stage; none if they take no time."""
+    pipeline = Pipeline("1f1b", [1.0] * 3, [2.0] * 3, [weight_s] * 3, 3, lambda *_: Hop(0.0, 0.1))
+    for rank, (times, joint) in enumerate(
+        zip(pipeline.simulate_in_full(4, flush=False), pipeline.simulate_in_full(4), strict=True)
+    ):
+        ops = [timed.op for timed in times.passes]
+        expected = [timed.op for timed in joint.passes]
+        assert ops == (add_weight_passes(expected, rank) if weight_s else expected)
+        assert (len(ops) == 12) == (weight_s > 0 and rank > 0)
+        assert times.busy == pytest.approx(joint.busy)
 
 
 def test_late_messages_are_marked() -> None:
