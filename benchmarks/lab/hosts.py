@@ -35,6 +35,7 @@ SEGMENT = 16000
 """Maximum bytes that TCP hands to a host's interface at once. Network cards split such segments into frames. Here, the
 link's shaper splits what exceeds its bucket, and then sends frame by frame, which took 70% of two processors while four
 hosts sent 66 Mb/s each; with segments of this size it is 13%."""
+SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 GRACE_SECONDS = 15.0
 """Time for the other hosts to notice that a host is gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
@@ -148,6 +149,11 @@ class Lab:
             call("ip", "-n", host, "link", "set", device, "up")
         for namespace, device in ((("-n", host), "eth0"), ((), link)):
             call("ip", *namespace, "link", "set", device, "gso_max_size", str(SEGMENT))
+        try:  # as docs/guides/parallelism.md recommends for slow links
+            call("ip", "netns", "exec", host, "sh", "-c", f"echo 0 > {SLOW_START}")
+        except LabError:  # containers may have a read-only /proc/sys
+            if index == 0:
+                say(f"note: {SLOW_START} cannot be written here, so messages after pauses are slower")
         call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:

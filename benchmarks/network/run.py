@@ -140,15 +140,17 @@ class Workers:
         answer: list[dict[str, float]] = json.loads(answer_file.read_text())
         return answer
 
-    def take_steps(self, count: int, long_seconds: float) -> tuple[list[dict[str, float]], float]:
+    def take_steps(self, count: int, long_seconds: float, settling: int) -> tuple[list[dict[str, float]], float]:
         """Take some steps, or a single long step; return their times, and the megabytes that the busiest host sends in
-        a step."""
+        a step. Each time, ``settling`` steps before them are not measured."""
         before = self.lab.traffic()
-        steps = self.ask(STEP_SECONDS, do="steps", steps=1)
+        steps = self.ask(STEP_SECONDS, do="steps", steps=1, settling=settling)
+        num_taken = settling + 1
         if count > 1 and steps[0]["seconds"] < long_seconds:
-            steps += self.ask(STEP_SECONDS, do="steps", steps=count - 1)
+            steps += self.ask(STEP_SECONDS, do="steps", steps=count - 1, settling=settling)
+            num_taken += settling + count - 1
         traffic = [end - start for end, start in zip(self.lab.traffic(), before, strict=True)]
-        return steps, max(host.sent for host in traffic) / 1e6 / len(steps)
+        return steps, max(host.sent for host in traffic) / 1e6 / num_taken
 
     def stop(self) -> None:
         """End the ranks."""
@@ -274,7 +276,8 @@ def measure(
                     workers.ask(STEP_SECONDS, do="build", case=asdict(case), steps=steps_before)
                     built = True
                 shape_links(workers.lab, rate)
-                answers, sent_mb = workers.take_steps(steps, long_seconds)
+                # Ranks wait for each other after each command, which empties a pipeline without a flush.
+                answers, sent_mb = workers.take_steps(steps, long_seconds, settling=0 if case.flush else 1)
                 median = {key: statistics.median(answer[key] for answer in answers) for key in answers[0]}
                 measurement = Measurement(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],

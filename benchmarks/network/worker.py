@@ -1,8 +1,8 @@
 """A rank of the network benchmark: builds a case, takes steps, and writes its measurements.
 
 The process outside the hosts writes commands to a shared folder, ``command0.json`` and so on: ``build`` a case, take
-``steps``, ``measure`` rates for the planner, or ``stop``. Rank 0 answers each in ``result0.json``. The links are shaped
-between commands.
+``steps`` after some that are not measured (``settling``), ``measure`` rates for the planner, or ``stop``. Rank 0
+answers each in ``result0.json``. The links are shaped between commands.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
     config = engines.config
     choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
 
+    def log_schedule(line: str) -> None:
+        if topology.rank == 0:
+            print(f"  {line}", flush=True)
+
     def step(iteration: int) -> dict[str, float]:
         timers = Timers(level=2, clock=engines.ledger.clock)
         engines.ledger.take_totals()
@@ -82,10 +86,8 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": next(iter(outcome.losses.values()), math.nan)}
-        if choice is not None and choice.is_due and engines.pipeline.measured is None:
-            report = choice.decide(len(batches))
-            if topology.rank == 0:
-                print(f"  {report}", flush=True)
+        if choice is not None and choice.is_due and not choice.is_done:
+            choice.decide(len(batches), log_schedule)
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "weight-compute"))
         accounts = engines.ledger.take_totals()
         for kind in ("coded_s", "waited_s"):
@@ -147,11 +149,12 @@ def main() -> None:
                 engines = build_engines(case_config, topologies[layout], plan["vocab"])
                 step = our_step(engines, topologies[layout], batches)
         step_figures: list[dict[str, float]] = []  # gathered after the last step: to gather, ranks wait for each other
-        for _ in range(command.get("steps", 0)):
+        settling = command.get("settling", 0)
+        for _ in range(settling + command.get("steps", 0)):
             assert step is not None
             step_figures.append(step(step_count))
             step_count += 1
-        for figures in step_figures:
+        for figures in step_figures[settling:]:
             rows = gather_rows(topology.control, Ledger(), list(figures.values()))
             columns = zip(*rows, strict=True)
             # The slowest rank's time, the loss of the last stage, and means of the other figures.

@@ -18,7 +18,9 @@ from megatron.base.regular import read_regular
 from megatron.base.values import Values
 
 CERTIFICATE = "certificate.json"
-FORMAT = 1
+FORMAT = 2
+"""Format of new certificates. The first format, which is read as well, has no uncompressed bytes, predicted increases,
+loss checks, settings and uncompressed trials."""
 _MAX_BYTES, _MAX_COUNT = 1 << 24, 1 << 62
 
 
@@ -35,6 +37,7 @@ class TrafficSpan:
         names: names of these interfaces.
         connections: bytes that the ranks' own connections sent, by the kernel's counters; None if these are unknown.
         reason: why nothing is compared; empty if it is.
+        uncompressed: bytes that all ranks would have sent without compression, by communication point.
     """
 
     after: int
@@ -46,12 +49,14 @@ class TrafficSpan:
     names: Sequence[str] = ()
     connections: int | None = None
     reason: str = ""
+    uncompressed: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(content: Mapping[str, Any], location: str) -> TrafficSpan:
         """Read a span; raise UserError for bad values."""
         values = Values(content, location)
         ledger = Values(values.table("ledger"), location)
+        uncompressed = Values(values.table("uncompressed", {}), location)
         after = _count(values, "after")
         return TrafficSpan(
             after,
@@ -63,6 +68,7 @@ class TrafficSpan:
             values.texts("names"),
             _count(values, "connections") if values.has("connections") else None,
             values.text("reason"),
+            {point: _count(uncompressed, point) for point in uncompressed},
         )
 
 
@@ -97,16 +103,49 @@ class SampledPoint:
         )
 
 
+MAX_INCREASE = 1e6
+"""Value in ``LossCheck`` of increases that are not finite, which JSON cannot hold, in percent."""
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """A check of the loss under the compressors that a run has chosen.
+
+    Args:
+        iteration: number of iterations before it.
+        increase: expected increase of the loss, in percent, at most ``MAX_INCREASE``.
+        eased: point that switched to a gentler setting after the check, or to no compression; empty for none.
+    """
+
+    iteration: int
+    increase: float
+    eased: str = ""
+
+    @staticmethod
+    def read(content: Mapping[str, Any], location: str) -> LossCheck:
+        """Read a check; raise UserError for bad values."""
+        values = Values(content, location)
+        return LossCheck(_count(values, "iteration"), values.number("increase", minimum=0.0), values.text("eased"))
+
+
 @dataclass(frozen=True)
 class AutoDecision:
     """A choice of ``--compress auto``.
 
     Args:
         specs: the specs in use: the chosen ones, or their replacements.
-        predicted_s, uncompressed_s: predicted seconds of an iteration, with the chosen specs and without them.
-        trial_s: measured seconds of trial steps with the chosen specs; None if none were run.
+        predicted_s, uncompressed_s: predicted seconds of an iteration, with the chosen specs and settings, and with
+            those of the user alone.
+        trial_s: measured seconds of trial steps with the chosen specs and settings; None if none were run.
         measured_s: measured seconds of an iteration; None before the measurement.
         report: the choice as it was logged, with its reasons.
+        increases: upper ends of the predicted increases of the loss when the compressors were chosen, in percent, by
+            spec.
+        checks: checks of the loss during the run, also those before the choice.
+        uncompressed_trial_s: measured seconds of trial steps with the user's specs and settings alone; None if none
+            were run.
+        settings: flags of the chosen settings.
+        after: number of iterations before the choice.
     """
 
     specs: Sequence[str]
@@ -115,11 +154,18 @@ class AutoDecision:
     trial_s: float | None
     measured_s: float | None
     report: Sequence[str]
+    increases: Mapping[str, float] = field(default_factory=dict)
+    checks: Sequence[LossCheck] = ()
+    uncompressed_trial_s: float | None = None
+    settings: Sequence[str] = ()
+    after: int = 0
 
     @staticmethod
     def read(content: Mapping[str, Any], location: str) -> AutoDecision:
         """Read a decision; raise UserError for bad values."""
         values = Values(content, location)
+        increases = Values(values.table("increases", {}), location)
+        checks = _tables(values, "checks") if values.has("checks") else []
         return AutoDecision(
             values.texts("specs"),
             values.number("predicted_s", minimum=0.0),
@@ -127,6 +173,11 @@ class AutoDecision:
             values.number("trial_s", minimum=0.0) if values.has("trial_s") else None,
             values.number("measured_s", minimum=0.0) if values.has("measured_s") else None,
             values.texts("report"),
+            {spec: increases.number(spec, minimum=0.0) for spec in increases},
+            [LossCheck.read(check, f"{location}, checks") for check in checks],
+            values.number("uncompressed_trial_s", minimum=0.0) if values.has("uncompressed_trial_s") else None,
+            values.texts("settings") if values.has("settings") else [],
+            _count(values, "after") if values.has("after") else 0,
         )
 
 
@@ -257,8 +308,8 @@ def read_certificate(folder: Path) -> Certificate:
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: its digest does not match")
-    if content.get("format") != FORMAT:
-        raise UserError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    if content.get("format") not in (1, FORMAT):
+        raise UserError(f"{path} has format {content.get('format')!r}; this version reads formats 1 and {FORMAT}")
     values = Values(content, str(path))
     files = Values(values.table("files"), str(path))
     for name in files:

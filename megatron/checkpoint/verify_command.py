@@ -33,7 +33,7 @@ import torch
 from megatron.base.code_digest import code_digest
 from megatron.base.errors import UserError
 from megatron.base.regular import fingerprint, open_regular
-from megatron.checkpoint.certificate import CERTIFICATE, Certificate, TrafficSpan, read_certificate
+from megatron.checkpoint.certificate import CERTIFICATE, Certificate, Statements, TrafficSpan, read_certificate
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
@@ -128,14 +128,18 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
     """Compare the statements with the checkpoint's common values, whose digest is already checked."""
     try:
         common = decode_plain((folder / COMMON).read_bytes())
-        saved, choice = common["certificate"], common["compression_choice"]
+        # Values that an earlier version did not save have their defaults on both sides.
+        saved = Statements.read(common["certificate"], str(folder / COMMON)).to_dict()
+        choice = common["compression_choice"]
         turned_off = choice.get("turned_off", ())
         specs_in_use = [spec for spec in choice.get("specs", ()) if point_name(spec) not in turned_off]
+    except UserError:
+        raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(f"{folder / COMMON} is not what a run with --certificate writes: {error!r}") from error
     stated = certificate.statements.to_dict()
     for name, value in stated.items():
-        if not isinstance(saved, dict) or saved.get(name) != value:
+        if saved[name] != value:
             raise UserError(f"{folder / CERTIFICATE}: {name} differs from the one in {COMMON}")
     auto = certificate.statements.auto
     if auto is not None and specs_in_use != list(auto.specs):

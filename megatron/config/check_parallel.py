@@ -136,13 +136,12 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
             raise UserError(f"--delay {parallel.delay} cannot be combined with {problem}")
 
 
-def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, has_epilogue: bool) -> None:
+def check_flush(parallel: ParallelConfig, has_experts: bool, has_epilogue: bool) -> None:
     """Check that --no-pipeline-flush can be combined with the other settings; raise UserError otherwise.
 
     Args:
         parallel: resolved configuration.
         has_experts: layers have experts.
-        certificate: the run writes a certificate.
         has_epilogue: a compressor is active in epilogues only.
     """
     contradictions = (
@@ -159,7 +158,6 @@ def check_flush(parallel: ParallelConfig, has_experts: bool, certificate: bool, 
             has_epilogue,
             "when=epilogue, since no message is in an epilogue; leave one of them out",
         ),
-        (certificate, "--certificate, which covers whole steps; leave one of them out"),
         (
             parallel.distributed_backend == "nccl",
             "NCCL, under which a pipeline posts receives step by step; use --distributed-backend gloo",

@@ -75,7 +75,7 @@ class CheckpointConfig:
         minimum=1,
     )
     certificate: bool | None = derived(
-        "on with --compress auto and --save, without --no-pipeline-flush",
+        "on with --compress auto and --save",
         "Write a certificate into each checkpoint, which megatron-cc-verify checks: digests of files, "
         "configuration, code, kernels and data, the bytes sent next to the interfaces' counters, samples of what "
         "compressors sent, and whether replicas are equal.",

@@ -116,9 +116,7 @@ class RunConfig:
             recompute=resolve_recompute(config.recompute),
             training=training,
             optimizer=resolve_optimizer(config.optimizer, training, model.seq_length, note),
-            checkpoint=resolve_checkpoint(
-                config.checkpoint, config.compression.is_auto and not config.parallel.overlaps_steps, note
-            ),
+            checkpoint=resolve_checkpoint(config.checkpoint, config.compression.is_auto, note),
         )
         check_parallel(run.parallel, cuda_available)
         check_fp8(run.precision, run.parallel.distributed_backend == "nccl")
@@ -147,7 +145,6 @@ class RunConfig:
         check_flush(
             run.parallel,
             run.model.has_experts,
-            run.checkpoint.certificate is True,
             any(spec.activation.epilogue for spec in specs.values()),
         )
         return run

@@ -110,7 +110,8 @@ class Ledger:
         observers: observers of this rank's communication points; callers may append to the list.
 
     ``open_blocks`` are the timed blocks that have not ended, innermost last. ``sent_bytes``, by point, and
-    ``sent_messages`` count everything that this rank has sent, including the traffic that the accounts exclude.
+    ``sent_messages`` count everything that this rank has sent, including the traffic that the accounts exclude;
+    ``uncompressed_bytes`` is what ``sent_bytes`` would be without compression.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
@@ -119,6 +120,7 @@ class Ledger:
         self._accounts = _Accounts()
         self.open_blocks: list[_Timed] = []
         self.sent_bytes: Counter[Point] = Counter()
+        self.uncompressed_bytes: Counter[Point] = Counter()
         self.sent_messages = 0
 
     @property
@@ -136,7 +138,9 @@ class Ledger:
         account.messages += 1
         account.wire_bytes += wire_bytes
         account.inside_bytes += inside_bytes
-        account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
+        uncompressed_bytes = wire_bytes if raw_bytes is None else raw_bytes
+        account.raw_bytes += uncompressed_bytes
+        self.uncompressed_bytes[point] += uncompressed_bytes
 
     def wait_for(self, point: Point, pending: Pending) -> None:
         """Wait for an operation and time the wait.

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import EXPERT_POINTS, Point
+from megatron.compression.spec import point_name
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
@@ -276,6 +277,16 @@ def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
     return sum(each.prediction.memory_bytes for each in sets) <= _MEMORY_SHARE * memory_gib * 2**30
 
 
+def make_card_command(specs: Sequence[str]) -> str:
+    """Make the command that tries specs on small models; empty if it knows none of them."""
+    known_specs = [
+        spec
+        for spec in specs
+        if Point(point_name(spec)) not in EXPERT_POINTS and spec.partition("=")[2].partition(",")[0] in BUILTIN
+    ]
+    return f"make safety-card ARGS=\"--short --spec '{' '.join(known_specs)}'\"" if known_specs else ""
+
+
 def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
     """Describe the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
     the choice.
@@ -314,13 +325,8 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
-    card_specs = " ".join(  # those that make safety-card knows
-        candidate.spec
-        for point, candidate in result.chosen.candidates.items()
-        if point not in EXPERT_POINTS and candidate.spec.partition("=")[2].partition(",")[0] in BUILTIN
-    )
-    if card_specs:
-        lines.append(f"  to try them on small models: make safety-card ARGS=\"--short --spec '{card_specs}'\"")
+    if card_command := make_card_command(result.chosen.specs):
+        lines.append(f"  to try them on small models: {card_command}")
     if result.chosen.flags:
         lines.append(f"  the same by hand: {' '.join(result.chosen.flags)}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
@@ -16,7 +16,15 @@ import torch
 
 from megatron.base.code_digest import code_digest
 from megatron.base.regular import fingerprint
-from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
+from megatron.checkpoint.certificate import (
+    MAX_INCREASE,
+    AutoDecision,
+    InputFile,
+    LossCheck,
+    SampledPoint,
+    Statements,
+    TrafficSpan,
+)
 from megatron.compression.api import Codec, CodecTraits, RoundCompressor
 from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
 from megatron.compression.identity import IdentityRounds
@@ -29,9 +37,11 @@ from megatron.distributed.observer import Observer
 from megatron.distributed.topology import Topology
 from megatron.kernels.native import kernels_digest
 from megatron.planner.auto import AutoChoice, report
+from megatron.planner.settings import flags_of
 from megatron.training.assembly import Engines
 from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.identity import input_files
+from megatron.training.loss_guard import LossGuard
 from megatron.training.replica_check import disagreements
 from megatron.training.step_time_check import StepTimeCheck
 
@@ -134,7 +144,8 @@ def why_not_sampled(compressor: Codec | RoundCompressor) -> str | None:
 
 
 class TrafficCounter:
-    """Bytes that this rank sent by its ledger, its connections and its interfaces, while the counter runs.
+    """Bytes that this rank sent by its ledger, its connections and its interfaces, and bytes that it would have sent
+    without compression, while the counter runs.
 
     Args:
         topology: the ranks, which call ``start`` and ``stop`` together.
@@ -143,23 +154,25 @@ class TrafficCounter:
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self._barrier, self._ledger = topology.control.barrier, ledger
-        self._before: tuple[Counter[Point], int, SentCounts] | None = None
+        self._before: tuple[Counter[Point], Counter[Point], int, SentCounts] | None = None
         self.sent: Counter[str] = Counter()
+        self.uncompressed: Counter[str] = Counter()
         self.messages = 0
         self.interfaces: Counter[str] = Counter()
         self.connections: int | None = 0
         self.namespace = ""
         self.reason = ""
 
-    def _read(self) -> tuple[Counter[Point], int, SentCounts]:
+    def _read(self) -> tuple[Counter[Point], Counter[Point], int, SentCounts]:
         self._barrier()  # everything sent so far has arrived
         try:
             counts = read_sent()
         except (OSError, ValueError, IndexError) as error:
             counts, self.reason = SentCounts("", {}, {}), f"the counters of interfaces cannot be read here ({error})"
-        sent, messages = self._ledger.sent_bytes.copy(), self._ledger.sent_messages
+        sent, uncompressed = self._ledger.sent_bytes.copy(), self._ledger.uncompressed_bytes.copy()
+        messages = self._ledger.sent_messages
         self._barrier()  # nobody sends before all have read
-        return sent, messages, counts
+        return sent, uncompressed, messages, counts
 
     def start(self) -> None:
         """Start or continue counting."""
@@ -169,10 +182,14 @@ class TrafficCounter:
         """Pause counting."""
         if self._before is None:
             return
-        (sent_before, messages_before, before), (sent, messages, counts) = self._before, self._read()
+        sent_before, uncompressed_before, messages_before, before = self._before
+        sent, uncompressed, messages, counts = self._read()
         self._before, self.namespace = None, counts.namespace
         self.messages += messages - messages_before
         self.sent.update({point.value: sent[point] - sent_before[point] for point in sent})
+        self.uncompressed.update(
+            {point.value: uncompressed[point] - uncompressed_before[point] for point in uncompressed}
+        )
         self.interfaces.update({name: n - before.interfaces.get(name, 0) for name, n in counts.interfaces.items()})
         added = sum(n - before.connections.get(name, 0) for name, n in counts.connections.items())
         readable = self.connections is not None and bool(counts.connections)
@@ -187,6 +204,7 @@ class RunCertificate:
         sections: sections of the command's flags beside the configuration's, by name.
         choice: the choice of ``--compress auto``, if this run has made one.
         time_check: the check of step times under that choice.
+        loss_guard: the checks of the loss under that choice, or under the checkpoint's.
     """
 
     def __init__(
@@ -195,11 +213,12 @@ class RunCertificate:
         sections: Mapping[str, Any] = MappingProxyType({}),
         choice: AutoChoice | None = None,
         time_check: StepTimeCheck | None = None,
+        loss_guard: LossGuard | None = None,
     ) -> None:
         self.engines, self.topology = engines, engines.topology
         self.sampler = MessageSampler(engines.ledger.observers)
         self.traffic = TrafficCounter(engines.topology, engines.ledger)
-        self._choice, self._time_check = choice, time_check
+        self._choice, self._time_check, self._loss_guard = choice, time_check, loss_guard
         all_sections = {**{name: getattr(engines.config, name) for name in run_sections()}, **sections}
         first = self.topology.rank == 0
         self._inputs = [
@@ -238,6 +257,7 @@ class RunCertificate:
             "interfaces": self.traffic.interfaces,
             "connections": self.traffic.connections,
             "sent": self.traffic.sent,
+            "uncompressed": self.traffic.uncompressed,
             "messages": self.traffic.messages,
             "samples": [[*key, e.samples, e.worst_error, e.sha256] for key, e in self.sampler.entries.items()],
             "inputs": [[file.name, file.path, file.contents] for file in self._inputs],
@@ -272,14 +292,14 @@ class RunCertificate:
             samples=[samples[key] for key in sorted(samples)],
             not_sampled=not_sampled,
             differences=disagreements(self.engines)[:3],
-            auto=rows[0]["auto"] and AutoDecision(**rows[0]["auto"]),
+            auto=rows[0]["auto"] and AutoDecision.read(rows[0]["auto"], "the choice"),
         )
 
     def _traffic_span(self, rows: list[dict[str, Any]], iteration: int) -> TrafficSpan:
-        sent: Counter[str] = Counter()
-        for row in rows:
-            sent.update(row["sent"])
-        sent_by_point = {point: count for point, count in sent.items() if count}
+        # The sum of counters has no zeros.
+        sent, uncompressed = (
+            dict(sum((Counter(row[kind]) for row in rows), Counter())) for kind in ("sent", "uncompressed")
+        )
         interfaces: Counter[str] = Counter()
         for row in {row["namespace"]: row for row in reversed(rows)}.values():  # the first rank of each node
             interfaces.update(row["interfaces"])
@@ -288,7 +308,7 @@ class RunCertificate:
         connections_sum = None if None in connections else sum(connections)
         reason = self._why_not_compared() or next((row["reason"] for row in rows if row["reason"]), "")
         messages = sum(row["messages"] for row in rows)
-        span = partial(TrafficSpan, self._start, iteration, len(rows), messages, sent_by_point)
+        span = partial(TrafficSpan, self._start, iteration, len(rows), messages, sent, uncompressed=uncompressed)
         return span(reason=reason) if reason else span(max(sum(interfaces.values()), 0), names, connections_sum)
 
     def _why_not_compared(self) -> str:
@@ -307,8 +327,11 @@ class RunCertificate:
         described = describe_choice(config, self.topology.layout, self.engines.plan)
         if not described:
             return None
+        checks = [] if saved is None else list(saved.checks)
+        for number, increase, eased in () if self._loss_guard is None else self._loss_guard.checks:
+            checks.append(LossCheck(number, min(increase, MAX_INCREASE), eased))
         if choice is None:
-            return None if saved is None else {**asdict(saved), "specs": specs_in_use(described)}
+            return None if saved is None else asdict(replace(saved, specs=specs_in_use(described), checks=checks))
         return {
             "specs": specs_in_use(described),
             "predicted_s": choice.chosen.prediction.seconds,
@@ -316,4 +339,9 @@ class RunCertificate:
             "trial_s": choice.chosen.trial_s,
             "measured_s": self._time_check and self._time_check.measured_s,
             "report": report(choice, config.compression.max_loss_increase).splitlines(),
+            "increases": {each.spec: each.increase for each in choice.chosen.candidates.values()},
+            "checks": [asdict(check) for check in checks],
+            "uncompressed_trial_s": choice.plain.trial_s,
+            "settings": flags_of(choice.chosen.settings),
+            "after": self._start,
         }

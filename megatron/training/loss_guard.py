@@ -110,6 +110,10 @@ class LossGuard:
         length: length of the run, for costs by length and warm-ups in fractions of it.
         saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
         due_at_start: whether a check is due before the first step: the compressors are new, but not the weights.
+
+    Attributes:
+        checks: iteration, expected increase of the loss in percent, and the point that switched to a gentler setting
+            (empty for none), of each check so far.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class LossGuard:
         self.interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
         self._engines = engines
         registry = build_registry(compression.compress_module)
+        self.checks: list[tuple[int, float, str]] = []
         self._points: dict[Point, _GuardedPoint] = {}
         self._forward_points: list[Point] = []
         self._batches = batches
@@ -170,9 +175,13 @@ class LossGuard:
         """Whether a check is due after an iteration (1-based)."""
         return bool(self._points) and iteration % self.interval == 0
 
-    def check(self) -> Finding:
+    def check(self, iteration: int) -> Finding:
         """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
-        it. A collective call, after ``complete_steps``."""
+        it. A collective call, after ``complete_steps``.
+
+        Args:
+            iteration: number of iterations so far.
+        """
         costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
         measurement = self._measure()
         for point, cost in measurement.costs.items():
@@ -184,6 +193,7 @@ class LossGuard:
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
+        self.checks.append((iteration, total, eased or ""))
         if eased or emboldened:
             costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
             if total > sum(costs.values()):

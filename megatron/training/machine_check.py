@@ -1,4 +1,4 @@
-"""Checks of a run against the machine, before the ranks meet and before large allocations."""
+"""Checks of a run against the machine, before the ranks meet and before large allocations; notes on its settings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
 from megatron.config.memory import check_memory, memory_of_this_machine
 from megatron.config.run import RunConfig
+from megatron.distributed.agreement import any_rank
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.kernels.fp8 import EIGHT_BIT_UNITS
+
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+"""Whether a TCP connection that was idle shrinks its window again, as it does by default on Linux."""
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
@@ -70,3 +75,26 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         there_is = memory_of_this_machine() // ranks
         location = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
     check_memory(config, env.world_size, there_is, location, vocab_size)
+
+
+def machine_notes(config: RunConfig, env: LaunchEnvironment, group: dist.ProcessGroup | None) -> list[str]:
+    """Notes on settings of any node that make the run slow; the same on all ranks. A collective call.
+
+    Args:
+        config: the resolved configuration.
+        env: this process's place.
+        group: all ranks; None for a single one.
+    """
+    parallel = config.parallel
+    over_tcp = parallel.distributed_backend == "gloo" or os.environ.get("NCCL_IB_DISABLE") == "1"
+    crosses_nodes = parallel.pipeline_model_parallel_size > 1 and env.num_local_ranks < env.world_size
+    try:
+        starts_slowly = over_tcp and crosses_nodes and _SLOW_START.read_text().strip() == "1"
+    except OSError:  # not Linux, or hidden in a container
+        starts_slowly = False
+    if not any_rank(group, starts_slowly):
+        return []
+    return [
+        "TCP connections start slowly again after each pause, so on slow links messages between pipeline stages take "
+        "longer; to change this, run `sysctl -w net.ipv4.tcp_slow_start_after_idle=0` as root on all nodes"
+    ]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import Iteration
@@ -33,9 +34,11 @@ from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes
 from megatron.training.islands import begin_rounds, folders_of_others, join_islands, reporting_refusal
 from megatron.training.loss_guard import LossGuard, held_out_batches
+from megatron.training.machine_check import machine_notes
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
+from megatron.training.run_card import write_run_card
 from megatron.training.run_plan import RunPlan
 from megatron.training.saved_run import SavedRun
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
@@ -177,6 +180,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         notes = compression_notes(
             config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
         )
+        notes += machine_notes(config, parts.env, topology.control.pg)
         log_engines(engines, parts.datasets, notes, parts.log)
         progress, schedule = Progress(), _build_schedule(config)
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
@@ -185,7 +189,8 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             chosen, adapts = None if run.choice is None else run.choice.chosen, config.compression.compress_adapt
             warmup_iters = engines.plan.warmup_iters
             if ScheduleChoice.is_needed(engines):  # its steps have another schedule
-                warmup_iters = STEPS + max(warmup_iters, 0 if saved is None else saved.progress.iteration)
+                start = max(warmup_iters, 0 if saved is None else saved.progress.iteration)
+                warmup_iters = start + STEPS + plan.sizes.skipped.count(start, start + STEPS)
             reporter.step_time_check = StepTimeCheck(
                 chosen, warmup_iters, adapts, checks.s_per_token, checks.step_tokens, run.choice_s
             )
@@ -199,7 +204,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             )
         certificate = None
         if config.checkpoint.certificate:
-            certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check)
+            certificate = RunCertificate(engines, parts.sections, run.choice, reporter.step_time_check, guard)
         log = rank_0_log(topology)
         checkpoints = RunCheckpoints(
             engines, schedule, progress, log, parts.lock, certificate, guard, reporter.step_time_check, run.settings
@@ -224,6 +229,10 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     finally:
         membership.leave()
         reporter.close()
+    statements, save_folder = checkpoints.certificate_record.statements, config.checkpoint.save
+    has_saved = certificate is not None and checkpoints.saved_iteration is not None and reason is not ExitReason.CHOICE
+    if topology.rank == 0 and has_saved and statements is not None and save_folder is not None:
+        write_run_card(Path(save_folder), config, topology.layout, statements, log)
     release_engines(engines)
     return reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.points import Point
+from megatron.distributed.clock import Mark
 from megatron.distributed.observer import Observer, SentMessage
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
@@ -21,8 +22,10 @@ from megatron.training.assembly import Engines
 _SETTLING_STEPS = 2
 """Steps after the start that are not measured: kernels are loaded, and memory is allocated."""
 _MEASURED_STEPS = 3
-STEPS = _SETTLING_STEPS + _MEASURED_STEPS
-"""Steps before the choice, if no compressor of pipeline messages has a warm-up."""
+_TRIAL_ROUNDS, _TRIAL_STEPS = 3, 2
+"""Number of rounds in which two schedules are timed in turn, and steps of a turn, of which the last is timed."""
+STEPS = _SETTLING_STEPS + _MEASURED_STEPS + 2 * _TRIAL_ROUNDS * _TRIAL_STEPS
+"""Maximum number of steps before the choice, if no compressor of pipeline messages has a warm-up."""
 _PROBES = 3
 _SMALL_BYTES = 64
 _PROBE_TAG = 1 << 21
@@ -48,19 +51,33 @@ class ScheduleChoice(Observer):
     its gradients from one kind of pass (``check_layout`` refuses other models). So a resumed run may measure other
     times and choose another schedule.
 
+    If a list is predicted to be fastest, steps are timed with it and with the fastest fixed schedule, in turn, and the
+    faster of the two is kept: a list fits the measured times, so it gains less, or loses, where these do not hold.
+
     Args:
         engines: this rank's engines.
         settling_steps, measured_steps: number of steps before those that are measured, and of these.
+        trial_rounds: number of rounds in which the two are timed; 0 to take the fastest by prediction.
 
     Steps are measured after the warm-ups of the compressors of pipeline messages.
+
+    Attributes:
+        is_done: whether the schedule is chosen.
     """
 
     def __init__(
-        self, engines: Engines, settling_steps: int = _SETTLING_STEPS, measured_steps: int = _MEASURED_STEPS
+        self,
+        engines: Engines,
+        settling_steps: int = _SETTLING_STEPS,
+        measured_steps: int = _MEASURED_STEPS,
+        trial_rounds: int = _TRIAL_ROUNDS,
     ) -> None:
-        self._engines, self._measured_steps = engines, measured_steps
+        self._engines, self._measured_steps, self._trial_rounds = engines, measured_steps, trial_rounds
         self._steps_left = settling_steps + measured_steps
-        self._measures = False
+        self._measures = self.is_done = False
+        self._trials: list[tuple[MeasuredPipeline, list[float]]] = []  # schedules, and seconds of steps with each
+        self._turn = 0
+        self._step_start: Mark | None = None
         self._seconds: dict[str, list[float]] = {name: [] for name in _PASSES}
         self._coding: dict[tuple[str, str], list[float]] = {
             (name, point.value): [] for name in ("encode", "decode") for point in _POINTS
@@ -81,8 +98,16 @@ class ScheduleChoice(Observer):
     def begin_step(self, iteration: int) -> None:
         plan = self._engines.plan
         is_steady = iteration >= 0 and all(plan.activation(point).is_active(iteration) for point in _POINTS)
-        self._measures = is_steady and self._steps_left <= self._measured_steps
+        self._measures = is_steady and not self._trials and self._steps_left <= self._measured_steps
         self._steps_left -= is_steady
+        if self._trials and is_steady and self._steps_left == 0:
+            self._step_start = self._engines.ledger.clock.mark()
+
+    def end_step(self) -> None:
+        if self._step_start is not None:
+            clock = self._engines.ledger.clock
+            clock.between(self._step_start, clock.mark(), self._trials[self._turn % 2][1].append)
+            self._step_start = None
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         if not self._measures:
@@ -103,18 +128,52 @@ class ScheduleChoice(Observer):
         if self._measures:
             self._bytes[sent.point].append(sent.payload.nbytes)
 
-    def decide(self, micro_batches: int) -> str:
-        """Choose the schedule of the next steps. A collective call.
+    def decide(self, micro_batches: int, log: Callable[[str], None]) -> None:
+        """Choose the schedule of the next steps, or begin to time one. A collective call, when it ``is_due``.
 
         Args:
-            micro_batches: number of micro-batches in a step, for the report.
-
-        Returns:
-            A report of what was measured and chosen.
+            micro_batches: number of micro-batches in a step.
+            log: prints lines on what was measured and chosen.
         """
+        self._engines.ledger.clock.synchronize()
+        if not self._trials:
+            measured, report = self._measure(micro_batches)
+            log(report)
+            if not self._trial_rounds or measured.candidates(micro_batches)[0].kind != AUTO:
+                self._finish(measured, micro_batches)
+                return
+            self._trials = [(measured, []), (MeasuredPipeline(measured.pipeline, with_lists=False), [])]
+        else:
+            self._turn += 1
+        if self._turn < 2 * self._trial_rounds:
+            self._use(self._trials[self._turn % 2][0], micro_batches)
+            self._steps_left = _TRIAL_STEPS
+            return
+        step_s = torch.tensor([[_median(seconds) for _, seconds in self._trials]], dtype=torch.float64)
+        list_s, fixed_s = self._max_over_ranks(step_s)[0].tolist()
+        (measured, _), (fixed, _) = self._trials
+        fixed_name, keeps_list = str(fixed.candidates(micro_batches)[0]), list_s <= fixed_s
+        log(
+            f"pipeline schedule: steps take {list_s:.3g} s with the list, {fixed_s:.3g} s with {fixed_name}; "
+            f"{'the list' if keeps_list else fixed_name} stays"
+        )
+        self._finish(measured if keeps_list else fixed, micro_batches)
+
+    def _use(self, schedule: MeasuredPipeline, micro_batches: int) -> None:
+        """Run the next steps with the fastest schedule of a measured pipeline."""
+        self._engines.pipeline.measured = schedule
+        for observer in self._engines.ledger.observers:
+            observer.on_schedule(str(schedule.candidates(micro_batches)[0]))
+
+    def _finish(self, schedule: MeasuredPipeline, micro_batches: int) -> None:
+        """Run all further steps with a schedule."""
+        self._use(schedule, micro_batches)
+        self._engines.ledger.observers.remove(self)
+        self.is_done = True
+
+    def _measure(self, micro_batches: int) -> tuple[MeasuredPipeline, str]:
+        """Measure the links, and return the pipeline with all measured times, and a report."""
         engines, topology = self._engines, self._engines.topology
-        engines.ledger.observers.remove(self)
-        engines.ledger.clock.synchronize()
         stage, stages = topology.coordinates.pp, topology.layout.pp
         rows = torch.zeros(stages, _COLUMNS, dtype=torch.float64)
         passes_s = [_median(self._seconds[name]) for name in _PASSES]
@@ -134,15 +193,12 @@ class ScheduleChoice(Observer):
         _divide_round_trips(rows, round_trips_s)
         max_in_flight = engines.config.parallel.pipeline_max_in_flight
         measured = MeasuredPipeline(make_pipeline(rows.tolist(), max_in_flight))
-        engines.pipeline.measured = measured
         candidates = measured.candidates(micro_batches)
-        for observer in engines.ledger.observers:
-            observer.on_schedule(str(candidates[0]))
         fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
         slowest_s = [
             f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, rows[:, :3].amax(0).tolist(), strict=True)
         ]
-        return (
+        return measured, (
             f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
             f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
             f"{float(round_trips_s.max()):.3g} s there and back"

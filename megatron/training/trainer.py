@@ -267,9 +267,9 @@ class Trainer:
         if self.schedule_choice is not None and self.schedule_choice.is_due:
             complete_steps(self.engines, timers)  # their messages would take a part of the links
             with self.reporter.paused("schedule"):
-                report = self.schedule_choice.decide(count)
-            self.reporter.line(report)
-            self.schedule_choice = None
+                self.schedule_choice.decide(count, self.reporter.line)
+            if self.schedule_choice.is_done:
+                self.schedule_choice = None
         if not metrics.skipped:
             self.schedule.step(size, size * length)
         assert self.train_set is not None
@@ -349,7 +349,7 @@ class Trainer:
         """Check the loss increase due to the compressors that the run has chosen."""
         assert self.loss_guard is not None
         with self.reporter.paused("check"):
-            finding = self.loss_guard.check()
+            finding = self.loss_guard.check(self.progress.iteration)
         self.reporter.record(finding, self.progress.iteration)
         if finding.line is not None and self.reporter.step_time_check is not None:  # a compressor has changed
             self.reporter.step_time_check.restart()

@@ -182,10 +182,10 @@ class SetTrial:
             max_in_flight = self._config.parallel.pipeline_max_in_flight
             engines.pipeline.measured = MeasuredPipeline(make_pipeline(self._stage_times, max_in_flight))
             return
-        choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1)
+        choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1, trial_rounds=0)
         while not choice.is_due:
             self._take_step(engines)
-        choice.decide(len(self._batches))
+        choice.decide(len(self._batches), lambda line: None)
 
     def drop_engines(self) -> None:
         """Drop the engines; ``free_memory`` frees their memory."""

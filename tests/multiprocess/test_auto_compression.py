@@ -66,6 +66,7 @@ def chosen(warm: None, prefix: Path, tmp_path_factory: pytest.TempPathFactory) -
         **STAGES,
         compress=["auto"],
         max_loss_increase=50,
+        loss_check_interval=2,
         exit_interval=3,
         save=folder / "saved",
         log_json_file=folder / "log.jsonl",
@@ -153,6 +154,30 @@ def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, 
     assert checks[4]["eased"] is None
     whole = _losses(tmp_path / "whole.jsonl")
     assert _losses(tmp_path / "resumed.jsonl") == {iteration: whole[iteration] for iteration in (4, 5, 6)}
+
+
+def test_the_run_writes_a_safety_card_and_a_resumed_run_goes_on_with_it(
+    chosen: tuple[Path, str], prefix: Path, tmp_path: Path
+) -> None:
+    folder, text = chosen
+    card = folder / "saved" / "safety-card" / "card.md"
+    assert f"safety card of this run: {card}" in text
+    specs = re.findall(r"--compress (\S+)", re.findall(r"the same by hand: (.*)", text)[0])
+    page = card.read_text()
+    assert page.startswith(f"# `{' '.join(specs)}`\n")
+    assert "; iterations 1 to 3." in page
+    assert "Checks during the run: 1, after iterations 2 to 2." in page
+    again = tmp_path / "again"
+    changes: dict[str, Any] = {"save": again, "max_loss_increase": 50, "loss_check_interval": 2}
+    _train(prefix, tmp_path / "log.jsonl", ["auto"], load=folder / "saved", **changes)
+    page = (again / "safety-card" / "card.md").read_text()
+    assert "; iterations 1 to 3, 4 to 6." in page
+    assert "Checks during the run: 3, after iterations 2 to 6." in page
+    (again / "safety-card" / "card.md").write_text("")  # is not written by runs that save nothing, or no certificate
+    _train(prefix, tmp_path / "log.jsonl", ["auto"], load=again, **changes, skip_train=True)
+    _train(prefix, tmp_path / "log.jsonl", ["auto"], load=again, **changes, train_iters=7, certificate="false")
+    assert (again / "iter_0000007").exists()
+    assert (again / "safety-card" / "card.md").read_text() == ""
 
 
 def test_a_spec_of_the_user_replaces_the_kept_one(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:

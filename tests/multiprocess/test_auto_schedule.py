@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron.distributed.clock import HostClock, Mark, Tell
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD
+from megatron.training.assembly import Engines
+from megatron.training.schedule_choice import STEPS, ScheduleChoice
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import run_cli
 from tests.support.combinations import mark_repeats
@@ -21,7 +24,8 @@ from tests.support.tiny import merge, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
-ITERATIONS = 7
+ITERATIONS = 1 + STEPS + 2
+"""After a warm-up of one."""
 RUN: dict[str, Any] = {
     "num_layers": 4,
     "train_iters": ITERATIONS,
@@ -69,7 +73,7 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
-    (report,) = re.findall(r"pipeline schedule: (.*)", result.stdout)
+    report, *later_reports = re.findall(r"pipeline schedule: (.*)", result.stdout)
     assert re.fullmatch(
         r".+; predicted [\d.e-]+ s for the passes of a step \(.*1f1b [\d.e-]+ s.*\); measured on the slowest stage "
         r"forward [\d.e-]+ s, backward [\d.e-]+ s, weight [\d.e-]+ s, and on the slowest link [\d.e-]+ s there and "
@@ -80,7 +84,17 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     traces = sorted((tmp_path / "traces").glob("*.json"))
     titles = {json.loads(path.read_text())["otherData"]["schedule"] for path in traces}
     assert len(traces) == world_size
-    assert titles == {f"auto: {report.partition('; ')[0]}"}
+    name = report.partition("; ")[0]
+    if name.startswith("a list"):
+        (later_report,) = later_reports
+        times = re.fullmatch(
+            r"steps take [\d.e-]+ s with the list, [\d.e-]+ s with (\S+); (?:the list|\1) stays", later_report
+        )
+        assert times is not None, later_report
+        name = name if "the list stays" in later_report else times[1]
+    else:
+        assert later_reports == []
+    assert titles == {f"auto: {name}"}
     assert _losses(logs["auto"]) == _losses(logs["zb-h1"]) == _losses(logs["1f1b"])
     assert len(_losses(logs["auto"])) == ITERATIONS
 
@@ -97,8 +111,8 @@ def _train_by_a_list() -> tuple[str, bool, int, list[float]]:
     return measured.candidates(8)[0].kind, table.schedules == fixed, table.max_ahead, losses
 
 
-def _train_by_zero_bubble() -> list[float]:
-    return tiny_run(merge(FOUR_STAGES, {"parallel": {"pipeline_schedule": "zb-h1"}}), 3).losses
+def _train_by_zero_bubble(iterations: int) -> list[float]:
+    return tiny_run(merge(FOUR_STAGES, {"parallel": {"pipeline_schedule": "zb-h1"}}), iterations).losses
 
 
 def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
@@ -107,7 +121,53 @@ def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
     for kind, is_fixed, max_ahead, _ in results:
         assert (kind, is_fixed) == (AUTO, False)
         assert max_ahead > MAX_POSTED_AHEAD
-    assert results[3][3] == run_ranks(4, _train_by_zero_bubble)[3]
+    assert results[3][3] == run_ranks(4, _train_by_zero_bubble, 3)[3]
+
+
+def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[str], list[float]]:
+    """Trains with made-up times of passes, for which a list is predicted to be fastest, and made-up times of steps.
+
+    Returns the schedule after each step, the reports, and the losses.
+    """
+    engines = tiny_engines(FOUR_STAGES)
+    hop = Hop(0.0, 1.0, 0.05)
+    measured = MeasuredPipeline(Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: hop))
+    choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1, trial_rounds=3)
+    choice._measure = lambda micro_batches: (measured, "measured")  # type: ignore[method-assign]
+    kinds = ["first"]
+    reports: list[str] = []
+
+    class SetClock(HostClock):
+        """Steps take 0.1 s more on each later rank; the first after a change, and the tenth, take very long."""
+
+        def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
+            is_slow = len(kinds) in (1, 10) or kinds[-1] != kinds[-2]
+            tell((list_s if kinds[-1] == AUTO else fixed_s) + 0.1 * engines.topology.rank + 10.0 * is_slow)
+
+    engines.ledger.clock = SetClock()
+
+    def after_step(engines: Engines) -> None:
+        if choice.is_due and not choice.is_done:
+            choice.decide(8, reports.append)
+        schedule = engines.pipeline.measured
+        kinds.append("first" if schedule is None else schedule.candidates(8)[0].kind)
+
+    losses = tiny_train(engines, 16, after_step=after_step).losses
+    return kinds[1:], reports, losses
+
+
+@pytest.mark.parametrize(("list_s", "stays"), [(2.0, "the list"), (3.1, "eager-1f1b")])
+def test_the_faster_of_the_list_and_the_fastest_fixed_schedule_stays(list_s: float, stays: str) -> None:
+    """Three steps are timed with each, in turn, each after one that does not count; the medians decide."""
+    results = run_ranks(4, _train_with_trials, list_s, 3.0)
+    for kinds, reports, _ in results:
+        later = AUTO if stays == "the list" else "eager-1f1b"
+        assert kinds == ["first", *[AUTO, AUTO, "eager-1f1b", "eager-1f1b"] * 3, *[later] * 3]
+        assert reports == [
+            "measured",
+            f"pipeline schedule: steps take {list_s + 0.3:.3g} s with the list, 3.3 s with eager-1f1b; {stays} stays",
+        ]
+    assert results[3][2] == run_ranks(4, _train_by_zero_bubble, 16)[3]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 
 import megatron.training.certificate as certificate_module
 from megatron.base.regular import fingerprint
-from megatron.checkpoint.certificate import CERTIFICATE, Statements, read_certificate
+from megatron.checkpoint.certificate import CERTIFICATE, MAX_INCREASE, LossCheck, Statements, read_certificate
 from megatron.checkpoint.verify_command import BYTES_TOLERANCE, RESIDUAL_TOLERANCE, main
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.points import Point
 from megatron.distributed.interfaces import SentCounts
 from megatron.distributed.ledger import Ledger
+from megatron.planner.candidates import CandidateSpec
 from megatron.training.certificate import RunCertificate, is_sampled
 from megatron.training.pretrain import main as pretrain
 from tests.multiprocess.test_resume import _losses
@@ -67,6 +69,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
         },
         {"pp-backward": True},
     ),
+    "pipeline without a flush": (
+        {
+            **TWO_STAGES,
+            "num_layers": 4,
+            "delay": 1,
+            "no_pipeline_flush": True,
+            "pipeline_schedule": "eager-1f1b",
+            "compress": ["pp-forward=fixpoint,bits=8", "pp-backward=lowrank,rank=2,error-feedback=lazy"],
+        },
+        {"pp-forward": False, "pp-backward": True},
+    ),
     "tensor parallelism": (
         {"tensor_model_parallel_size": 2, "compress": ["tp-forward=fixpoint,bits=8"]},
         {"tp-forward": False},
@@ -112,6 +125,9 @@ def test_runs_are_certified_and_go_on_as_without(
     (span,) = statements.traffic
     assert (span.after, span.until, span.ranks, span.reason) == (0, 6, 2, "")
     assert set(points) <= set(span.ledger)
+    assert span.uncompressed.keys() == span.ledger.keys()
+    assert all(span.uncompressed[point] > span.ledger[point] for point in points)
+    assert span.uncompressed["control"] == span.ledger["control"]
     (half,) = read_certificate(saved / "iter_0000003").statements.traffic
     assert sum(span.ledger.values()) > 1.5 * sum(half.ledger.values())
     assert "lo" in span.names
@@ -323,10 +339,15 @@ def _state_a_choice() -> Any:
     """Statements about a choice whose prediction and reasons differ by rank, like those of different libraries."""
     engines = tiny_engines({"compression": {"compress": ["auto", "dp-grad=fixpoint,bits=8"]}})
     rank = engines.topology.rank
-    choice: Any = SimpleNamespace(prediction=SimpleNamespace(seconds=1.0 + rank), trial_s=2.0)
+    candidates = {Point.DP_GRAD: CandidateSpec("dp-grad=fixpoint,bits=8", 0.1 + rank)}
+    seconds = SimpleNamespace(seconds=1.0 + rank)
+    settings = {"overlap_grad_reduce": True}
+    choice: Any = SimpleNamespace(prediction=seconds, trial_s=2.0, candidates=candidates, settings=settings)
+    plain: Any = SimpleNamespace(prediction=seconds, trial_s=3.0)
+    guard: Any = SimpleNamespace(checks=[(4, 0.2, ""), (8, math.inf, "dp-grad")])
     certificate_module.report = lambda *_: f"reasons of rank {rank}"
-    certificate = RunCertificate(engines, {}, SimpleNamespace(chosen=choice, plain=choice), None)  # type: ignore[arg-type]
-    certificate.begin(0, None)
+    certificate = RunCertificate(engines, {}, SimpleNamespace(chosen=choice, plain=plain), None, guard)  # type: ignore[arg-type]
+    certificate.begin(3, None)
     return certificate.collect(1).auto
 
 
@@ -334,6 +355,9 @@ def test_all_ranks_state_the_choice_as_rank_0_explains_it() -> None:
     first, second = run_ranks(2, _state_a_choice)
     assert first == second
     assert (first.predicted_s, first.trial_s, first.report) == (1.0, 2.0, ["reasons of rank 0"])
+    assert first.increases == {"dp-grad=fixpoint,bits=8": 0.1}
+    assert first.checks == [LossCheck(4, 0.2), LossCheck(8, MAX_INCREASE, "dp-grad")]
+    assert (first.uncompressed_trial_s, first.settings, first.after) == (3.0, ["--overlap-grad-reduce"], 3)
 
 
 def test_it_needs_a_folder(prefix: Path) -> None:

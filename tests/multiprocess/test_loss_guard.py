@@ -90,10 +90,12 @@ def _check_harmful_codec(module: str) -> tuple[dict[str, Any], str | None, float
         expected.append(evaluate(other, batches, 1, 4, 0).losses["lm loss"])
     gentle = tiny_engines(merge(STAGES, _auto(["pp-forward=scaled,factor=1.0"], module)))
     _copy_weights(engines, gentle)
-    finding = guard.check()
+    finding = guard.check(8)
     losses = [tiny_train(each, 1, first=7).losses[0] for each in (engines, gentle)]
     specs = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
-    again = guard.check()
+    again = guard.check(9)
+    increases = finding.values["expected_increase"], again.values["expected_increase"]
+    assert guard.checks == [(8, increases[0], "pp-forward"), (9, increases[1], "")]
     assert again.values["points"]["pp-forward"] < 0.5  # the gentler codec only rounds
     assert again.line is None
     return dict(finding.values), finding.line, 100.0 * (expected[1] / expected[0] - 1.0), losses, specs
@@ -136,7 +138,7 @@ def _check_residuals(
     assert ratio is not None
     values, lines, residuals = [], [], []
     for check in range(3):
-        finding = guard.check()
+        finding = guard.check(1)
         values.append(dict(finding.values))
         lines.append(finding.line)
         tiny_train(engines, 2, first=3 + 2 * check)
@@ -176,7 +178,7 @@ def _check_when_resumed(folder: Path) -> list[dict[str, float]]:
         guard = _guard(engines)
         guarded = guard._points[Point.DP_GRAD]
         guarded.settings[0] = replace(guarded.settings[0][0], residual=0.05), guarded.settings[0][1]
-        costs.append(guard.check().values["points"])
+        costs.append(guard.check(1).values["points"])
     return costs
 
 
@@ -211,7 +213,7 @@ def _check_bolder_codec(module: str) -> list[tuple[int, str | None, list[int]]]:
     def check(budget: float, count: int = 1) -> float:
         guard._budget = budget
         for _ in range(count):
-            finding = guard.check()
+            finding = guard.check(1)
             change = finding.line and finding.line.partition(f"{budget:g}: ")[2]
             guarded = guard._points[Point.PP_FWD]
             steps.append((finding.values["settings"]["pp-forward"], change, list(guarded.breaks)))
@@ -267,7 +269,7 @@ def _check_bolder_gradients() -> tuple[list[int], list[float], list[float]]:
     for step in range(14):
         declare(0.161 if step else 0.05, 0.011 if step >= 7 else 0.0075)
         tiny_train(engines, 1, first=step, after_step=lambda _: ratios.append(meter.collect(1)[0]["dp-grad"].residual))
-        finding = guard.check()
+        finding = guard.check(1)
         positions.append(finding.values["settings"]["dp-grad"])
         costs.append(finding.values["points"]["dp-grad"])
     return positions, costs, [ratio for ratio in ratios if ratio is not None]
@@ -305,14 +307,14 @@ def _resume_after_a_change(folder: str, goes_back: bool) -> dict[str, tuple[list
         engines = tiny_engines(merge(base, _auto([spec], budget=budget)))
         tiny_train(engines, 3)
         guard, point = _guard(engines), spec.partition("=")[0]
-        assert guard.check().values["eased"] == point
+        assert guard.check(1).values["eased"] == point
         done = 3
         if goes_back:
             guard._budget = 100.0
             for _ in range(CALM_CHECKS):
                 tiny_train(engines, 1, first=done)
                 done += 1
-                finding = guard.check()
+                finding = guard.check(1)
             assert finding.values["emboldened"] == point
         checkpoints = tiny_checkpoints(engines, done, guard)
         checkpoints.save()
@@ -361,11 +363,11 @@ def _check_joint_harm(module: str) -> tuple[dict[str, Any], dict[str, float], di
         losses[name] = evaluate(other, batches, 1, 2, 0).losses["lm loss"]
     increases = {name: 100.0 * (loss / losses["exact"] - 1.0) for name, loss in losses.items()}
     guard = _guard(engines)
-    values = dict(guard.check().values)
+    values = dict(guard.check(1).values)
     guard._budget = 1.0
     made_up_losses = {(): 1.0, points[:1]: 1.002, points[1:]: 1.003, points: 1.02}
     guard._evaluate_loss = made_up_losses.__getitem__  # type: ignore[assignment, method-assign]
-    finding = guard.check()
+    finding = guard.check(1)
     return values, increases, dict(finding.values), finding.line
 
 
@@ -388,25 +390,26 @@ def test_forward_points_are_also_measured_together(tmp_path: Path) -> None:
     assert results[1] == results[0]
 
 
-def _check_losses_that_are_not_finite(module: str) -> list[dict[str, Any]]:
+def _check_losses_that_are_not_finite(module: str) -> list[Any]:
     engines = tiny_engines(merge(STAGES, _auto(["pp-forward=scaled,factor=1.0"], module)))
     values = []
     for exact_loss, compressed_loss in ((math.nan, 1.0), (1.0, math.nan)):
         guard = _guard(engines)
         losses = {(): exact_loss, (Point.PP_FWD,): compressed_loss}
         guard._evaluate_loss = losses.__getitem__  # type: ignore[assignment, method-assign]
-        values.append(dict(guard.check().values))
-    return values
+        values.append(dict(guard.check(7).values))
+    return [*values, guard.checks]
 
 
 def test_losses_that_are_not_finite(tmp_path: Path) -> None:
     """If the run itself has diverged, no compressor is blamed; if compression makes the loss infinite, it goes."""
     module = tmp_path / "scaled.py"
     module.write_text(HARMFUL)
-    for diverged, destroyed in run_ranks(2, _check_losses_that_are_not_finite, str(module)):
+    for diverged, destroyed, checks in run_ranks(2, _check_losses_that_are_not_finite, str(module)):
         assert diverged["eased"] is None
         assert destroyed["eased"] == "pp-forward"
         assert destroyed["points"]["pp-forward"] == math.inf
+        assert checks == [(7, math.inf, "pp-forward")]
 
 
 def test_settings_of_another_version_begin_with_the_one_in_use() -> None:

@@ -51,7 +51,7 @@ def _ease_to_exact(name: str) -> dict[str, tuple[list[float], list[list[str]], l
             trace = tiny_train(engines, 1, first=step)
             shares.append(trace.bytes_by_point[point.value] / trace.raw_by_point[point.value])
             used.append(specs_in_use(describe_choice(engines.config, engines.topology.layout, engines.plan)))
-            costs.append(guard.check().values["points"][point.value])
+            costs.append(guard.check(1).values["points"][point.value])
         results[point.value] = shares, used, costs, measured
     return results
 

@@ -74,7 +74,8 @@ class PipelineEngine:
         max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
 
     Attributes:
-        measured: measured times, for which ``AUTO`` chooses a schedule; None before they are measured.
+        measured: measured times, for which ``AUTO`` chooses a schedule; None before they are measured. May be replaced
+            between steps.
         loads_kernels_lazily: whether the device loads kernels at their first launch, as CUDA does; see
             ``first_launches``.
     """
@@ -101,13 +102,14 @@ class PipelineEngine:
         self.measured: MeasuredPipeline | None = None
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
-        self._timetables: dict[tuple[str | None, int], Timetable] = {}
+        self._timetables: dict[tuple[str | MeasuredPipeline | None, int], Timetable] = {}
         self._open_step: _Step | None = None
 
     def get_timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
         """Get the timetable of a schedule (``AUTO`` or from ``SCHEDULES``), or of forward passes only (None)."""
-        kind = FIRST if kind == AUTO and self.measured is None else kind
-        key = (kind, num_micro_batches)
+        if kind == AUTO:
+            kind = FIRST if self.measured is None else self.measured.candidates(num_micro_batches)[0].kind
+        key = (self.measured if kind == AUTO else kind, num_micro_batches)
         if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
             max_ahead, warm_ups = MAX_POSTED_AHEAD, list[int]()

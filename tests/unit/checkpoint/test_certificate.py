@@ -27,6 +27,7 @@ from megatron.checkpoint.certificate import (
     AutoDecision,
     Certificate,
     InputFile,
+    LossCheck,
     SampledPoint,
     Statements,
     TrafficSpan,
@@ -112,6 +113,45 @@ def test_a_run_without_certificates_has_none(tmp_path: Path, capsys: pytest.Capt
     assert line.endswith("certificate.json is missing: it was saved without --certificate, or removed")
 
 
+def test_certificates_of_the_first_format_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As if with the defaults of what they, and the checkpoint's statements, do not have."""
+    statements = _statements()
+
+    def first_format(stated: dict[str, Any]) -> dict[str, Any]:
+        for span in stated["traffic"]:
+            del span["uncompressed"]
+        for name in ("increases", "checks", "uncompressed_trial_s", "settings", "after"):
+            del stated["auto"][name]
+        return stated
+
+    class FirstFormat(Statements):
+        def to_dict(self) -> dict[str, Any]:
+            return first_format(super().to_dict())
+
+    old = FirstFormat(**{name: getattr(statements, name) for name in vars(statements)})
+    folder = _save(tmp_path, old)
+    _reseal_certificate(folder, lambda content: content.update(format=1))
+    assert '"uncompressed"' not in (folder / CERTIFICATE).read_text()
+    assert main([str(folder), "--strict"]) == 0, capsys.readouterr().err
+    record = CertificateRecord()
+    record.load_state_dict(old.to_dict())  # a resumed run goes on with them
+    assert record.state_dict() == statements.to_dict()
+
+
+CHECK = {"iteration": 1, "increase": 0.1, "eased": ""}
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [5, [5], [{}], *([{**CHECK, **bad}] for bad in ({"increase": -0.1}, {"increase": "a"}, {"iteration": -1}))],
+)
+def test_bad_checks_are_refused(checks: Any) -> None:
+    stated = _statements().to_dict()
+    stated["auto"]["checks"] = checks
+    with pytest.raises(UserError, match="here, auto"):
+        Statements.read(stated, "here")
+
+
 def test_damaged_statements_of_a_checkpoint_are_refused() -> None:
     with pytest.raises(UserError, match="the certificate's statements in the checkpoint: not_sampled is missing"):
         CertificateRecord().load_state_dict({"code": 1})
@@ -139,11 +179,24 @@ def test_any_statements_come_back_equal(
     interfaces, connections, reason = others
     statements = _statements(
         inputs=[InputFile(reason, reason, reason)],
-        traffic=[TrafficSpan(1, 2, 3, 4, ledger, interfaces, [reason], connections, reason)],
+        traffic=[TrafficSpan(1, 2, 3, 4, ledger, interfaces, [reason], connections, reason, ledger)],
         samples=[SampledPoint(*entry) for entry in samples],
         not_sampled=reasons,
         differences=[reason],
-        auto=auto and AutoDecision(auto[0], auto[1], auto[2], auto[3], auto[3], [reason]),
+        auto=auto
+        and AutoDecision(
+            auto[0],
+            auto[1],
+            auto[2],
+            auto[3],
+            auto[3],
+            [reason],
+            {reason: auto[1]},
+            [LossCheck(7, auto[2])],
+            auto[3],
+            [reason],
+            7,
+        ),
     )
     assert Statements.read(json.loads(json.dumps(statements.to_dict())), "here") == statements
     content = json.loads(Certificate(3, 2, {"a": "b"}, statements).render())["content"]
@@ -368,8 +421,8 @@ def test_damaged_certificates_are_one_line(data: bytes, folder: Path, capsys: py
 def test_an_unknown_format_and_missing_folders_are_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _reseal_certificate(folder, lambda content: content.update(format=2))
-    assert "has format 2; this version reads format 1" in _refusal(folder, capsys)
+    _reseal_certificate(folder, lambda content: content.update(format=3))
+    assert "has format 3; this version reads formats 1 and 2" in _refusal(folder, capsys)
     assert "is not a folder" in _refusal(tmp_path / "missing", capsys)
     (tmp_path / "empty").mkdir()
     assert "holds no checkpoint" in _refusal(tmp_path / "empty", capsys)

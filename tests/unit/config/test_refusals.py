@@ -80,8 +80,6 @@ BY_ITERATIONS = [
     (f"--delay 1 --no-pipeline-flush {PP2} --num-experts 2", 2, ["--no-pipeline-flush", "experts", "leave one"]),
     (f"--delay 1 --no-pipeline-flush {PP2} --compress pp-backward=lowrank,when=epilogue", 2,
      ["--no-pipeline-flush", "when=epilogue", "leave one"]),
-    (f"--delay 1 --no-pipeline-flush {PP2} --certificate --save s", 2,
-     ["--no-pipeline-flush", "--certificate", "leave one"]),
     (f"--delay 1 --no-pipeline-flush {PP2} --check-orth-error-acti --compress pp-backward=lowrank,rank=2", 2,
      ["--check-orth-error-acti", "--no-pipeline-flush", "leave one"]),
     ("--DDP-impl torch --use-distributed-optimizer", 1, ["--DDP-impl torch", "--use-distributed-optimizer"]),

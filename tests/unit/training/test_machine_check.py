@@ -10,7 +10,8 @@ import torch
 
 from megatron.config import UserError, parse_args
 from megatron.distributed.process_group import LaunchEnvironment
-from megatron.training.machine_check import check_machine, check_room
+from megatron.training import machine_check
+from megatron.training.machine_check import check_machine, check_room, machine_notes
 from tests.support.corpus import tiny_flags
 
 ENVIRONMENT = LaunchEnvironment(0, 1, 0)
@@ -41,8 +42,6 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import machine_check
-
     monkeypatch.setattr(machine_check, "memory_of_this_machine", lambda: 400_000)
     config = parse_args(tiny_flags(Path("data"))).resolve(4)
     check_room(config, LaunchEnvironment(0, 4, 0))
@@ -81,3 +80,37 @@ def test_8_bit_products_need_a_recent_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         UserError, match=r"^--fp8 rowwise: GPU 1 has compute capability 8\.0.* need 8\.9.*; leave it out"
     ):
         check_machine(config, LaunchEnvironment(1, 2, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "local_ranks", "noted"),
+    [
+        ("1", [], 1, True),
+        ("0", [], 1, False),
+        (None, [], 1, False),
+        ("1", [], 2, False),  # both ranks on this node
+        ("1", ["--pipeline-model-parallel-size", "1"], 1, False),
+        ("1", ["--distributed-backend", "nccl"], 1, False),
+    ],
+)
+def test_slow_starts_of_tcp_are_noted_where_stages_are_on_several_nodes(
+    setting: str | None,
+    flags: list[str],
+    local_ranks: int,
+    noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "tcp_slow_start_after_idle"
+    if setting is not None:
+        path.write_text(f"{setting}\n")
+    monkeypatch.setattr(machine_check, "_SLOW_START", path)
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    words = [*tiny_flags(Path("data")), "--pipeline-model-parallel-size", "2", *flags]
+    environment = LaunchEnvironment(0, 2, 0, local_ranks)
+    notes = machine_notes(parse_args(words).resolve(2, cuda_available=True), environment, None)
+    assert len(notes) == noted
+    assert all("sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in note for note in notes)
+    if "nccl" in flags:
+        monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+        assert machine_notes(parse_args(words).resolve(2, cuda_available=True), environment, None)
