@@ -34,9 +34,12 @@ _SCATTER, _SCATTER_WEIGHT = 0.05, 4
 With a machine's usual other processes, the times of half-second steps scatter by 3 to 5%.
 """
 
-_ERRORS_TO_GAIN, _ERRORS_TO_GAIN_AS_PREDICTED, _ERRORS_TO_GIVE_UP = 3.0, 2.0, 0.5
-"""Numbers of standard errors: by which a gain must exceed ``WORTHWHILE`` to be certain; the same if at least twice
-``WORTHWHILE`` was predicted; and by which a gain must fall short of it to be given up.
+_ERRORS_TO_GAIN, _ERRORS_TO_GAIN_AS_PREDICTED = 3.0, 2.0
+"""Numbers of standard errors by which a gain must exceed ``WORTHWHILE`` to be certain: in general, and if at least
+twice ``WORTHWHILE`` was predicted."""
+
+_ERRORS_TO_GIVE_UP, _ERRORS_TO_GIVE_UP_AS_PREDICTED = 0.5, 1.0
+"""The same, by which a gain must fall short of ``WORTHWHILE`` to be given up.
 
 Choosing compressors that cost time is worse than missing a small gain.
 """
@@ -45,7 +48,7 @@ _PREDICTION_ERROR, _PREDICTION_ERROR_SHARE = 0.1, 0.5
 """Assumed standard error of the logarithm of a predicted gain: the larger of a number and a share of it.
 
 A predicted gain of at least twice ``WORTHWHILE`` is averaged with the measured gain, weighted by the inverse squares of
-their errors, before it is tested for certainty. By itself it is never certain, however large.
+their errors, before it is certain or given up. By itself it is never certain, however large.
 """
 
 
@@ -81,9 +84,12 @@ class TrialRounds:
         if not self._keeps_engines:
             self._building_s = max(round_s - sum(seconds.values()), 0.0)
         for number in self._uncertain_sets():
-            values = self._log_gains(number)[1:]
-            if len(values) > 1 and fmean(values) + _ERRORS_TO_GIVE_UP * _standard_error(values) < _log_gain(WORTHWHILE):
-                self._given_up.add(number)
+            values, is_predicted = self._log_gains(number)[1:], self._is_gain_predicted(number)
+            if len(values) > 1:
+                gain, error = self._estimate_gain(number, values)
+                errors = _ERRORS_TO_GIVE_UP_AS_PREDICTED if is_predicted else _ERRORS_TO_GIVE_UP
+                if gain + errors * error < _log_gain(WORTHWHILE):
+                    self._given_up.add(number)
 
     def next_round(self) -> list[int]:
         """Return the sets of the next round, in order; empty when the comparison has ended."""
@@ -137,7 +143,7 @@ class TrialRounds:
         log_gains = self._log_gains(number)
         if not log_gains:
             return False
-        predicted_share = 1.0 - self._predicted_s[number] / self._predicted_s[0]
+        predicted_share = self._predicted_share(number)
         is_settled = len(log_gains) > 1 and _total_seconds(self._rounds) >= _SETTLED_SECONDS
         if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE
@@ -145,18 +151,29 @@ class TrialRounds:
             least = _CLEAR
         else:
             return False
-        is_predicted = predicted_share >= 2 * WORTHWHILE
-        errors = _ERRORS_TO_GAIN_AS_PREDICTED if is_predicted else _ERRORS_TO_GAIN
+        errors = _ERRORS_TO_GAIN_AS_PREDICTED if self._is_gain_predicted(number) else _ERRORS_TO_GAIN
         for values in [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]:
-            gain, error = fmean(values), _standard_error(values)
-            if is_predicted:
-                predicted = _log_gain(predicted_share)
-                weight = (error / max(_PREDICTION_ERROR, _PREDICTION_ERROR_SHARE * predicted)) ** 2
-                gain = (gain + weight * predicted) / (1.0 + weight)
-                error /= math.sqrt(1.0 + weight)
+            gain, error = self._estimate_gain(number, values)
             if gain - errors * error >= _log_gain(least):
                 return True
         return False
+
+    def _predicted_share(self, number: int) -> float:
+        """Share of an iteration that a set is predicted to save."""
+        return 1.0 - self._predicted_s[number] / self._predicted_s[0]
+
+    def _is_gain_predicted(self, number: int) -> bool:
+        """Whether the prediction of a set's gain counts as a measurement."""
+        return self._predicted_share(number) >= 2 * WORTHWHILE
+
+    def _estimate_gain(self, number: int, log_gains: Sequence[float]) -> tuple[float, float]:
+        """Logarithm of a set's gain, from measured ones and from the prediction if it counts; and its error."""
+        gain, error = fmean(log_gains), _standard_error(log_gains)
+        if not self._is_gain_predicted(number):
+            return gain, error
+        predicted = _log_gain(self._predicted_share(number))
+        weight = (error / max(_PREDICTION_ERROR, _PREDICTION_ERROR_SHARE * predicted)) ** 2
+        return (gain + weight * predicted) / (1.0 + weight), error / math.sqrt(1.0 + weight)
 
 
 def num_sets_to_time(step_s: float, train_iters: int, spent_s: float) -> int:

@@ -124,10 +124,11 @@ def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
     assert results[3][3] == run_ranks(4, _train_by_zero_bubble, 3)[3]
 
 
-def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[str], list[float]]:
+def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[str], list[float], bool]:
     """Trains with made-up times of passes, for which a list is predicted to be fastest, and made-up times of steps.
 
-    Returns the schedule after each step, the reports, and the losses.
+    Returns the schedule after each step, the reports, the losses, and whether the steps are at last those of eager-1f1b
+    by its name, with as many receives ahead.
     """
     engines = tiny_engines(FOUR_STAGES)
     hop = Hop(0.0, 1.0, 0.05)
@@ -153,14 +154,16 @@ def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[s
         kinds.append("first" if schedule is None else schedule.candidates(8)[0].kind)
 
     losses = tiny_train(engines, 16, after_step=after_step).losses
-    return kinds[1:], reports, losses
+    is_eager = engines.pipeline.get_timetable(AUTO, 8) is engines.pipeline.get_timetable("eager-1f1b", 8)
+    return kinds[1:], reports, losses, is_eager
 
 
 @pytest.mark.parametrize(("list_s", "stays"), [(2.0, "the list"), (3.1, "eager-1f1b")])
 def test_the_faster_of_the_list_and_the_fastest_fixed_schedule_stays(list_s: float, stays: str) -> None:
     """Three steps are timed with each, in turn, each after one that does not count; the medians decide."""
     results = run_ranks(4, _train_with_trials, list_s, 3.0)
-    for kinds, reports, _ in results:
+    for kinds, reports, _, is_eager in results:
+        assert is_eager == (stays == "eager-1f1b")
         later = AUTO if stays == "the list" else "eager-1f1b"
         assert kinds == ["first", *[AUTO, AUTO, "eager-1f1b", "eager-1f1b"] * 3, *[later] * 3]
         assert reports == [

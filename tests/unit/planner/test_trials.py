@@ -177,6 +177,13 @@ def test_a_gain_that_was_predicted_takes_fewer_rounds() -> None:
     assert counts[1] < counts[0]
 
 
+@pytest.mark.parametrize(("predicted_s", "count"), [(0.85, 4), (0.95, 3)])
+def test_a_predicted_gain_is_given_up_a_round_later(predicted_s: float, count: int) -> None:
+    """The first round never counts against a set."""
+    _, taken = _compare(2, lambda _, number: (1.0, 1.01)[number], [1.0, predicted_s])
+    assert taken == [[1, 0]] * count
+
+
 def test_a_predicted_gain_alone_chooses_nothing() -> None:
     """In noise, of sets that gain nothing, few are chosen, and of those that take 2% longer, none."""
     few, none = (
