@@ -35,8 +35,10 @@ from megatron.checkpoint.certificate import (
 )
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.verify_command import HEADER_BYTES, main
+from megatron.config import parse_args
 from megatron.kernels.native import kernels_digest
 from megatron.training.certificate import CertificateRecord
+from tests.support.corpus import tiny_flags
 from tests.support.reseal import reseal
 from tests.unit.checkpoint.test_save_load import model, shards
 
@@ -150,6 +152,25 @@ def test_bad_checks_are_refused(checks: Any) -> None:
     stated["auto"]["checks"] = checks
     with pytest.raises(UserError, match="here, auto"):
         Statements.read(stated, "here")
+
+
+AUTO_FLAGS = {"compress": ["auto"], "save": "folder"}
+NO_FLUSH = {"delay": 1, "no_pipeline_flush": True, "pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "certified"),
+    [
+        (AUTO_FLAGS, True),
+        ({**AUTO_FLAGS, **NO_FLUSH}, True),
+        ({**AUTO_FLAGS, "certificate": "false"}, False),
+        ({**AUTO_FLAGS, "save": None}, False),
+        ({**AUTO_FLAGS, "compress": None}, False),
+    ],
+)
+def test_runs_that_choose_compressors_are_certified_if_they_save(flags: dict[str, Any], certified: bool) -> None:
+    config = parse_args(tiny_flags(Path("data"), **flags)).resolve(2)
+    assert config.checkpoint.certificate is certified
 
 
 def test_damaged_statements_of_a_checkpoint_are_refused() -> None:
