@@ -62,7 +62,7 @@ def write_run_card(
 
 def card_page(auto: AutoDecision, statements: Statements, config: RunConfig, layout: Layout) -> str:
     """The card as Markdown."""
-    model, user_specs = config.model, config.compression.spec_texts
+    model, user_specs = config.model, config.compression.without_choice().spec_texts
     command = make_card_command(auto.specs)
     head = [
         f"# {_title(auto)}",

@@ -166,6 +166,7 @@ def test_the_run_writes_a_safety_card_and_a_resumed_run_goes_on_with_it(
     page = card.read_text()
     assert page.startswith(f"# `{' '.join(specs)}`\n")
     assert "; iterations 1 to 3." in page
+    assert "given by the user" not in page
     assert "Checks during the run: 1, after iterations 2 to 2." in page
     again = tmp_path / "again"
     changes: dict[str, Any] = {"save": again, "max_loss_increase": 50, "loss_check_interval": 2}

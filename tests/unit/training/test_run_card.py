@@ -50,8 +50,9 @@ STATEMENTS = Statements(
     not_sampled={"pp-forward": "it sends everything"},
     auto=AUTO,
 )
-USER_SPECS = ["auto", "pp-backward=fixpoint,bits=8"]
-CONFIG = parse_args(tiny_flags(Path("data"), pipeline_model_parallel_size=2, compress=USER_SPECS)).resolve(4)
+RESOLVED = parse_args(tiny_flags(Path("data"), pipeline_model_parallel_size=2, compress=["auto"])).resolve(4)
+COMPRESSION = RESOLVED.compression.with_choice(["pp-backward=fixpoint,bits=8"], [POWERSGD])
+CONFIG = dataclasses.replace(RESOLVED, compression=COMPRESSION)
 LAYOUT = Layout(pp=2, dp=2)
 
 
