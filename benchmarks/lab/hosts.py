@@ -20,6 +20,7 @@ from benchmarks.lab.cpu_limit import CpuLimit, CpuLimitError
 from benchmarks.lab.removal import kill, remove
 from megatron.base.start import ONE_TERMINAL
 from megatron.data.interrupt import ignore_signals, interrupt_on_signals
+from megatron.distributed.interfaces import SLOW_START
 
 SUBNET = "10.77.0"
 """The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
@@ -35,7 +36,6 @@ SEGMENT = 16000
 """Maximum bytes that TCP hands to a host's interface at once. Network cards split such segments into frames. Here, the
 link's shaper splits what exceeds its bucket, and then sends frame by frame, which took 70% of two processors while four
 hosts sent 66 Mb/s each; with segments of this size it is 13%."""
-SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 GRACE_SECONDS = 15.0
 """Time for the other hosts to notice that a host is gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}

@@ -86,7 +86,7 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": next(iter(outcome.losses.values()), math.nan)}
-        if choice is not None and choice.is_due and not choice.is_done:
+        if choice is not None and choice.is_due:
             choice.decide(len(batches), log_schedule)
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "weight-compute"))
         accounts = engines.ledger.take_totals()

@@ -16,6 +16,8 @@ from pathlib import Path
 _COUNTERS = Path("/proc/self/net/dev")
 _INTERFACES = Path("/sys/class/net")
 _LOOPBACK = "lo"
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+"""Whether a TCP connection that was idle shrinks its window again, as it does by default on Linux."""
 _SENT_BYTES, _SENT_PACKETS = 8, 9
 """Columns of the counters."""
 TCP_HEADER, ETHERNET_HEADER = 52, 14

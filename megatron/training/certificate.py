@@ -16,15 +16,7 @@ import torch
 
 from megatron.base.code_digest import code_digest
 from megatron.base.regular import fingerprint
-from megatron.checkpoint.certificate import (
-    MAX_INCREASE,
-    AutoDecision,
-    InputFile,
-    LossCheck,
-    SampledPoint,
-    Statements,
-    TrafficSpan,
-)
+from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
 from megatron.compression.api import Codec, CodecTraits, RoundCompressor
 from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
 from megatron.compression.identity import IdentityRounds
@@ -251,6 +243,8 @@ class RunCertificate:
         """
         self.sampler.leave()
         self.traffic.stop()
+        # The report holds predictions, which other ranks may round differently.
+        decision = self._auto_decision() if self.topology.rank == 0 else None
         row = {
             "namespace": self.traffic.namespace,
             "reason": self.traffic.reason,
@@ -261,8 +255,7 @@ class RunCertificate:
             "messages": self.traffic.messages,
             "samples": [[*key, e.samples, e.worst_error, e.sha256] for key, e in self.sampler.entries.items()],
             "inputs": [[file.name, file.path, file.contents] for file in self._inputs],
-            # The report holds predictions, which other ranks may round differently.
-            "auto": self._auto_decision() if self.topology.rank == 0 else None,
+            "auto": decision and asdict(decision),
         }
         group = self.topology.control.pg if self.topology.layout.world_size > 1 else None
         rows = [json.loads(text) for text in gather_texts(group, json.dumps(row))]
@@ -321,27 +314,26 @@ class RunCertificate:
             return "other islands may use the same interfaces"
         return ""
 
-    def _auto_decision(self) -> dict[str, Any] | None:
-        """Values of the ``AutoDecision`` about the newest choice of the run, with the specs that are in use."""
+    def _auto_decision(self) -> AutoDecision | None:
+        """The decision about the newest choice of the run, with the specs that are in use."""
         config, choice, saved = self.engines.config, self._choice, self._saved.auto if self._saved else None
         described = describe_choice(config, self.topology.layout, self.engines.plan)
         if not described:
             return None
-        checks = [] if saved is None else list(saved.checks)
-        for number, increase, eased in () if self._loss_guard is None else self._loss_guard.checks:
-            checks.append(LossCheck(number, min(increase, MAX_INCREASE), eased))
+        new_checks = [] if self._loss_guard is None else self._loss_guard.checks
+        checks = [*(saved.checks if saved else ()), *new_checks]
         if choice is None:
-            return None if saved is None else asdict(replace(saved, specs=specs_in_use(described), checks=checks))
-        return {
-            "specs": specs_in_use(described),
-            "predicted_s": choice.chosen.prediction.seconds,
-            "uncompressed_s": choice.plain.prediction.seconds,
-            "trial_s": choice.chosen.trial_s,
-            "measured_s": self._time_check and self._time_check.measured_s,
-            "report": report(choice, config.compression.max_loss_increase).splitlines(),
-            "increases": {each.spec: each.increase for each in choice.chosen.candidates.values()},
-            "checks": [asdict(check) for check in checks],
-            "uncompressed_trial_s": choice.plain.trial_s,
-            "settings": flags_of(choice.chosen.settings),
-            "after": self._start,
-        }
+            return saved and replace(saved, specs=specs_in_use(described), checks=checks)
+        return AutoDecision(
+            specs=specs_in_use(described),
+            predicted_s=choice.chosen.prediction.seconds,
+            uncompressed_s=choice.plain.prediction.seconds,
+            trial_s=choice.chosen.trial_s,
+            measured_s=None if self._time_check is None else self._time_check.measured_s,
+            report=report(choice, config.compression.max_loss_increase).splitlines(),
+            increases={each.spec: each.increase for each in choice.chosen.candidates.values()},
+            checks=checks,
+            uncompressed_trial_s=choice.plain.trial_s,
+            settings=flags_of(choice.chosen.settings),
+            after=self._start,
+        )

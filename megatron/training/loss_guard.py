@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.base.values import Values
+from megatron.checkpoint.certificate import MAX_INCREASE, LossCheck
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -112,8 +113,7 @@ class LossGuard:
         due_at_start: whether a check is due before the first step: the compressors are new, but not the weights.
 
     Attributes:
-        checks: iteration, expected increase of the loss in percent, and the point that switched to a gentler setting
-            (empty for none), of each check so far.
+        checks: the checks so far.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class LossGuard:
         self.interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
         self._engines = engines
         registry = build_registry(compression.compress_module)
-        self.checks: list[tuple[int, float, str]] = []
+        self.checks: list[LossCheck] = []
         self._points: dict[Point, _GuardedPoint] = {}
         self._forward_points: list[Point] = []
         self._batches = batches
@@ -193,7 +193,7 @@ class LossGuard:
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
-        self.checks.append((iteration, total, eased or ""))
+        self.checks.append(LossCheck(iteration, min(total, MAX_INCREASE), eased or ""))
         if eased or emboldened:
             costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
             if total > sum(costs.values()):

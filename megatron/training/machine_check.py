@@ -14,11 +14,9 @@ from megatron.compression.schedule import RunLength
 from megatron.config.memory import check_memory, memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import any_rank
+from megatron.distributed.interfaces import SLOW_START
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.kernels.fp8 import EIGHT_BIT_UNITS
-
-_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-"""Whether a TCP connection that was idle shrinks its window again, as it does by default on Linux."""
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
@@ -89,7 +87,7 @@ def machine_notes(config: RunConfig, env: LaunchEnvironment, group: dist.Process
     over_tcp = parallel.distributed_backend == "gloo" or os.environ.get("NCCL_IB_DISABLE") == "1"
     crosses_nodes = parallel.pipeline_model_parallel_size > 1 and env.num_local_ranks < env.world_size
     try:
-        starts_slowly = over_tcp and crosses_nodes and _SLOW_START.read_text().strip() == "1"
+        starts_slowly = over_tcp and crosses_nodes and SLOW_START.read_text().strip() == "1"
     except OSError:  # not Linux, or hidden in a container
         starts_slowly = False
     if not any_rank(group, starts_slowly):

@@ -229,10 +229,10 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     finally:
         membership.leave()
         reporter.close()
-    statements, save_folder = checkpoints.certificate_record.statements, config.checkpoint.save
-    has_saved = certificate is not None and checkpoints.saved_iteration is not None and reason is not ExitReason.CHOICE
-    if topology.rank == 0 and has_saved and statements is not None and save_folder is not None:
-        write_run_card(Path(save_folder), config, topology.layout, statements, log)
+    statements = checkpoints.certificate_record.statements if certificate is not None else None
+    ends = topology.rank == 0 and reason is not ExitReason.CHOICE
+    if ends and statements is not None and checkpoints.saved_to is not None:
+        write_run_card(Path(checkpoints.saved_to), config, topology.layout, statements, log)
     release_engines(engines)
     return reason
 

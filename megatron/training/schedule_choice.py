@@ -60,9 +60,6 @@ class ScheduleChoice(Observer):
         trial_rounds: number of rounds in which the two are timed; 0 to take the fastest by prediction.
 
     Steps are measured after the warm-ups of the compressors of pipeline messages.
-
-    Attributes:
-        is_done: whether the schedule is chosen.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class ScheduleChoice(Observer):
     ) -> None:
         self._engines, self._measured_steps, self._trial_rounds = engines, measured_steps, trial_rounds
         self._steps_left = settling_steps + measured_steps
-        self._measures = self.is_done = False
+        self._measures = self._is_done = False
         self._trials: list[tuple[MeasuredPipeline, list[float]]] = []  # schedules, and seconds of steps with each
         self._turn = 0
         self._step_start: Mark | None = None
@@ -92,8 +89,8 @@ class ScheduleChoice(Observer):
 
     @property
     def is_due(self) -> bool:
-        """Whether all steps are measured; the same on all ranks."""
-        return self._steps_left == 0
+        """Whether the steps before the next decision are done; the same on all ranks. Never after the last decision."""
+        return self._steps_left == 0 and not self._is_done
 
     def begin_step(self, iteration: int) -> None:
         plan = self._engines.plan
@@ -169,7 +166,7 @@ class ScheduleChoice(Observer):
         """Run all further steps with a schedule."""
         self._use(schedule, micro_batches)
         self._engines.ledger.observers.remove(self)
-        self.is_done = True
+        self._is_done = True
 
     def _measure(self, micro_batches: int) -> tuple[MeasuredPipeline, str]:
         """Measure the links, and return the pipeline with all measured times, and a report."""

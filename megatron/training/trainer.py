@@ -268,8 +268,6 @@ class Trainer:
             complete_steps(self.engines, timers)  # their messages would take a part of the links
             with self.reporter.paused("schedule"):
                 self.schedule_choice.decide(count, self.reporter.line)
-            if self.schedule_choice.is_done:
-                self.schedule_choice = None
         if not metrics.skipped:
             self.schedule.step(size, size * length)
         assert self.train_set is not None

@@ -148,7 +148,7 @@ def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[s
     engines.ledger.clock = SetClock()
 
     def after_step(engines: Engines) -> None:
-        if choice.is_due and not choice.is_done:
+        if choice.is_due:
             choice.decide(8, reports.append)
         schedule = engines.pipeline.measured
         kinds.append("first" if schedule is None else schedule.candidates(8)[0].kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -344,7 +343,7 @@ def _state_a_choice() -> Any:
     settings = {"overlap_grad_reduce": True}
     choice: Any = SimpleNamespace(prediction=seconds, trial_s=2.0, candidates=candidates, settings=settings)
     plain: Any = SimpleNamespace(prediction=seconds, trial_s=3.0)
-    guard: Any = SimpleNamespace(checks=[(4, 0.2, ""), (8, math.inf, "dp-grad")])
+    guard: Any = SimpleNamespace(checks=[LossCheck(4, 0.2), LossCheck(8, MAX_INCREASE, "dp-grad")])
     certificate_module.report = lambda *_: f"reasons of rank {rank}"
     certificate = RunCertificate(engines, {}, SimpleNamespace(chosen=choice, plain=plain), None, guard)  # type: ignore[arg-type]
     certificate.begin(3, None)

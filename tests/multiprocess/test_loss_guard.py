@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from megatron.base.values import Values
+from megatron.checkpoint.certificate import MAX_INCREASE, LossCheck
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -95,7 +96,7 @@ def _check_harmful_codec(module: str) -> tuple[dict[str, Any], str | None, float
     specs = describe_choice(engines.config, engines.topology.layout, engines.plan)["specs"]
     again = guard.check(9)
     increases = finding.values["expected_increase"], again.values["expected_increase"]
-    assert guard.checks == [(8, increases[0], "pp-forward"), (9, increases[1], "")]
+    assert guard.checks == [LossCheck(8, increases[0], "pp-forward"), LossCheck(9, increases[1])]
     assert again.values["points"]["pp-forward"] < 0.5  # the gentler codec only rounds
     assert again.line is None
     return dict(finding.values), finding.line, 100.0 * (expected[1] / expected[0] - 1.0), losses, specs
@@ -409,7 +410,7 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
         assert diverged["eased"] is None
         assert destroyed["eased"] == "pp-forward"
         assert destroyed["points"]["pp-forward"] == math.inf
-        assert checks == [(7, math.inf, "pp-forward")]
+        assert checks == [LossCheck(7, MAX_INCREASE, "pp-forward")]
 
 
 def test_settings_of_another_version_begin_with_the_one_in_use() -> None:

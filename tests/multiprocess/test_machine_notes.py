@@ -20,7 +20,7 @@ def _read_notes(folder: str, settings: tuple[str, str]) -> list[str]:
     rank = dist.get_rank()
     path = Path(folder) / f"rank{rank}"
     path.write_text(settings[rank])
-    machine_check._SLOW_START = path
+    machine_check.SLOW_START = path
     config = parse_args(tiny_flags(Path("data"), pipeline_model_parallel_size=2)).resolve(2)
     return machine_check.machine_notes(config, LaunchEnvironment(rank, 2, 0, 1), dist.group.WORLD)
 

@@ -19,7 +19,8 @@ import pytest
 
 from benchmarks.lab import command as netlab
 from benchmarks.lab import cpu_limit, removal
-from benchmarks.lab.hosts import SEGMENT, SLOW_START, Lab, call
+from benchmarks.lab.hosts import SEGMENT, Lab, call
+from megatron.distributed.interfaces import SLOW_START
 from tests.support.cleanup import have_ended
 from tests.support.machines import require_laboratory
 from tests.support.warm import INTERPRETER
@@ -142,7 +143,7 @@ def test_segments_fit_into_the_bucket_of_the_link(rate: int) -> None:
         for where in (["-n", lab.host(0), "link", "show", "eth0"], ["link", "show", lab.link(0)]):
             (device,) = json.loads(call("ip", "-d", "-j", *where))
             assert device["gso_max_size"] == SEGMENT
-        assert call("ip", "netns", "exec", lab.host(0), "cat", SLOW_START).strip() == "0"
+        assert call("ip", "netns", "exec", lab.host(0), "cat", str(SLOW_START)).strip() == "0"
         (bucket,) = re.findall(
             r"tbf .* burst (\d+)(K?)b", call("tc", "-n", lab.host(0), "qdisc", "show", "dev", "eth0")
         )

@@ -142,7 +142,7 @@ class ListPipeline(Pipeline):
         return [RankTimes(rank.end * share, rank.busy * share, rank.coding * share, rank.passes) for rank in times]
 
     def simulate_in_full(self, micro_batches: int, flush: bool = True) -> list[RankTimes]:
-        assert flush
+        assert flush, "the list scheduler flushes each step"
         fastest = rank_schedules(self, micro_batches)[0]
         return self.simulate_orders(_make_orders(fastest.kind, fastest.limits, self, micro_batches))
 

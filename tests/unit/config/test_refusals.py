@@ -414,4 +414,5 @@ def test_settings_similar_to_refused_settings_resolve(by_iterations: list[str]) 
         ("--compress dp-grad=none --compress embedding=identity", 1),
         (f"--delay 1 --delay-correction lookahead {DISTRIBUTED} --compress param-gather=none", 2),
     ):
-        parse_args([*by_iterations, *flags.split()]).resolve(world_size)
+        resolved = parse_args([*by_iterations, *flags.split()]).resolve(world_size)
+        assert resolved.resolve(world_size) == resolved, flags  # nothing is left to resolve

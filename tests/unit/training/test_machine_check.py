@@ -104,7 +104,7 @@ def test_slow_starts_of_tcp_are_noted_where_stages_are_on_several_nodes(
     path = tmp_path / "tcp_slow_start_after_idle"
     if setting is not None:
         path.write_text(f"{setting}\n")
-    monkeypatch.setattr(machine_check, "_SLOW_START", path)
+    monkeypatch.setattr(machine_check, "SLOW_START", path)
     monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
     words = [*tiny_flags(Path("data")), "--pipeline-model-parallel-size", "2", *flags]
     environment = LaunchEnvironment(0, 2, 0, local_ranks)
