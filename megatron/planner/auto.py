@@ -258,7 +258,7 @@ def _explain(
     elif fastest.increase > search.budget - chosen.increase:
         reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
     elif any(point in trial.candidates for trial in trials):
-        reason = f"{name} was to save {saved_s:.3g} s, but trial steps show no gain"
+        reason = f"{name} was to save {saved_s:.3g} s, but trial steps do not confirm this"
     else:
         reason = f"{name} would save {saved_s:.3g} s, together with other points too little"
     return PointChoice(point, None, saved_s, reason)
@@ -314,7 +314,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
             lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
         else:
             was_tried = any(setting.flag in trial.flags for trial in result.trials)
-            reason = "trial steps show no additional gain" if was_tried else "beside the compressors too little"
+            reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
             lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
     if result.trials:
         slowdown = result.search.predictor.slowdown

@@ -18,9 +18,10 @@ _MAX_SHARE = 0.018
 Further steps of sets that gain come on top: the whole choice is to take 2%.
 """
 
-_SETTLED_SECONDS, _SETTLED_ROUNDS = 5.0, 5
-"""Gains above ``WORTHWHILE`` can be certain after ``_SETTLED_ROUNDS`` rounds or, if they were predicted, after two
-rounds and ``_SETTLED_SECONDS``. Before that, only gains above ``_CLEAR`` can be certain."""
+_SETTLED_SECONDS, _SETTLED_ROUNDS, _SETTLED_ROUNDS_AS_PREDICTED = 5.0, 5, 3
+"""Gains above ``WORTHWHILE`` can be certain after ``_SETTLED_ROUNDS`` rounds or, if they were predicted, after
+``_SETTLED_ROUNDS_AS_PREDICTED``, or after two in ``_SETTLED_SECONDS`` or if there is no time for a third. Before that,
+only gains above ``_CLEAR`` can be certain."""
 
 _CLEAR = 1 / 3
 """Share of an iteration. A gain above it can be certain after few steps, if it was also predicted.
@@ -144,7 +145,11 @@ class TrialRounds:
         if not log_gains:
             return False
         predicted_share = self._predicted_share(number)
-        is_settled = len(log_gains) > 1 and _total_seconds(self._rounds) >= _SETTLED_SECONDS
+        is_settled = len(log_gains) > 1 and (
+            len(log_gains) >= _SETTLED_ROUNDS_AS_PREDICTED
+            or _total_seconds(self._rounds) >= _SETTLED_SECONDS
+            or self._takes_too_long([number, 0])
+        )
         if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE
         elif predicted_share >= _CLEAR:

@@ -156,7 +156,7 @@ def test_the_best_set_without_settings_is_timed_too() -> None:
     assert result.chosen.candidates
     assert not result.chosen.settings
     text = report(result, 5.0)
-    assert " s, but trial steps show no additional gain" in text
+    assert " s, but trial steps do not confirm this" in text
     assert "  not switched on: --" in text
     assert _timed(search, {True: 0.7, False: 0.8}).chosen.settings
 

@@ -194,6 +194,20 @@ def test_a_predicted_gain_alone_chooses_nothing() -> None:
     assert none.count([1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("seconds", "predicted_s"),
+    [((0.71, 0.45), (0.72, 0.44)), ((0.545, 0.469), (0.555, 0.461)), ((1.2, 1.0), (1.2, 1.0))],
+)
+def test_a_short_run_takes_most_predicted_gains(seconds: Sequence[float], predicted_s: Sequence[float]) -> None:
+    """In the time of two to four rounds; and of ties of which a gain was predicted, few."""
+    gaining, ties = (
+        [_compare(2, _noisy(times, 0.04, seed), predicted_s, 1000, spent_s=4.5)[0].gaining() for seed in range(200)]
+        for times in (seconds, (seconds[0], seconds[0]))
+    )
+    assert gaining.count([1]) >= 150
+    assert ties.count([1]) <= 4
+
+
 def test_a_gain_that_was_not_predicted_takes_five_rounds() -> None:
     """Though steps are long; two if it was predicted."""
     for predicted_s, count in (((1.0, 0.98), 5), ((1.0, 0.96), 2)):
