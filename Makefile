@@ -48,7 +48,7 @@ bench-train:  ## measure training speed beside Hugging Face's models
 bench-kernels:  ## measure the compressors' kernels beside a copy and their reference implementations
 	@$(RUN) --extras test,lint -- -m benchmarks.kernels $(ARGS)
 
-bench-memory:  ## measure peak memory with and without compressors
+bench-memory:  ## measure peak memory of compressors and pipeline schedules
 	@$(RUN) --extras test,lint -- -m benchmarks.memory $(ARGS)
 
 bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (hours; ARGS="--cases ...")

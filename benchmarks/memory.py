@@ -1,11 +1,12 @@
-"""Peak memory of a training step with and without compressors, compared with formulas (Optimus-CC, Fig. 12).
+"""Peak memory of training steps: of compressors, beside formulas (Optimus-CC, Fig. 12), and of pipeline schedules.
 
-    make bench-memory                          four processes: 2 pipeline stages x 2 replicas
+    make bench-memory                          four processes: 2 pipeline stages x 2 replicas, then 4 stages
     make bench-memory ARGS="--hidden 1024"     another size
 
 Each case runs in its own processes. Peak memory is the device allocator's on CUDA, else the largest resident size of a
 process. "Held" is the size of the compressors' state between steps, on the rank with the most, and "formula" that of a
-residual and of the factors (low-rank) or indices (stable Top-K) for everything that this rank compresses.
+residual and of the factors (low-rank) or indices (stable Top-K) for everything that this rank compresses. "In steps" is
+what steps add to the process: activations, gradients of activations, and records for weight gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +34,43 @@ from megatron.training.assembly import Engines, build_engines, make_layout
 from megatron.training.report import peak_memory_bytes
 from megatron.training.step import train_step
 
-CASES: dict[str, list[str]] = {
-    "dense": [],
-    "CB": ["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=off"],
-    "CB+LEP": ["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy"],
-    "CB+LEP+FE+SC": [
-        "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
-        "embedding=fused",
-        "dp-grad=powersgd,rank=32,stages=first:1",
-    ],
-    "PowerSGD everywhere": ["dp-grad=powersgd,rank=32"],
-    "Radius d=0.1": ["dp-grad=stable-topk,density=0.1,interval=4"],
+
+@dataclass(frozen=True)
+class Case:
+    """A run on four processes.
+
+    Args:
+        specs: specs of its compressors.
+        stages: pipeline stages.
+        schedule: order of their passes.
+        lengths: length of its sequences, in multiples of --seq: long ones, whose activations need most of the memory,
+            for schedules.
+    """
+
+    specs: Sequence[str] = ()
+    stages: int = 2
+    schedule: str = "1f1b"
+    lengths: int = 1
+
+
+COMPRESSORS = {
+    "dense": Case(),
+    "CB": Case(["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=off"]),
+    "CB+LEP": Case(["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy"]),
+    "CB+LEP+FE+SC": Case(
+        [
+            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
+            "embedding=fused",
+            "dp-grad=powersgd,rank=32,stages=first:1",
+        ]
+    ),
+    "PowerSGD everywhere": Case(["dp-grad=powersgd,rank=32"]),
+    "Radius d=0.1": Case(["dp-grad=stable-topk,density=0.1,interval=4"]),
 }
+SCHEDULES = {name: Case((), 4, name, 4) for name in ("1f1b", "zb-h1", "eager-1f1b")}
+CASES = {**COMPRESSORS, **SCHEDULES}
 STEPS = 6
 PROCESSES = 4
-MICRO_BATCHES = 4
 TABLE = Table(
     Column("case", "case"),
     Column("peak MB", lambda row: row["peak"] / 1e6, ".0f"),
@@ -53,6 +78,12 @@ TABLE = Table(
     Column("held MB", lambda row: row["held"] / 1e6, ".1f"),
     Column("formula MB", lambda row: row["formula"] / 1e6, ".1f"),
     Column("held / formula", lambda row: row["held"] / row["formula"] if row["formula"] else None, ".2f"),
+)
+SCHEDULE_TABLE = Table(
+    Column("schedule", "case"),
+    *(Column(f"rank {rank}: in steps, MB", f"rank {rank}", ".0f") for rank in range(PROCESSES)),
+    Column("largest / 1f1b's", lambda row: max(row["in_steps"]) / row["first"], ".2f"),
+    Column("largest peak, MB", lambda row: row["peak"] / 1e6, ".0f"),
 )
 
 
@@ -77,27 +108,34 @@ def formula_bytes(engines: Engines) -> int:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Run a rank of a case: 2 stages x 2 replicas, four micro-batches each; rank 0 prints a line of JSON."""
+    """Run a rank of a case; rank 0 prints a line of JSON."""
     env = LaunchEnvironment.read()
-    shape = Shape(options.layers, options.hidden, options.seq, 8, options.vocab)
+    case = CASES[options.case]
+    shape = Shape(options.layers, options.hidden, case.lengths * options.seq, 8, options.vocab)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    parallel = {"pipeline_model_parallel_size": 2, "distributed_backend": backend}
-    config = run_config(shape, "fp32", parallel, 1, PROCESSES, 128, CASES[options.case])
+    parallel = {
+        "pipeline_model_parallel_size": case.stages,
+        "pipeline_schedule": case.schedule,
+        "distributed_backend": backend,
+    }
+    config = run_config(shape, "fp32", parallel, 1, PROCESSES, 128, case.specs)
     init_process_group(env, backend, 5)
     device = pick_device(backend, env.local_rank)
     topology = build_topology(make_layout(config, env.world_size), device)
     engines = build_engines(config, topology, options.vocab)
     generator = torch.Generator().manual_seed(env.rank)
-    batch = random_batch(torch.arange(1), options.seq, options.vocab, generator).to(device)
+    batch = random_batch(torch.arange(1), shape.seq, options.vocab, generator).to(device)
+    before = peak_memory_bytes(device)
     for step in range(STEPS):
-        train_step(engines, [batch] * MICRO_BATCHES, step, 1e-4, 0.01)
+        train_step(engines, [batch] * (shape.samples * case.stages // PROCESSES), step, 1e-4, 0.01)
     tensors = [tensor for state in engines.compressor_states() for tensor in state.tensors.values()]
     held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    figures = [float(peak_memory_bytes(device)), float(held_bytes), float(formula_bytes(engines))]
-    rows = gather_rows(topology.control, engines.ledger, figures)
+    peak = peak_memory_bytes(device)
+    rows = gather_rows(topology.control, engines.ledger, [peak, held_bytes, formula_bytes(engines), peak - before])
     if env.rank == 0:
-        most = max(rows, key=lambda row: row[1])
-        print(json.dumps({"peak": max(row[0] for row in rows), "held": most[1], "formula": most[2]}))
+        peaks, held, formulas, in_steps = zip(*rows, strict=True)
+        formula = formulas[held.index(max(held))]
+        print(json.dumps({"peak": max(peaks), "held": max(held), "formula": formula, "in_steps": in_steps}))
     shutdown()
 
 
@@ -133,10 +171,17 @@ def main() -> None:
     print(f"L{options.layers} h{options.hidden} s{options.seq}, vocabulary {options.vocab}, fp32, PP 2 x DP 2\n")
     print(TABLE.head())
     dense = 0.0
-    for case in CASES:
+    for case in COMPRESSORS:
         figures = launch(case, options)
         dense = dense or figures["peak"]
         print(TABLE.line({"case": case, **figures, "above": figures["peak"] - dense}), flush=True)
+    print(f"\nPP 4, 8 micro-batches of {SCHEDULES['1f1b'].lengths * options.seq} tokens\n\n{SCHEDULE_TABLE.head()}")
+    first = 0.0
+    for case in SCHEDULES:
+        figures = launch(case, options)
+        first = first or max(figures["in_steps"])
+        by_rank = {f"rank {rank}": in_steps / 1e6 for rank, in_steps in enumerate(figures["in_steps"])}
+        print(SCHEDULE_TABLE.line({"case": case, **figures, **by_rank, "first": first}), flush=True)
 
 
 if __name__ == "__main__":
