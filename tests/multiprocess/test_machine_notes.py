@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.config import parse_args
+from megatron.config.flags import parse_args
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training import machine_check
 from tests.support.corpus import tiny_flags

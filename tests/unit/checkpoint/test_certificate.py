@@ -35,7 +35,7 @@ from megatron.checkpoint.certificate import (
 )
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.verify_command import HEADER_BYTES, main
-from megatron.config import parse_args
+from megatron.config.flags import parse_args
 from megatron.kernels.native import kernels_digest
 from megatron.training.certificate import CertificateRecord
 from tests.support.corpus import tiny_flags

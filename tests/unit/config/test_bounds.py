@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.base.documents import parse_yaml, read_yaml
-from megatron.base.errors import ErrorList
+from megatron.base.errors import ErrorList, UserError
 from megatron.base.option import FieldOption, field_options
 from megatron.base.user_text import spell
 from megatron.compression.builtin import BUILTIN
@@ -23,9 +23,10 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, read_spec
-from megatron.config import UserError, build_run_parser, flags, parse_args
+from megatron.config import flags
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.collect import collect_yaml
+from megatron.config.flags import build_run_parser, parse_args
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import build_translator
 from megatron.optimizer.schedules import LRSchedule

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config import build_run_parser, parse_args
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import CurriculumConfig, lengths_of
-from megatron.config.flags import read_run
+from megatron.config.flags import build_run_parser, parse_args, read_run
 from megatron.config.lengths import LengthSchedule
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes

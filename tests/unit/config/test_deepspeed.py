@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import UserError, build_run_parser
-from megatron.config.flags import ParsedRun, read_run
+from megatron.base.errors import UserError
+from megatron.config.flags import ParsedRun, build_run_parser, read_run
 
 PARSER = build_run_parser()
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 0.001 --vocab-size 100"

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.base.option import FieldOption
 from megatron.base.user_text import spell
-from megatron.config import UserError, build_run_parser, parse_args
+from megatron.config.flags import build_run_parser, parse_args
 from megatron.config.run import RunConfig
 from megatron.config.translate.known import read_known_flags
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Shortcut

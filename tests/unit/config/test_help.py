@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.base.option import field_options
+from megatron.base.option import field_options, option
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, can_serve, read_specs
-from megatron.config import build_parser, build_run_parser, option, parse_args
+from megatron.config.flags import build_parser, build_run_parser, parse_args
 from megatron.config.help import COMMON_GROUPS
 from megatron.config.run import run_sections
 from megatron.config.tasks import task_parser
@@ -236,7 +236,7 @@ def test_the_options_of_a_point_are_listed(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_parsing_does_not_import_torch() -> None:
-    code = "import sys; from megatron.config import parse_args; parse_args([]); print('torch' in sys.modules)"
+    code = "import sys; from megatron.config.flags import parse_args; parse_args([]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

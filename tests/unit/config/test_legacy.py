@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
-from megatron.config import UserError, parse_args
+from megatron.config.flags import parse_args
 from megatron.config.translate.legacy import LegacyConfig
 
 CASES: dict[str, list[str]] = {

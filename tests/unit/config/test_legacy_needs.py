@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.base.option import field_options
-from megatron.config import build_run_parser
-from megatron.config.flags import read_run
+from megatron.config.flags import build_run_parser, read_run
 from megatron.config.translate.legacy import NEEDS, LegacyConfig
 
 PARSER = build_run_parser()

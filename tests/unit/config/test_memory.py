@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import UserError, parse_args
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
 from megatron.config.memory import check_memory, format_bytes, memory_of_this_machine, min_memory_items
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import check_vocabulary

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.base.documents import parse_yaml
-from megatron.config import RunConfig, UserError, merge_checkpoint_config, parse_args
-from megatron.config.merge import differing_flags
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
+from megatron.config.merge import differing_flags, merge_checkpoint_config
+from megatron.config.run import RunConfig
 
 SAVED = (
     "--num-layers 6 --hidden-size 96 --num-attention-heads 6 --num-query-groups 2 --seq-length 64 --swiglu "

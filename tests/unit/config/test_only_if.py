@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.option import Condition, FieldOption, field_options
-from megatron.config import build_run_parser
-from megatron.config.flags import read_run
+from megatron.config.flags import build_run_parser, read_run
 from megatron.config.run import run_sections
 
 PARSER = build_run_parser()

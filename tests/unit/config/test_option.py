@@ -7,7 +7,9 @@ from typing import Literal
 
 import pytest
 
-from megatron.config import UserError, build_parser, derived, option, required
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
+from megatron.config.flags import build_parser
 
 
 @dataclass(frozen=True, kw_only=True)

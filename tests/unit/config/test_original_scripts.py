@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import RunConfig, UserError, build_run_parser
+from megatron.base.errors import UserError
 from megatron.config.curriculum import lengths_of
-from megatron.config.flags import ParsedRun, read_run
+from megatron.config.flags import ParsedRun, build_run_parser, read_run
+from megatron.config.run import RunConfig
 from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE, Script
 
 PARSER = build_run_parser()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.base.option import FieldOption
-from megatron.config import UserError, build_run_parser
+from megatron.config.flags import build_run_parser
 from megatron.config.translate.rules import VALUE, KnownFlag, Meaning, Shortcut
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
 from tools.pages import flags_of_others as module

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from megatron.config import RunConfig, UserError, parse_args
+from megatron.base.errors import UserError
 from megatron.config.data import check_data_given
+from megatron.config.flags import parse_args
+from megatron.config.run import RunConfig
 
 BALANCE = "--moe-router-load-balancing-type"
 FOLDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --make-vocab-size-divisible-by 32"

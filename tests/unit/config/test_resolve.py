@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, UserError, parse_args
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.config.training import batch_schedule
 
 JUPITER = """

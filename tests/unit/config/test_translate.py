@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import UserError, build_run_parser
+from megatron.base.errors import UserError
+from megatron.config.flags import build_run_parser
 from megatron.config.run import run_sections
 from megatron.config.translate import build_translator
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE

@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, field_options
-from megatron.config import RunConfig, UserError, parse_args
-from megatron.config.run import run_sections
+from megatron.config.flags import parse_args
+from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate.known import RETIRED_FIELDS
 
 ALL_FIELDS = [field for section, cls in run_sections().items() for field in field_options(section, cls)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import UserError
+from megatron.base.errors import UserError
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.config import UserError
+from megatron.base.errors import UserError
 from megatron.models.context import ForwardContext
 from tests.support.tiny import tiny_batches, tiny_config, tiny_engines, tiny_run
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch.utils.deterministic
 from torch import Tensor
 
-from megatron.config import UserError
+from megatron.base.errors import UserError
 from megatron.parallel.tensor.embedding import _SortedRows, look_up_rows
 from megatron.training.determinism import make_deterministic
 from megatron.training.program import EXIT_BUG, Ranks, run_program

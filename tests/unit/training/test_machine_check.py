@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config import UserError, parse_args
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training import machine_check
 from megatron.training.machine_check import check_machine, check_room, machine_notes

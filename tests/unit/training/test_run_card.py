@@ -17,7 +17,7 @@ from megatron.checkpoint.certificate import (
     Statements,
     TrafficSpan,
 )
-from megatron.config import parse_args
+from megatron.config.flags import parse_args
 from megatron.distributed.layout import Layout
 from megatron.training.run_card import FOLDER, card_page, write_run_card
 from tests.support.corpus import tiny_flags
