@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -147,42 +147,30 @@ def folders_of_others(
     return [island_folder(parent, other) for other in numbers] if saved_count > 1 else [root]
 
 
-@dataclass(frozen=True)
-class Membership:
-    """Membership of this island after the start.
-
-    Args:
-        islands: membership; None for a single island.
-        begins: whether it starts with the others; otherwise it joins them later.
-    """
-
-    islands: Islands | None = None
-    begins: bool = True
-
-    def leave(self) -> None:
-        """Leave the islands."""
-        if self.islands is not None:
-            self.islands.leave()
-
-
 def begin_rounds(
-    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, membership: Membership, train_iters: int
+    engines: Engines,
+    checkpoints: RunCheckpoints,
+    reporter: Reporter,
+    islands: Islands | None,
+    begins: bool,
+    train_iters: int,
 ) -> Rounds | None:
     """Build the rounds of this island, and send its state to islands that lack it; None without rounds.
 
     Args:
         engines, checkpoints, reporter: the run.
-        membership: membership of this island.
+        islands: membership; None for a single island.
+        begins: whether this island starts with the others; otherwise it joins them later.
         train_iters: iterations of the whole run.
     """
-    outer, islands = engines.outer, membership.islands
+    outer = engines.outer
     if outer is None or (islands is None and engines.config.islands.several):
         return None
     start = engines.plan.activation(Point.OUTER).warmup_iters
     joining = None
     if islands is not None:
         joining = Joining(engines.stages, outer, islands, checkpoints.stateful_parts, reporter.line)
-    if joining is not None and membership.begins:
+    if joining is not None and begins:
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     folder = str(Path(save).resolve()) if save else ""
@@ -195,7 +183,7 @@ def begin_rounds(
         joining,
         checkpoint_folder=folder,
         linger_seconds=section.islands_linger_seconds,
-        left_behind=not membership.begins,
+        left_behind=not begins,
     )
 
 
@@ -270,8 +258,8 @@ def _loadable_iterations(checkpoint: CheckpointConfig) -> list[int]:
     return [newest, *islice(older, _MAX_OFFERED - 1)]
 
 
-def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Membership:
-    """Join the other islands, if any.
+def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> bool:
+    """Join the other islands, if any; return whether this island starts with them: otherwise it joins them later.
 
     Args:
         engines: engines of this rank, with their initial weights and state.
@@ -284,7 +272,7 @@ def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
         CommunicationError: when they do not come.
     """
     if islands is None:
-        return Membership()
+        return True
     config, topology, outer = engines.config, engines.topology, engines.outer
     assert outer is not None
     # All islands need equal settings, since each updates its own copy of the outer parameters, and equal kernels,
@@ -303,7 +291,7 @@ def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     begins = islands.begin_generation(iteration, in_step, identity, fingerprint)
     if islands.starts_synchronously:
         engines.sync_warmup.group = islands.make_group(range(islands.count), "joint", max_wait_seconds(config.parallel))
-    return Membership(islands, begins)
+    return begins
 
 
 def _address(config: RunConfig) -> tuple[str, int]:

@@ -237,7 +237,7 @@ class RunCheckpoints:
         if not weights_only:
             self.stateful_parts.check_names(common)
             check_optimizer(root, iteration, self.run_config, self.group)
-        has_main = saved.counters.separate_main
+        has_main = saved.separate_main
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
             has_main = bool(run_together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(has_main)

@@ -63,41 +63,31 @@ class Progress(SkippedSteps):
             setattr(self, name, count)
 
 
-@dataclass(frozen=True)
-class SavedCounters:
-    """Values of a checkpoint other than tensors, read and checked before anything is changed.
+def check_saved_values(common: Mapping[str, Any], location: Path, *, optimizer: bool, counters: bool) -> bool:
+    """Check values of a checkpoint other than tensors before anything is changed; return whether it stores the
+    optimizer's main parameters apart from the model's.
 
     Args:
-        separate_main: whether the optimizer's main parameters are stored apart from the model's.
+        common: the values.
+        location: name of their source, for the message.
+        optimizer: whether to check the optimizer's values.
+        counters: whether to check the run's position.
+
+    Raises:
+        UserError: when a value is missing or of another kind; the message names the file and the value.
     """
-
-    separate_main: bool
-
-    @staticmethod
-    def read(common: Mapping[str, Any], location: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
-        """Read a checkpoint's common values.
-
-        Args:
-            common: the values.
-            location: name of their source, for the message.
-            optimizer: whether to check the optimizer's values.
-            counters: whether to check the run's position.
-
-        Raises:
-            UserError: when a value is missing or of another kind; the message names the file and the value.
-        """
-        try:
-            values = Values(common)
-            separate = values.flag("separate_main")
-            if counters:
-                Progress().load_state_dict(values.table("progress"))
-                values.table("schedule")
-            if optimizer:
-                for name in ("loss_scale", "controllers"):
-                    values.table(name)
-                for name in ("optimizer_steps", "variance_frozen_at"):
-                    values.integer(name, minimum=0, maximum=_MAX)
-            return SavedCounters(separate)
-        except UserError as error:
-            remedy = "load another checkpoint, or its weights alone with --finetune"
-            raise UserError(f"{location} is not what a run writes: {error}; {remedy}") from error
+    try:
+        values = Values(common)
+        separate = values.flag("separate_main")
+        if counters:
+            Progress().load_state_dict(values.table("progress"))
+            values.table("schedule")
+        if optimizer:
+            for name in ("loss_scale", "controllers"):
+                values.table(name)
+            for name in ("optimizer_steps", "variance_frozen_at"):
+                values.integer(name, minimum=0, maximum=_MAX)
+        return separate
+    except UserError as error:
+        remedy = "load another checkpoint, or its weights alone with --finetune"
+        raise UserError(f"{location} is not what a run writes: {error}; {remedy}") from error

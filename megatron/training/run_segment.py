@@ -217,17 +217,18 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         elif config.checkpoint.load:
             parts.log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     start = 0 if saved is None else saved.progress.iteration
-    membership = join_islands(engines, parts.env, start, parts.islands)
+    begins = join_islands(engines, parts.env, start, parts.islands)
     # Raises UserError on every rank when a log cannot be opened.
     run_together(topology.control.pg, reporter.open)
     # All ranks save the run's ids in tracking services, which the last rank has opened.
     texts = gather_texts(topology.control.pg, json.dumps(reporter.sinks.tracked_runs))
     progress.tracked_runs |= json.loads(texts[-1])
     try:
-        rounds = begin_rounds(engines, checkpoints, reporter, membership, plan.train_iters)
+        rounds = begin_rounds(engines, checkpoints, reporter, parts.islands, begins, plan.train_iters)
         reason = Trainer(engines, plan, checkpoints, reporter, rounds, guard).run()
     finally:
-        membership.leave()
+        if parts.islands is not None:
+            parts.islands.leave()
         reporter.close()
     statements = checkpoints.certificate_record.statements if certificate is not None else None
     ends = topology.rank == 0 and reason is not ExitReason.CHOICE

@@ -23,7 +23,7 @@ from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, run_together
 from megatron.distributed.topology import Topology
-from megatron.training.progress_state import Progress, SavedCounters
+from megatron.training.progress_state import Progress, check_saved_values
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class SavedRun:
     Args:
         iteration: iteration of the checkpoint.
         common: values of the checkpoint other than tensors.
-        counters: counters that describe the checkpoint's other contents.
+        separate_main: whether the optimizer's main parameters are stored apart from the model's.
         progress: position of the run; zero with ``--finetune``.
     """
 
     iteration: Iteration
     common: Mapping[str, Any]
-    counters: SavedCounters
+    separate_main: bool
     progress: Progress
 
 
@@ -96,11 +96,11 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     common = run_together(group, lambda: migrate_saved_values(load_common(root, iteration, flag)))
     common_file = checkpoint_folder(Path(root), iteration) / COMMON
     needed_state = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
-    counters = run_together(group, lambda: SavedCounters.read(common, common_file, **needed_state))
+    separate_main = run_together(group, lambda: check_saved_values(common, common_file, **needed_state))
     progress = Progress()
     if not config.finetune:
         progress.load_state_dict(common["progress"])
-    return SavedRun(iteration, common, counters, progress)
+    return SavedRun(iteration, common, separate_main, progress)
 
 
 def _read_tracker(config: CheckpointConfig, log: Callable[[str], None]) -> Iteration | None:
