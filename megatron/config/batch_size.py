@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
@@ -13,14 +12,6 @@ from megatron.base.errors import UserError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:E[0-9]{1,2})?)([KMBT]?)")
-
-
-@dataclass(frozen=True)
-class UpcomingSteps:
-    """Size of the next steps: samples over all replicas, and micro-batches per replica."""
-
-    samples: int
-    micro_batches: int
 
 
 class BatchSizeSchedule:
@@ -111,15 +102,14 @@ class BatchSizeSchedule:
         """Micro-batches per data-parallel rank in the step that begins after ``consumed_samples`` samples."""
         return self.at(consumed_samples) // self.samples_per_micro_batch
 
-    def ahead(self, consumed_samples: int, iterations: int) -> UpcomingSteps:
-        """Size of the next ``iterations`` steps after ``consumed_samples`` samples."""
+    def samples_ahead(self, consumed_samples: int, iterations: int) -> int:
+        """Number of samples in the next ``iterations`` steps after ``consumed_samples`` samples."""
         begin = consumed_samples
         while iterations:
             size, until = self._stage(consumed_samples)
             steps = iterations if until is None else min(iterations, -(-(until - consumed_samples) // size))
             consumed_samples, iterations = consumed_samples + steps * size, iterations - steps
-        samples = consumed_samples - begin
-        return UpcomingSteps(samples, samples // self.samples_per_micro_batch)
+        return consumed_samples - begin
 
     def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
         """Number of full steps from ``consumed`` to ``train_samples`` samples; a partial last batch is dropped."""

@@ -42,10 +42,11 @@ class StepSizes:
         end = iteration + iterations
         while iteration < end:
             until = min(self.lengths.until(iteration) or end, self.skipped.until(iteration) or end, end)
-            ahead = self.batches.ahead(consumed_samples, until - iteration)
+            samples = self.batches.samples_ahead(consumed_samples, until - iteration)
             is_taken = iteration + 1 not in self.skipped
-            yield StepGroup(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), is_taken)
-            iteration, consumed_samples = until, consumed_samples + ahead.samples
+            micro_batches = samples // self.batches.samples_per_micro_batch
+            yield StepGroup(until - iteration, samples, micro_batches, self.lengths.at(iteration), is_taken)
+            iteration, consumed_samples = until, consumed_samples + samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:
         """Number of tokens trained in the next ``iterations`` steps from a position."""
@@ -67,7 +68,7 @@ class StepSizes:
             steps = self.batches.iterations_for(consumed + tokens // length, consumed)
             if until is not None:
                 steps = min(steps, until - at)
-            samples = self.batches.ahead(consumed, steps).samples
+            samples = self.batches.samples_ahead(consumed, steps)
             at, consumed, tokens = at + steps, consumed + samples, tokens - samples * length
             if at != until:
                 return at - iteration, consumed - consumed_samples

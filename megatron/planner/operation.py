@@ -27,17 +27,13 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
-_GROUPED = {"_grouped_mm": _grouped_flops}
-"""FLOP formulas of matrix products that torch does not count."""
-
-
 @cache
 def _flop_formula(packet: Any) -> Any:
     """Formula of an operation's FLOPs; None if they are not counted. In-place operations have the formula of their
     out-of-place variants: addmm_ that of addmm."""
     name = packet.__name__
-    if name in _GROUPED:
-        return _GROUPED[name]
+    if name == "_grouped_mm":  # torch does not count it
+        return _grouped_flops
     return flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet)
 
 

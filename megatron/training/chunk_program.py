@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -133,22 +132,9 @@ def batch_shapes(batches: Sequence[Batch]) -> Hashable:
     )
 
 
-@dataclass(frozen=True)
-class StepPasses:
-    """Passes of a training step.
-
-    Args:
-        table: operations of all pipeline stages.
-        programs: programs of this rank's chunks.
-        loss_grad: gradient of each micro-batch's objective.
-    """
-
-    table: Timetable
-    programs: list[ChunkProgram]
-    loss_grad: Tensor
-
-
-def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, length: int) -> StepPasses:
+def begin_passes(
+    engines: Engines, batches: Sequence[Batch], iteration: int, length: int
+) -> tuple[Timetable, list[ChunkProgram], Tensor]:
     """Begin a training step at all communication points except that of delayed gradients, and make its passes.
 
     Args:
@@ -156,6 +142,10 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
         batches: micro-batches of this rank.
         iteration: 0-based number of the step.
         length: tokens of each sample.
+
+    Returns:
+        The operations of all pipeline stages, the programs of this rank's chunks, and the gradient of each
+        micro-batch's objective.
     """
     config, count = engines.config, len(batches)
     engines.begin_step(iteration, length)
@@ -188,7 +178,7 @@ def begin_passes(engines: Engines, batches: Sequence[Batch], iteration: int, len
         ChunkProgram(stage, batches, config.training.seed, engines, divisors, loss_grad) for stage in engines.stages
     ]
     table = engines.pipeline.get_timetable(config.parallel.pipeline_schedule, count)
-    return StepPasses(table, programs, loss_grad)
+    return table, programs, loss_grad
 
 
 def launch_signatures(engines: Engines, batches: Sequence[Batch], length: int) -> list[Hashable]:

@@ -48,16 +48,16 @@ def step_without_flush(
         flush_pipeline(engines, timers)
         last = None
     scale = engines.optimizer.loss_scale.scale
-    passes = begin_passes(engines, batches, iteration, length)
+    table, programs, loss_grad = begin_passes(engines, batches, iteration, length)
     delayed.versions.begin_step(iteration)
-    update = _UpdateCommunication(engines, delayed, passes.table, votes)
+    update = _UpdateCommunication(engines, delayed, table, votes)
     with timers("forward-backward", level=1):
         engines.pipeline.run_without_flush(
-            passes.table,
-            passes.programs,
+            table,
+            programs,
             iteration,
             len(batches),
-            passes.loss_grad,
+            loss_grad,
             update.after_forwards,
             pipeline_span(timers, ledger),
             scale,
@@ -76,7 +76,7 @@ def step_without_flush(
         end_states(engines.channel.forward.states(), keep=True)
     for observer in ledger.observers:
         observer.end_step()
-    losses = partial(report_losses, engines, passes.programs[-1])
+    losses = partial(report_losses, engines, programs[-1])
     delayed.open_step = OpenStep(iteration, len(batches), length, scale, losses)
     totals = replace(totals, finite=totals.finite and delayed.last_outcome.usable)
     engines.plan.steps.skipped += not totals.finite

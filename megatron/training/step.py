@@ -116,14 +116,14 @@ def train_step(
     with ledger.computing():
         for buffer in engines.buffers:
             buffer.begin_grads()
-    passes = begin_passes(engines, batches, iteration, length)
+    table, programs, loss_grad = begin_passes(engines, batches, iteration, length)
     with timers("forward-backward", level=1):
         engines.pipeline.run(
-            passes.table,
-            passes.programs,
+            table,
+            programs,
             iteration,
             len(batches),
-            passes.loss_grad,
+            loss_grad,
             launch_signatures(engines, batches, length),
             pipeline_span(timers, ledger),
             engines.optimizer.loss_scale.scale,
@@ -131,7 +131,7 @@ def train_step(
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     delayed, loss_scale = engines.delayed, engines.optimizer.loss_scale.scale
     with ledger.computing(), timers(reduction, level=1):
-        losses = report_losses(engines, passes.programs[-1])
+        losses = report_losses(engines, programs[-1])
         not_finite = 0.0
         if delayed is not None:
             not_finite = 1.0 - float(delayed.complete_gradients())

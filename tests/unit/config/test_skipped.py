@@ -21,11 +21,11 @@ def test_coming_steps_match_a_reference_loop(skipped: set[int], start: int, iter
     assert {number for number in range(1, 40) if number in ranges} == skipped
     batches = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1, rampup=(2, 1, 11))
     sizes = StepSizes(batches, LengthSchedule.constant(8), ranges)
-    consumed = batches.ahead(0, start).samples
+    consumed = batches.samples_ahead(0, start)
     steps = sum(stretch.iterations for stretch in sizes.ahead(start, consumed, iterations) if stretch.updates)
     samples = sum(stretch.samples for stretch in sizes.ahead(start, consumed, iterations))
     assert steps == sum(number not in skipped for number in range(start + 1, start + iterations + 1))
-    assert samples == batches.ahead(consumed, iterations).samples
+    assert samples == batches.samples_ahead(consumed, iterations)
     position, tokens = consumed, 0
     for number in range(start + 1, start + iterations + 1):
         tokens += 0 if number in skipped else batches.at(position) * 8

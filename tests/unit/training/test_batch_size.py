@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config.batch_size import BatchSizeSchedule, UpcomingSteps, read_steps
+from megatron.config.batch_size import BatchSizeSchedule, read_steps
 
 
 def test_a_constant_batch_size() -> None:
@@ -29,8 +29,8 @@ def test_the_published_ramp_of_gpt3() -> None:
     assert [schedule.at(n) for n in (0, 61_677, 61_678, 5_859_374, 5_859_375)] == [16, 16, 32, 1520, 1536]
     assert schedule.num_micro_batches(61_678) == 4
     iterations = schedule.iterations_for(146_484_375)
-    assert 146_484_375 - 1536 < schedule.ahead(0, iterations).samples <= 146_484_375
-    assert schedule.ahead(0, 10**15).samples > 10**18
+    assert 146_484_375 - 1536 < schedule.samples_ahead(0, iterations) <= 146_484_375
+    assert schedule.samples_ahead(0, 10**15) > 10**18
 
 
 def _check_against_a_loop(
@@ -42,7 +42,8 @@ def _check_against_a_loop(
         assert schedule.at(consumed) == size_at(consumed)
         micro_batches += schedule.num_micro_batches(consumed)
         consumed += size_at(consumed)
-    assert schedule.ahead(start, iterations) == UpcomingSteps(consumed - start, micro_batches)
+    assert schedule.samples_ahead(start, iterations) == consumed - start
+    assert (consumed - start) // schedule.samples_per_micro_batch == micro_batches
     consumed = count = 0
     while consumed + size_at(consumed) <= train_samples:
         consumed, count = consumed + size_at(consumed), count + 1

@@ -42,7 +42,7 @@ class PlayedRun:
         )
         assert sizes.train_iters is not None
         self.last, self.now = sizes.train_iters, 0.0
-        self.iteration, self.consumed = start, self.batches.ahead(0, start).samples
+        self.iteration, self.consumed = start, self.batches.samples_ahead(0, start)
         full = config.model.seq_length
         growing = LengthSchedule.growing(lambda step: 1 + (full - 1) * step // 120, 120, full)
         self.lengths = growing if grows else LengthSchedule.constant(full)
