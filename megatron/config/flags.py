@@ -15,14 +15,7 @@ from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import check_fields, missing_flags
 from megatron.base.user_text import spell
 from megatron.config.collect import FlagTable, Source, collect_yaml
-from megatron.config.help import (
-    HelpFormatter,
-    HelpGroup,
-    add_target,
-    all_groups,
-    common_groups,
-    selected_groups,
-)
+from megatron.config.help import HelpFormatter, HelpGroup, add_target, all_groups, common_groups, selected_groups
 from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, notes_without_effect, run_sections
 from megatron.config.translate import build_translator

@@ -11,13 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.diloco.store import (
-    HEARTBEAT_SECONDS,
-    POLL_SECONDS,
-    SILENT_SECONDS,
-    HeartbeatMonitor,
-    IslandStore,
-)
+from megatron.diloco.store import HEARTBEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, HeartbeatMonitor, IslandStore
 from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import rank_of, take_from_rank_0
 from megatron.distributed.errors import CommunicationError

@@ -36,13 +36,7 @@ from megatron.planner.cluster import Cluster, Device
 from megatron.planner.compressor_search import CompressorSet
 from megatron.planner.measure import fill_in_measured, measure_all
 from megatron.planner.predict import Predictor
-from megatron.planner.settings import (
-    FREE_SETTINGS,
-    Settings,
-    drop_user_settings,
-    flags_of,
-    list_free_settings,
-)
+from megatron.planner.settings import FREE_SETTINGS, Settings, drop_user_settings, flags_of, list_free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.planner.trials import num_sets_to_time
 from megatron.training.loss_guard import LossGuard

@@ -20,14 +20,7 @@ from megatron.diloco.store import serve
 from megatron.distributed.errors import CommunicationError
 from tests.multiprocess.test_island_rounds import ITERATIONS, _outer
 from tests.support.combinations import mark_repeats
-from tests.support.island_threads import (
-    Island,
-    build_island,
-    in_threads,
-    meet,
-    train_island,
-    train_islands,
-)
+from tests.support.island_threads import Island, build_island, in_threads, meet, train_island, train_islands
 
 
 def test_a_round_that_fails_again_and_again_ends_both_islands() -> None:

@@ -16,15 +16,7 @@ from megatron.diloco.fragments import fragment_index
 from megatron.distributed.host_staging import StagedGroup
 from megatron.distributed.round_driver import PackedReduction
 from tests.support.combinations import mark_repeats
-from tests.support.island_threads import (
-    Changes,
-    Island,
-    batches_of,
-    build_island,
-    step,
-    train_island,
-    train_islands,
-)
+from tests.support.island_threads import Changes, Island, batches_of, build_island, step, train_island, train_islands
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge
 

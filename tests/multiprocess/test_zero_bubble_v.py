@@ -20,15 +20,7 @@ from megatron.training.saved_run import find_saved
 from megatron.training.step import evaluation_step, take_batches
 from tests.support.combinations import mark_repeats
 from tests.support.spawn import run_ranks
-from tests.support.tiny import (
-    Trace,
-    merge,
-    tiny_batches,
-    tiny_checkpoints,
-    tiny_engines,
-    tiny_run,
-    tiny_train,
-)
+from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,13 +21,7 @@ from starlette.routing import Route
 
 from megatron.base.errors import UserError
 from megatron.inference.jobs import InferenceJob
-from megatron.inference.server.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    error_body,
-    error_response,
-    megatron_answer,
-)
+from megatron.inference.server.answers import ChatAnswer, CompletionAnswer, error_body, error_response, megatron_answer
 from megatron.inference.server.chat import chat_job
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
 from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job

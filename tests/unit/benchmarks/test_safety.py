@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.safety.behavior import Change, compare_predictions, heldout_windows, is_right, mean_pairwise_change
-from benchmarks.safety.canaries import (
-    CLOSING,
-    DOCUMENT_LENGTH,
-    TASKS,
-    heldout_canaries,
-    training_documents,
-)
+from benchmarks.safety.canaries import CLOSING, DOCUMENT_LENGTH, TASKS, heldout_canaries, training_documents
 from benchmarks.safety.card import law_figures
 from benchmarks.safety.law import Gap, GapLaw
 from benchmarks.safety.statistics import PairedDifference, paired_difference, t_probability, t_quantile

@@ -12,12 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.model import ModelConfig
 from megatron.kernels.products import own_products
 from megatron.models.context import ForwardContext
-from megatron.models.flops import (
-    benchmark_tflops,
-    model_flops_per_sample,
-    model_flops_utilization,
-    model_tflops,
-)
+from megatron.models.flops import benchmark_tflops, model_flops_per_sample, model_flops_utilization, model_tflops
 from megatron.models.losses import Targets
 from tests.support.tiny import tiny_engines
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.certificate import (
-    MAX_INCREASE,
-    AutoDecision,
-    LossCheck,
-    SampledPoint,
-    Statements,
-    TrafficSpan,
-)
+from megatron.checkpoint.certificate import MAX_INCREASE, AutoDecision, LossCheck, SampledPoint, Statements, TrafficSpan
 from megatron.config.flags import parse_args
 from megatron.distributed.layout import Layout
 from megatron.training.run_card import FOLDER, card_page, write_run_card
