@@ -87,7 +87,7 @@ def our_step(engines: Engines, topology: Topology, batches: list[Batch]) -> Step
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": next(iter(outcome.losses.values()), math.nan)}
         if choice is not None and choice.is_due:
-            choice.decide(len(batches), log_schedule)
+            choice.decide(len(batches), config.model.seq_length, log_schedule)
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "weight-compute"))
         accounts = engines.ledger.take_totals()
         for kind in ("coded_s", "waited_s"):

@@ -112,13 +112,14 @@ def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
     )
 
 
-def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: bool) -> None:
+def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: bool, clips_first: bool) -> None:
     """Check that --delay can be combined with the other settings; raise UserError otherwise.
 
     Args:
         parallel: resolved configuration.
         has_outer: the run has islands, or rounds of one island.
         gathers_compressed: updated parameters are gathered through a compressor.
+        clips_first: replicas clip their gradients before a compressor sums them.
     """
     contradictions = (
         (parallel.ddp_impl == "torch", "--DDP-impl torch, which applies gradients at once; use --DDP-impl local"),
@@ -126,8 +127,13 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
         (parallel.no_allreduce, "--no-allreduce, since there is nothing to wait for; leave one of them out"),
         (
             parallel.looks_ahead and gathers_compressed,
-            "--delay-correction lookahead with a spec of param-gather, which sends differences of main values; use "
-            "extrapolate, or leave the spec out",
+            "--delay-correction lookahead with a spec of param-gather, which sends differences of main values; "
+            "leave one of them out",
+        ),
+        (
+            parallel.delay_correction == "extrapolate" and clips_first,
+            "--delay-correction extrapolate with a compressor that clips gradients before their sum, before they are "
+            "extrapolated; leave one of them out",
         ),
         (has_outer, "islands, whose rounds change the parameters in between; leave one of them out"),
     )

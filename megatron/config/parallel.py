@@ -90,6 +90,14 @@ class ParallelConfig:
         minimum=1,
         only_if=(_STAGES, when("parallel.pipeline_schedule", "eager-1f1b", "auto")),
     )
+    pipeline_max_weight_records: int | None = derived(
+        "as many as the schedule takes",
+        "With --pipeline-schedule zb-h1, zb-v or auto: maximum number of backward passes of a stage whose weight "
+        "gradients are still to be computed. Smaller values take less memory, and stages wait more.",
+        unit="passes",
+        minimum=1,
+        only_if=(_STAGES, when("parallel.pipeline_schedule", "zb-h1", "zb-v", "auto")),
+    )
     expert_model_parallel_size: int = option(
         1,
         "Expert-parallel size: number of data-parallel processes that share the experts of each layer, and send "

@@ -136,11 +136,12 @@ class RunConfig:
         settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
         specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
         check_islands(run.islands, run.parallel, run.training, run.model, specs)
-        gather = specs.get(Point.PARAM_GATHER)
+        gather, gradients = specs.get(Point.PARAM_GATHER), specs.get(Point.DP_GRAD)
         check_delay(
             run.parallel,
             run.islands.several or Point.OUTER in specs,
             gather is not None and not gather.identity,
+            run.optimizer.clip_grad > 0 and gradients is not None and gradients.make_rounds().traits.clips_first,
         )
         check_flush(
             run.parallel,

@@ -14,8 +14,10 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.distributed.layout import Tie
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST
 from megatron.parallel.pipeline.schedule import (
+    NO_LIMITS,
     Pass,
     PipelineOp,
+    ScheduleLimits,
     add_weight_passes,
     find_epilogue,
     make_schedule,
@@ -39,14 +41,14 @@ HeldCounts = tuple[tuple[int, int], ...]
 
 @cache
 def _operations(
-    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None
+    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, limits: ScheduleLimits
 ) -> list[PipelineOp]:
     """Return a rank's schedule; a long 1F1B step is shortened, with the same peaks of memory and the same epilogue."""
     if kind != "gpipe":
         remainder = micro_batches % pp if chunks == 1 else 0
-        shortest = max(_IN_FLIGHT_GROUPS * pp, 2 * (max_in_flight or 0))
+        shortest = max(_IN_FLIGHT_GROUPS * pp, 2 * (limits.in_flight or 0))
         micro_batches = min(micro_batches, shortest + remainder)
-    return make_schedule(kind, pp, rank, chunks, micro_batches, max_in_flight)
+    return make_schedule(kind, pp, rank, chunks, micro_batches, limits)
 
 
 @cache
@@ -56,7 +58,7 @@ def held_by_rank(
     rank: int,
     chunks: int,
     micro_batches: int,
-    max_in_flight: int | None = None,
+    limits: ScheduleLimits = NO_LIMITS,
     flush: bool = True,
     separate: bool = False,
 ) -> frozenset[HeldCounts]:
@@ -64,10 +66,14 @@ def held_by_rank(
 
     Without ``flush``, ``separate`` says whether there are weight passes.
     """
+    if kind == AUTO:  # which may hold as many micro-batches as are allowed
+        max_held = min(most_in_flight(AUTO, pp, limits.in_flight), micro_batches)
+        max_records = min(max_held, limits.weight_records or max_held) if rank > 0 else 0
+        return frozenset({((max_held, 0),), ((max_held - max_records, max_records),)})
     if flush:
-        operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
+        operations = _operations(kind, pp, rank, chunks, micro_batches, limits)
     else:
-        warm_up = warm_ups_without_flush(kind, pp, micro_batches, max_in_flight)[rank]
+        warm_up = warm_ups_without_flush(kind, pp, micro_batches, limits)[rank]
         operations = one_f_one_b(warm_up, warm_up + 1)
         operations = add_weight_passes(operations, rank) if separate else operations
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
@@ -82,10 +88,10 @@ def held_by_rank(
 
 @cache
 def _count_late_messages(
-    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, max_in_flight: int | None
+    kind: str, pp: int, rank: int, chunks: int, micro_batches: int, limits: ScheduleLimits
 ) -> Counter[int]:
     """Number of backward messages sent in a rank's epilogue, by chunk."""
-    operations = _operations(kind, pp, rank, chunks, micro_batches, max_in_flight)
+    operations = _operations(kind, pp, rank, chunks, micro_batches, limits)
     return Counter(op.chunk for op in find_epilogue(operations))
 
 
@@ -97,22 +103,17 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     compressed = choice.sharded and gather_spec is not None and not gather_spec.identity
     sizes, matrix_sizes = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     uniform = not stages.config.model.has_experts
-    max_in_flight = stages.config.parallel.pipeline_max_in_flight
+    limits = ScheduleLimits.from_config(stages.config.parallel)
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
         chunk_bytes = []  # of activations and records of a micro-batch
         for virtual in choice.placement.virtual_stages(rank):
             pieces = [(n, book.piece(choice, name)) for name, n in stages.pieces_of(choice, virtual).items()]
             saved_bytes = sum(n * piece.saved_bytes for n, piece in pieces)
             chunk_bytes.append((saved_bytes, sum(n * piece.recorded_bytes for n, piece in pieces)))
-        if choice.schedule == AUTO:  # which may hold as many micro-batches as are allowed
-            max_held = min(most_in_flight(AUTO, choice.pp, max_in_flight), choice.micro_batches)
-            all_activations, all_records = ((max_held, 0),), ((0, max_held),)
-            counts: frozenset[HeldCounts] = frozenset({all_activations, all_records} if rank > 0 else {all_activations})
-        else:
-            counts = held_by_rank(
-                choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight, choice.flush,
-                choice.has_weight_passes,
-            )  # fmt: skip
+        counts = held_by_rank(
+            choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches, limits, choice.flush,
+            choice.has_weight_passes,
+        )  # fmt: skip
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
         matrices = sum(work.updated for work in stages.matrices(choice, rank))
@@ -195,8 +196,8 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             if point is Point.PP_BWD:
                 # Late messages matter only to codecs that cannot be combined with auto.
                 schedule = FIRST if choice.schedule == AUTO else choice.schedule
-                max_in_flight = stages.config.parallel.pipeline_max_in_flight
-                order = choice.pp, rank, choice.chunks, choice.micro_batches, max_in_flight
+                limits = ScheduleLimits.from_config(stages.config.parallel)
+                order = choice.pp, rank, choice.chunks, choice.micro_batches, limits
                 late = _count_late_messages(schedule, *order)[chunk]
             for count, is_late in ((late, True), (choice.micro_batches - late, False)):
                 compressed = stages.compresses(choice, point, rank, is_late)

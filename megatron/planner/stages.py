@@ -14,6 +14,7 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
 from megatron.parallel.pipeline.list_schedule import AUTO, ListPipeline
+from megatron.parallel.pipeline.schedule import ScheduleLimits
 from megatron.parallel.pipeline.simulate import Hop, Hops, Pipeline
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
@@ -167,7 +168,7 @@ class Stages:
             [sum(n * passes[name].weight_s for name, n in count.items()) for count in counts],
             choice.pp,
             self._hops[key],
-            self.config.parallel.pipeline_max_in_flight,
+            ScheduleLimits.from_config(self.config.parallel),
         )
 
     def _make_hops(self, choice: Choice, wires: Wires) -> Hops:

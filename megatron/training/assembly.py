@@ -40,6 +40,7 @@ from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
+from megatron.parallel.pipeline.schedule import ScheduleLimits
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.main_grad import WeightGrads
 from megatron.parallel.tensor.shards import collect_specs
@@ -260,7 +261,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             sync.begin_last_backward,
             weight_grads,
             after_pass,
-            parallel.pipeline_max_in_flight,
+            ScheduleLimits.from_config(parallel),
         ),
         optimizer=optimizer,
         replicas=replicas,

@@ -312,6 +312,10 @@ class RunCheckpoints:
         previous, correction = None, delayed.correction
         if correction is not None and saved.text("previous", "") == correction.name:
             previous = correction.allocate_previous()
+        elif correction is not None and in_flight:
+            self.log(f"the first update is without --delay-correction {correction.name}, which has no state yet")
+        if not in_flight and iteration != 0:
+            self.log("the first step makes no update, since the checkpoint has no gradients in flight for --delay 1")
         return delayed_tensors(self.engines.optimizer, previous, in_flight)
 
     def _outer_shards(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.memory import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.ledger import gather_rows
@@ -169,6 +170,12 @@ class Reporter:
         self.sinks.step(step)
         samples_before = step.consumed_samples - step.global_batch_size
         self.forecast.step(samples_before, step.seconds_per_iteration, step.seq_length)
+        records = self.engines.pipeline.weight_grads
+        if self.forecast.done == 1 and records.most_passes > 1:
+            self.line(
+                f"weight gradients: up to {records.most_passes} backward passes wait for theirs on the last stage, in "
+                f"{format_bytes(records.most_bytes)} of records; --pipeline-max-weight-records limits them"
+            )
         self.report_if_due(step.iteration)
         if self.forecast.done == FIRST_ESTIMATE:
             progress, remaining_iterations = self.progress, self.train_iters - self.progress.iteration

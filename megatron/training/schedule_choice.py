@@ -16,6 +16,7 @@ from megatron.compression.points import Point
 from megatron.distributed.clock import Mark
 from megatron.distributed.observer import Observer, SentMessage
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
+from megatron.parallel.pipeline.schedule import ScheduleLimits
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.training.assembly import Engines
 
@@ -52,7 +53,8 @@ class ScheduleChoice(Observer):
     times and choose another schedule.
 
     If a list is predicted to be fastest, steps are timed with it and with the fastest fixed schedule, in turn, and the
-    faster of the two is kept: a list fits the measured times, so it gains less, or loses, where these do not hold.
+    faster of the two is kept: a list fits the measured times, so it gains less, or loses, where these do not hold. Only
+    steps of the same size are compared: the rounds start over when the size changes.
 
     Args:
         engines: this rank's engines.
@@ -74,6 +76,7 @@ class ScheduleChoice(Observer):
         self._measures = self._is_done = False
         self._trials: list[tuple[MeasuredPipeline, list[float]]] = []  # schedules, and seconds of steps with each
         self._turn = 0
+        self._size = (0, 0)
         self._step_start: Mark | None = None
         self._seconds: dict[str, list[float]] = {name: [] for name in _PASSES}
         self._coding: dict[tuple[str, str], list[float]] = {
@@ -125,11 +128,12 @@ class ScheduleChoice(Observer):
         if self._measures:
             self._bytes[sent.point].append(sent.payload.nbytes)
 
-    def decide(self, micro_batches: int, log: Callable[[str], None]) -> None:
+    def decide(self, micro_batches: int, length: int, log: Callable[[str], None]) -> None:
         """Choose the schedule of the next steps, or begin to time one. A collective call, when it ``is_due``.
 
         Args:
-            micro_batches: number of micro-batches in a step.
+            micro_batches: number of micro-batches in the last step.
+            length: tokens of each of its samples.
             log: prints lines on what was measured and chosen.
         """
         self._engines.ledger.clock.synchronize()
@@ -140,8 +144,13 @@ class ScheduleChoice(Observer):
                 self._finish(measured, micro_batches)
                 return
             self._trials = [(measured, []), (MeasuredPipeline(measured.pipeline, with_lists=False), [])]
+        elif self._size != (micro_batches, length):
+            self._turn = 0
+            for _, seconds in self._trials:
+                seconds.clear()
         else:
             self._turn += 1
+        self._size = micro_batches, length
         if self._turn < 2 * self._trial_rounds:
             self._use(self._trials[self._turn % 2][0], micro_batches)
             self._steps_left = _TRIAL_STEPS
@@ -188,8 +197,7 @@ class ScheduleChoice(Observer):
                     round_trips_s[boundary] = max(self._round_trip(boundary, sizes[boundary]) - small_s, 0.0)
             rows, round_trips_s = self._max_over_ranks(rows), self._max_over_ranks(round_trips_s)
         _divide_round_trips(rows, round_trips_s)
-        max_in_flight = engines.config.parallel.pipeline_max_in_flight
-        measured = MeasuredPipeline(make_pipeline(rows.tolist(), max_in_flight))
+        measured = MeasuredPipeline(make_pipeline(rows.tolist(), engines.pipeline.limits))
         candidates = measured.candidates(micro_batches)
         fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
         slowest_s = [
@@ -243,8 +251,8 @@ def _divide_round_trips(rows: torch.Tensor, round_trips_s: torch.Tensor) -> None
         rows[backward] *= s_per_byte
 
 
-def make_pipeline(rows: StageTimes, max_in_flight: int | None) -> Pipeline:
-    """Make a pipeline from the times of its stages; ``max_in_flight`` limits the micro-batches that a stage stores."""
+def make_pipeline(rows: StageTimes, limits: ScheduleLimits) -> Pipeline:
+    """Make a pipeline from the times of its stages, with limits on what a stage stores."""
     hops: dict[tuple[bool, int], Hop] = {}
     for boundary, (row, next_row) in enumerate(pairwise(rows)):
         latency_s = row[_LATENCY]
@@ -254,7 +262,7 @@ def make_pipeline(rows: StageTimes, max_in_flight: int | None) -> Pipeline:
     joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
     return Pipeline(
         FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary],
-        max_in_flight,
+        limits,
     )  # fmt: skip
 
 

@@ -267,7 +267,7 @@ class Trainer:
         if self.schedule_choice is not None and self.schedule_choice.is_due:
             complete_steps(self.engines, timers)  # their messages would take a part of the links
             with self.reporter.paused("schedule"):
-                self.schedule_choice.decide(count, self.reporter.line)
+                self.schedule_choice.decide(count, length, self.reporter.line)
         if not metrics.skipped:
             self.schedule.step(size, size * length)
         assert self.train_set is not None

@@ -179,13 +179,12 @@ class SetTrial:
 
     def _choose_schedule(self, engines: Engines) -> None:
         if self._stage_times is not None:
-            max_in_flight = self._config.parallel.pipeline_max_in_flight
-            engines.pipeline.measured = MeasuredPipeline(make_pipeline(self._stage_times, max_in_flight))
+            engines.pipeline.measured = MeasuredPipeline(make_pipeline(self._stage_times, engines.pipeline.limits))
             return
         choice = ScheduleChoice(engines, settling_steps=1, measured_steps=1, trial_rounds=0)
         while not choice.is_due:
             self._take_step(engines)
-        choice.decide(len(self._batches), lambda line: None)
+        choice.decide(len(self._batches), self._config.model.seq_length, lambda line: None)
 
     def drop_engines(self) -> None:
         """Drop the engines; ``free_memory`` frees their memory."""

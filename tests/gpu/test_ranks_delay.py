@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layouts_equal_a_plain_loop(ranks: int) -> None:
-    delay.test_layouts_equal_a_plain_loop(ranks, delay.every_layout(ranks, ("adam", "ahead")))
+    """Without a flush, pipelines need gloo."""
+    names = [name for name in delay.LAYOUTS[ranks] if "without a flush" not in name]
+    delay.test_layouts_equal_a_plain_loop(ranks, dict.fromkeys(("adam", "ahead"), names))
 
 
 def test_compressors_see_the_same_gradients() -> None:

@@ -30,8 +30,11 @@ COLD: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 interleaved": (2, {"num_layers_per_virtual_pipeline_stage": 1}),
     "pp2 eager": (2, {"pipeline_schedule": "eager-1f1b"}),
     "pp2 gpipe": (2, {"pipeline_schedule": "gpipe"}),
+    "pp2 zb-h1": (2, {"pipeline_schedule": "zb-h1"}),
+    "pp2 zb-v": (2, {"pipeline_schedule": "zb-v"}),
     "pp4": (4, {"pipeline_model_parallel_size": 4}),
     "pp4 eager": (4, {"pipeline_model_parallel_size": 4, "pipeline_schedule": "eager-1f1b"}),
+    "pp4 zb-h1": (4, {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1"}),
     "tp2 pp2 dp2": (8, {"tensor_model_parallel_size": 2}),
 }
 EXACT = ("pp2 interleaved", "pp4 eager")

@@ -73,6 +73,8 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
+        records = re.findall(r"weight gradients: up to (\d+) backward passes wait .* in [\d.]+ kB of", result.stdout)
+        assert records == ([] if schedule == "1f1b" else [str(parallel["pipeline_model_parallel_size"])])
     report, *later_reports = re.findall(r"pipeline schedule: (.*)", result.stdout)
     assert re.fullmatch(
         r".+; predicted [\d.e-]+ s for the passes of a step \(.*1f1b [\d.e-]+ s.*\); measured on the slowest stage "
@@ -124,8 +126,11 @@ def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
     assert results[3][3] == run_ranks(4, _train_by_zero_bubble, 3)[3]
 
 
-def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[str], list[float], bool]:
+def _train_with_trials(
+    list_s: float, fixed_s: float, steps: int = 16, shorter_from: int = 16
+) -> tuple[list[str], list[str], list[float], bool]:
     """Trains with made-up times of passes, for which a list is predicted to be fastest, and made-up times of steps.
+    After ``shorter_from`` steps, samples pass for shorter.
 
     Returns the schedule after each step, the reports, the losses, and whether the steps are at last those of eager-1f1b
     by its name, with as many receives ahead.
@@ -149,11 +154,11 @@ def _train_with_trials(list_s: float, fixed_s: float) -> tuple[list[str], list[s
 
     def after_step(engines: Engines) -> None:
         if choice.is_due:
-            choice.decide(8, reports.append)
+            choice.decide(8, 32 if len(kinds) < shorter_from else 16, reports.append)
         schedule = engines.pipeline.measured
         kinds.append("first" if schedule is None else schedule.candidates(8)[0].kind)
 
-    losses = tiny_train(engines, 16, after_step=after_step).losses
+    losses = tiny_train(engines, steps, after_step=after_step).losses
     is_eager = engines.pipeline.get_timetable(AUTO, 8) is engines.pipeline.get_timetable("eager-1f1b", 8)
     return kinds[1:], reports, losses, is_eager
 
@@ -171,6 +176,14 @@ def test_the_faster_of_the_list_and_the_fastest_fixed_schedule_stays(list_s: flo
             f"pipeline schedule: steps take {list_s + 0.3:.3g} s with the list, 3.3 s with eager-1f1b; {stays} stays",
         ]
     assert results[3][2] == run_ranks(4, _train_by_zero_bubble, 16)[3]
+
+
+def test_only_steps_of_the_same_size_are_compared() -> None:
+    """When samples get shorter in the third turn, the list's, the rounds start over."""
+    for kinds, reports, _, _ in run_ranks(4, _train_with_trials, 2.0, 3.0, 22, 8):
+        assert kinds == ["first", *[AUTO, AUTO, "eager-1f1b", "eager-1f1b", AUTO, AUTO],
+                         *[AUTO, AUTO, "eager-1f1b", "eager-1f1b"] * 3, *[AUTO] * 3]  # fmt: skip
+        assert len(reports) == 2
 
 
 @pytest.mark.parametrize(

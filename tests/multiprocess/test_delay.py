@@ -31,6 +31,8 @@ pytestmark = pytest.mark.multiprocess
 Changes = dict[str, dict[str, Any]]
 
 STEPS = 5
+RATE_FACTORS = (1.0, 1.5, 0.5, 1.25, 0.75)
+"""Factors of learning rate and weight decay: those of a step are applied with the gradients of the step before."""
 DELAY: Changes = {"parallel": {"delay": 1}}
 DOUBLE: Changes = {"precision": {"fp64": True}}
 CLIPS: Changes = {"optimizer": {"clip_grad": 0.5}}
@@ -84,6 +86,7 @@ def _plain_loop(changes: Changes, steps: int) -> tuple[list[float], list[float]]
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=options["lr"], momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(groups, lr=engines.config.optimizer.lr, betas=(0.9, 0.999), eps=1e-8)
+    rates = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     batches = tiny_batches(engines.config, engines.topology, masked=False)
     count = engines.config.training.global_batch_size // engines.config.training.micro_batch_size
     correction = changes.get("parallel", {}).get("delay_correction")
@@ -98,6 +101,8 @@ def _plain_loop(changes: Changes, steps: int) -> tuple[list[float], list[float]]
         old_params = [p.clone() for p in params]
         for p, g in zip(params, applied, strict=bool(held)):
             p.grad = g * min(1.0, options["clip_grad"] / (norms[-1] + 1e-6))
+        for group, (lr, weight_decay) in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"], group["weight_decay"] = RATE_FACTORS[step] * lr, RATE_FACTORS[step] * weight_decay
         if held:
             optimizer.step()
         for slot, p, old in zip(slots, params, old_params, strict=True):
@@ -108,7 +113,7 @@ def _plain_loop(changes: Changes, steps: int) -> tuple[list[float], list[float]]
 
 def _run(changes: Changes, steps: int) -> tuple[Trace, list[str]]:
     engines = tiny_engines(merge(changes, DELAY))
-    trace = tiny_train(engines, steps)
+    trace = tiny_train(engines, steps, rate_factors=RATE_FACTORS)
     assert engines.delayed is not None
     engines.delayed.finish_reduction()
     return trace, disagreements(engines)

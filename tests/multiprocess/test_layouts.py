@@ -302,9 +302,13 @@ def test_gemma_like_model_agrees(world_size: int) -> None:
 
 ZERO_BUBBLE: dict[str, Any] = {"pipeline_schedule": "zb-h1"}
 OF_ZERO_BUBBLE: dict[int, dict[str, Changes]] = {
-    2: {"pp2": _parallel(pp=2, **ZERO_BUBBLE)},
+    2: {
+        "pp2": _parallel(pp=2, **ZERO_BUBBLE),
+        "pp2 a record": _parallel(pp=2, **ZERO_BUBBLE, pipeline_max_weight_records=1),
+    },
     4: {
         "pp4": _parallel(pp=4, **ZERO_BUBBLE),
+        "pp4 two records": _parallel(pp=4, **ZERO_BUBBLE, pipeline_max_weight_records=2),
         "tp2 pp2 sp uniform": {**_parallel(tp=2, pp=2, **ZERO_BUBBLE, **SP), **UNIFORM},
         "tp2 pp2 selective": {**_parallel(tp=2, pp=2, **ZERO_BUBBLE), **SELECTIVE},
         "pp2 dp2 sharded overlap": _parallel(pp=2, **ZERO_BUBBLE, **DIST, **OVERLAP),

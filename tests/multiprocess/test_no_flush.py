@@ -15,7 +15,7 @@ import torch
 from megatron.config.steps import BatchSizeSchedule, LengthSchedule, StepSizes
 from megatron.models.losses import StageLoss
 from megatron.parallel.pipeline.channel import Message
-from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.parallel.pipeline.schedule import ScheduleLimits, make_schedule
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.flushless import flush_pipeline
@@ -175,7 +175,7 @@ def test_steps_have_the_order_of_one_long_step(
     steps = 3
     results = run_ranks(4, _passes, changes, steps)
     for stage, passes in enumerate(results):
-        ops = make_schedule(kind, 4, stage, 1, steps * count, in_long_step)
+        ops = make_schedule(kind, 4, stage, 1, steps * count, ScheduleLimits(in_long_step))
         assert passes == [divmod(op.micro_batch, count) for op in ops]
 
 

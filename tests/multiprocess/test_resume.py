@@ -450,13 +450,18 @@ def test_a_controllers_state_without_a_controller_is_named(prefix: Path, tmp_pat
     assert "holds no state of the controller of dp-grad=edgc: it starts anew" in other.stdout
 
 
-def test_delayed_gradients_without_a_delay_are_named(prefix: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
+def test_changes_of_the_delay_are_named(prefix: Path, tmp_path: Path) -> None:
+    saved, saved_at_once = tmp_path / "saved", tmp_path / "saved_at_once"
     train(2, unevaluated(prefix, train_iters=4, delay=1, save=saved))
-    at_once = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved)]).check()
+    at_once = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved, save=saved_at_once)]).check()
     assert "the gradients of iteration 4 are never applied, since --delay is 0 now" in at_once.stdout
-    late = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=6, load=saved, delay=1)]).check()
-    assert "never applied" not in late.stdout
+    flags = unevaluated(prefix, train_iters=6, load=saved, delay=1, delay_correction="lookahead")
+    late = run_cli(2, [SCRIPT, *flags]).check().stdout
+    assert "the first update is without --delay-correction lookahead, which has no state yet" in late
+    assert "never applied" not in late
+    assert "no gradients in flight" not in late
+    late_again = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=8, load=saved_at_once, delay=1)]).check().stdout
+    assert "the first step makes no update, since the checkpoint has no gradients in flight for --delay 1" in late_again
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes(prefix: Path, tmp_path: Path) -> None:

@@ -237,9 +237,10 @@ def tiny_train(
     after_step: Callable[[Engines], None] = lambda engines: None,
     sizes: StepSizes | None = None,
     first: int = 0,
+    rate_factors: Sequence[float] = (1.0,),
 ) -> Trace:
     """Trains given engines from their current weights, from iteration ``first`` on; ``after_step`` sees them after
-    each. ``sizes`` may grow."""
+    each. ``sizes`` may grow. Learning rate and weight decay are multiplied by ``rate_factors`` in turn."""
     config = engines.config
     start = first * config.training.global_batch_size
     batches = tiny_batches(config, engines.topology, masked, start, epoch)
@@ -252,7 +253,8 @@ def tiny_train(
         count = count if sizes is None else sizes.batches.num_micro_batches(consumed)
         consumed += 0 if sizes is None else sizes.batches.at(consumed)
         step_batches = take_batches(batches, count, engines.topology.device, length)
-        rates = config.optimizer.lr, config.optimizer.weight_decay
+        factor = rate_factors[iteration % len(rate_factors)]
+        rates = factor * config.optimizer.lr, factor * config.optimizer.weight_decay
         outcome = train_step(engines, step_batches, iteration, *rates, seq_length=length)
         after_step(engines)
         named.append(outcome.losses)

@@ -17,8 +17,10 @@ from megatron.parallel.pipeline.first_launches import CompletedLaunches
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
 from megatron.parallel.pipeline.messages import PostedReceives, StageProgram, StepMessages
 from megatron.parallel.pipeline.schedule import (
+    NO_LIMITS,
     Pass,
     PipelineOp,
+    ScheduleLimits,
     add_weight_passes,
     count_warm_up,
     has_weight_passes,
@@ -71,7 +73,7 @@ class PipelineEngine:
         begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
         weight_grads: records of weight gradients between a backward and its weight pass.
         after_pass: called after every pass of a training step, while messages of other points may arrive.
-        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
+        limits: limits on what a stage stores.
 
     Attributes:
         measured: measured times, for which ``AUTO`` chooses a schedule; None before they are measured. May be replaced
@@ -89,7 +91,7 @@ class PipelineEngine:
         begin_last_backward: Callable[[int], None],
         weight_grads: WeightGrads,
         after_pass: Callable[[], None] = lambda: None,
-        max_in_flight: int | None = None,
+        limits: ScheduleLimits = NO_LIMITS,
     ) -> None:
         self.layout = layout
         self.stage = stage
@@ -98,7 +100,7 @@ class PipelineEngine:
         self.begin_last_backward = begin_last_backward
         self.weight_grads = weight_grads
         self.after_pass = after_pass
-        self.max_in_flight = max_in_flight
+        self.limits = limits
         self.measured: MeasuredPipeline | None = None
         self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
@@ -122,12 +124,12 @@ class PipelineEngine:
                 schedules = [make_forward_schedule(chunks, pp, num_micro_batches)] * pp
             else:
                 schedules = [
-                    make_schedule(kind, pp, stage, chunks, num_micro_batches, self.max_in_flight) for stage in range(pp)
+                    make_schedule(kind, pp, stage, chunks, num_micro_batches, self.limits) for stage in range(pp)
                 ]
                 if kind in SCHEDULES_WITHOUT_FLUSH and pp > 1:
-                    warm_ups = warm_ups_without_flush(kind, pp, num_micro_batches, self.max_in_flight)
+                    warm_ups = warm_ups_without_flush(kind, pp, num_micro_batches, self.limits)
                     # A sender runs ahead by its additional warm-up forwards.
-                    in_flight = most_in_flight(kind, pp, self.max_in_flight)
+                    in_flight = most_in_flight(kind, pp, self.limits.in_flight)
                     max_ahead = max(max_ahead, count_warm_up(pp, pp - 2, in_flight))
             self._timetables[key] = build_timetable(self.layout, schedules, max_ahead, warm_ups)
         return self._timetables[key]

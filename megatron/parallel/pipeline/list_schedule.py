@@ -9,7 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule, most_in_flight
+from megatron.parallel.pipeline.schedule import (
+    NO_LIMITS,
+    Pass,
+    PipelineOp,
+    ScheduleLimits,
+    make_schedule,
+    most_in_flight,
+)
 from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
 
 AUTO = "auto"
@@ -54,19 +61,22 @@ class GreedyOrder:
         micro_batches: number of micro-batches in the step.
         limit: maximum number of micro-batches between their forward and their last pass on this rank.
         separate: whether backward passes have weight passes.
+        limits: the limit on records of weight gradients.
     """
 
-    def __init__(self, micro_batches: int, limit: int, separate: bool) -> None:
+    def __init__(self, micro_batches: int, limit: int, separate: bool, limits: ScheduleLimits = NO_LIMITS) -> None:
         self._micro_batches = micro_batches
         self._limit = limit
         self._separate = separate
+        self._limits = limits
         self._next = dict.fromkeys(Pass, 0)
 
     def choose(self, has_input: HasInput) -> PipelineOp | None:
         forwards, backwards, weights = (self._next[computation] for computation in Pass)
         in_flight = forwards - (weights if self._separate else backwards)
         possible = {
-            Pass.BACKWARD: backwards < forwards,
+            Pass.BACKWARD: backwards < forwards
+            and (not self._separate or self._limits.allow_record(backwards - weights)),
             Pass.FORWARD: forwards < self._micro_batches and in_flight < self._limit,
             Pass.WEIGHT: self._separate and weights < backwards,
         }
@@ -93,9 +103,9 @@ class GreedyOrder:
 def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_batches: int) -> list[PassOrder]:
     """Make the order of every stage under a ``Candidate``'s settings."""
     if kind == AUTO:
-        return [GreedyOrder(micro_batches, limit, stage > 0) for stage, limit in enumerate(limits)]
-    stages, in_flight = pipeline.stages, pipeline.max_in_flight
-    return [ListedOrder(make_schedule(kind, stages, stage, 1, micro_batches, in_flight)) for stage in range(stages)]
+        return [GreedyOrder(micro_batches, limit, stage > 0, pipeline.limits) for stage, limit in enumerate(limits)]
+    shape = 1, micro_batches, pipeline.limits
+    return [ListedOrder(make_schedule(kind, pipeline.stages, stage, *shape)) for stage in range(pipeline.stages)]
 
 
 def _num_simulated(stages: int, micro_batches: int) -> int:
@@ -116,7 +126,7 @@ def rank_schedules(pipeline: Pipeline, micro_batches: int, with_lists: bool = Tr
         with_lists: whether to try the list scheduler, beside the fixed schedules.
     """
     stages, count = pipeline.stages, _num_simulated(pipeline.stages, micro_batches)
-    limit = most_in_flight(AUTO, stages, pipeline.max_in_flight)
+    limit = most_in_flight(AUTO, stages, pipeline.limits.in_flight)
     settings: list[tuple[str, tuple[int, ...]]] = [("1f1b", ()), ("zb-h1", ()), ("eager-1f1b", ())]
     if micro_batches <= limit:
         settings.append(("gpipe", ()))

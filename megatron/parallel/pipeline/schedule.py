@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 
+from megatron.config.parallel import ParallelConfig
 from megatron.distributed.layout import Layout
 
 
@@ -53,6 +54,32 @@ class TimedPass:
         return self.end_s - self.start_s
 
 
+@dataclass(frozen=True)
+class ScheduleLimits:
+    """Limits on what a stage stores.
+
+    Args:
+        in_flight: maximum number of micro-batches that a stage of eager-1f1b or auto stores; None for 2 pp - 1.
+        weight_records: maximum number of backward passes of a stage whose weight gradients are still to be computed;
+            None for as many as the schedule takes.
+    """
+
+    in_flight: int | None = None
+    weight_records: int | None = None
+
+    @staticmethod
+    def from_config(parallel: ParallelConfig) -> ScheduleLimits:
+        """Limits of a configuration."""
+        return ScheduleLimits(parallel.pipeline_max_in_flight, parallel.pipeline_max_weight_records)
+
+    def allow_record(self, records: int) -> bool:
+        """Whether a stage with some records may run a backward pass that adds one."""
+        return self.weight_records is None or records < self.weight_records
+
+
+NO_LIMITS = ScheduleLimits()
+
+
 def make_forward_schedule(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
     """Schedule of an evaluation: groups of at most ``pp`` micro-batches run through one chunk after another."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
@@ -94,13 +121,13 @@ def count_warm_up(pp: int, stage: int, in_flight: int) -> int:
     return math.ceil((in_flight - 1) * (pp - stage - 1) / max(pp - 1, 1))
 
 
-def warm_ups_without_flush(kind: str, pp: int, num_micro_batches: int, max_in_flight: int | None = None) -> list[int]:
+def warm_ups_without_flush(kind: str, pp: int, num_micro_batches: int, limits: ScheduleLimits = NO_LIMITS) -> list[int]:
     """Count the warm-up forwards of every stage of 1f1b or eager-1f1b whose steps overlap.
 
     At most one micro-batch of the next step is in flight before the first backward of a step. If steps are that short,
     all stages store fewer activations, since a stage with no more of them than the next stage waits for each message.
     """
-    in_flight = min(most_in_flight(kind, pp, max_in_flight), num_micro_batches + 1)
+    in_flight = min(most_in_flight(kind, pp, limits.in_flight), num_micro_batches + 1)
     return [count_warm_up(pp, stage, in_flight) for stage in range(pp)]
 
 
@@ -118,22 +145,23 @@ def add_weight_passes(ops: Sequence[PipelineOp], stage: int) -> list[PipelineOp]
     return added
 
 
-def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
+def zero_bubble_h1(pp: int, stage: int, num_micro_batches: int, max_records: int | None = None) -> list[PipelineOp]:
     """1F1B whose weight gradients fill the gaps in which a stage waits for the next stage's backward.
 
     Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.3, schedule H1. The weight pass of a micro-batch comes
     ``stage`` backward passes after its own, so that on every stage at most pp micro-batches are between their forward
-    and their weight pass, as on the first stage of 1F1B. No stage waits for the first, which has no weight passes.
+    and their weight pass, as on the first stage of 1F1B. It comes earlier if more than ``max_records`` backward passes
+    would wait for theirs. No stage waits for the first, which has no weight passes.
     """
     joint_ops = one_f_one_b(count_warm_up(pp, stage, in_flight=pp), num_micro_batches)
     if stage == 0:
         return joint_ops
-    ops = []
+    ops, delay = [], stage if max_records is None else min(stage, max_records - 1)
     for op in joint_ops:
         ops.append(op)
-        if op.is_backward and op.micro_batch >= stage:
-            ops.append(PipelineOp(Pass.WEIGHT, 0, op.micro_batch - stage))
-    return ops + [PipelineOp(Pass.WEIGHT, 0, m) for m in range(max(num_micro_batches - stage, 0), num_micro_batches)]
+        if op.is_backward and op.micro_batch >= delay:
+            ops.append(PipelineOp(Pass.WEIGHT, 0, op.micro_batch - delay))
+    return ops + [PipelineOp(Pass.WEIGHT, 0, m) for m in range(max(num_micro_batches - delay, 0), num_micro_batches)]
 
 
 ZERO_BUBBLE_V = "zb-v"
@@ -155,7 +183,9 @@ with 3, every cycle of passes and messages has slack."""
 
 
 @lru_cache(maxsize=16)
-def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ...], ...]:
+def zero_bubble_v(
+    pp: int, num_micro_batches: int, limits: ScheduleLimits = NO_LIMITS
+) -> tuple[tuple[PipelineOp, ...], ...]:
     """Two chunks on each rank in V form, whose weight gradients leave no gaps between the passes of a steady state.
 
     Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), schedule V-ZB. These are the operations that ranks
@@ -167,7 +197,8 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
 
     A rank holds at most 2 pp chunks' activations between their forward and their weight pass, as many layers' as the
     first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last of these places, so that there is
-    always room for the second forward of the oldest micro-batch, and no rank waits forever.
+    always room for the second forward of the oldest micro-batch, and no rank waits forever. A limit on the records of
+    weight gradients counts those of both chunks.
 
     Returns:
         The operations of every rank.
@@ -192,12 +223,17 @@ def zero_bubble_v(pp: int, num_micro_batches: int) -> tuple[tuple[PipelineOp, ..
     def choose(rank: int, unit: int) -> tuple[Pass, int] | None:
         """Choose a rank's most urgent pass (computation, chunk) in a unit of time; None if none has its input."""
         stages = layout.virtual_stages(rank)
-        in_flight = sum(len(ends[Pass.FORWARD][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
+        in_flight, records = (
+            sum(len(ends[computation][stage]) - len(ends[Pass.WEIGHT][stage]) for stage in stages)
+            for computation in (Pass.FORWARD, Pass.BACKWARD)
+        )
         possible: list[tuple[bool, bool, tuple[Pass, int]]] = []
         for computation, chunk in _V_URGENCY:
             stage, is_weight = stages[chunk], computation is Pass.WEIGHT
             ready = find_input(computation, stage)
             if ready is None or (computation is Pass.FORWARD and in_flight >= 2 * pp - (chunk == 0)):
+                continue
+            if computation is Pass.BACKWARD and not limits.allow_record(records):
                 continue
             boundary = stage - (computation is Pass.FORWARD)
             is_message = not is_weight and 0 <= boundary < last and layout.crosses(boundary)
@@ -263,7 +299,7 @@ def has_weight_passes(kind: str, flush: bool, tp: int) -> bool:
 
 
 def make_schedule(
-    kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int, max_in_flight: int | None = None
+    kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int, limits: ScheduleLimits = NO_LIMITS
 ) -> list[PipelineOp]:
     """Make the training schedule of a rank.
 
@@ -272,7 +308,7 @@ def make_schedule(
         pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
         num_micro_batches: number of micro-batches in the step.
-        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 pp - 1.
+        limits: limits on what a stage stores.
 
     Raises:
         ValueError: when there is no schedule for the arguments.
@@ -282,7 +318,7 @@ def make_schedule(
     if kind == ZERO_BUBBLE_V and pp > 1:
         if chunks != 2:
             raise ValueError(f"{kind} needs two virtual stages on each rank, not {chunks}")
-        return list(zero_bubble_v(pp, num_micro_batches)[stage])
+        return list(zero_bubble_v(pp, num_micro_batches, limits)[stage])
     if chunks > 1:
         if kind != "1f1b" or num_micro_batches % pp:
             raise ValueError(
@@ -293,8 +329,8 @@ def make_schedule(
     if kind == "gpipe":
         return gpipe(num_micro_batches)
     if kind == "zb-h1":
-        return zero_bubble_h1(pp, stage, num_micro_batches)
-    return one_f_one_b(count_warm_up(pp, stage, most_in_flight(kind, pp, max_in_flight)), num_micro_batches)
+        return zero_bubble_h1(pp, stage, num_micro_batches, limits.weight_records)
+    return one_f_one_b(count_warm_up(pp, stage, most_in_flight(kind, pp, limits.in_flight)), num_micro_batches)
 
 
 def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.schedule import (
+    NO_LIMITS,
     ZERO_BUBBLE_V,
     Pass,
     PipelineOp,
+    ScheduleLimits,
     TimedPass,
     add_weight_passes,
     make_schedule,
@@ -76,7 +78,7 @@ class Pipeline:
         weight_s: the part of ``backward_s`` that a weight pass computes, if the schedule has weight passes.
         stages: number of pipeline ranks.
         hops: messages between the virtual stages.
-        max_in_flight: maximum number of micro-batches that a stage of eager-1f1b stores; None for 2 stages - 1.
+        limits: limits on what a stage stores.
     """
 
     kind: str
@@ -85,7 +87,7 @@ class Pipeline:
     weight_s: Sequence[float]
     stages: int
     hops: Hops
-    max_in_flight: int | None = None
+    limits: ScheduleLimits = NO_LIMITS
 
     @property
     def chunks(self) -> int:
@@ -126,7 +128,7 @@ class Pipeline:
         Passes of several such steps have the order of one long step with the same warm-up.
         """
         count = min(micro_batches, max(4 * self.stages, _MAX_FULL_FORWARDS // (7 * self.stages)))
-        warm_ups = warm_ups_without_flush(self.kind, self.stages, micro_batches, self.max_in_flight)
+        warm_ups = warm_ups_without_flush(self.kind, self.stages, micro_batches, self.limits)
         long_steps = ([one_f_one_b(warm_up, steps * count) for warm_up in warm_ups] for steps in (3, 7))
         lists = ([add_weight_passes(ops, stage) for stage, ops in enumerate(stages)] for stages in long_steps)
         few, many = (self.simulate_orders([ListedOrder(ops) for ops in stages]) for stages in lists)
@@ -164,7 +166,7 @@ class Pipeline:
 
     def simulate_in_full(self, micro_batches: int, flush: bool = True) -> list[RankTimes]:
         """Simulate all passes of a step, with weight passes if it has no ``flush``; return the times of every rank."""
-        shape = self.chunks, micro_batches, self.max_in_flight
+        shape = self.chunks, micro_batches, self.limits
         lists = [make_schedule(self.kind, self.stages, rank, *shape) for rank in range(self.stages)]
         if not flush and any(self.weight_s):
             lists = [add_weight_passes(ops, rank) for rank, ops in enumerate(lists)]
@@ -273,11 +275,8 @@ class _Flow:
 
 
 class _Simulation:
-    """A discrete-event simulation.
-
-    Concurrent flows out of a rank share its egress bandwidth, and concurrent flows into a rank share its ingress
-    bandwidth.
-    """
+    """A discrete-event simulation: concurrent flows out of a rank share its egress bandwidth, and concurrent flows into
+    it share its ingress bandwidth."""
 
     def __init__(self, pipeline: Pipeline, orders: Sequence[PassOrder]) -> None:
         self.pipeline = pipeline
@@ -368,8 +367,7 @@ class _Simulation:
 
     def _update_rates(self, sender: int, receiver: int, time: float) -> None:
         """Recompute the rates of all flows at both ends of a link after a flow has started or ended."""
-        leaving, arriving = self.leaving[sender], self.arriving[receiver]
-        flows = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
+        flows = [*self.leaving[sender], *(flow for flow in self.arriving[receiver] if flow.sender != sender)]
         for flow in flows:
             flow.remaining_s -= (time - flow.since) * flow.rate
             flow.since = time

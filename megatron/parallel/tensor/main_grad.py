@@ -36,11 +36,13 @@ class WeightGrads:
     The previous pipeline stage waits only for the gradients of inputs (zero bubble schedules, Qi et al. 2024, section
     2). A record holds a layer's input, gathered under sequence parallelism, and the gradient of its output.
 
-    ``separate``: whether the schedule of this rank's running step has weight passes.
+    ``separate``: whether the schedule of this rank's running step has weight passes. ``most_passes`` and
+    ``most_bytes``: the largest number of recorded backward passes at the same time, and of bytes in their records.
     """
 
     def __init__(self) -> None:
         self.separate = False
+        self.most_passes = self.most_bytes = 0
         self._records: dict[Hashable, list[_Record]] = {}
         self._recording: list[_Record] | None = None
 
@@ -57,6 +59,9 @@ class WeightGrads:
             yield
         finally:
             self._recording = None
+        self.most_passes = max(self.most_passes, len(self._records))
+        num_bytes = sum(x.nbytes for each in self._records for x in self.tensors(each))
+        self.most_bytes = max(self.most_bytes, num_bytes)
 
     def record(self, main_grads: Sequence[MainGrad], inputs: Sequence[Tensor], compute: Compute) -> bool:
         """Record weight gradients; return False, without an effect, outside ``recording``."""

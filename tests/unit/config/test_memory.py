@@ -68,8 +68,9 @@ def test_muon_has_a_single_moment_of_matrices() -> None:
 def test_delayed_gradients_and_the_parameters_of_two_steps_need_memory() -> None:
     stages = "--pipeline-model-parallel-size 2"
     flags = ["", "--delay 1", "--delay 1 --no-pipeline-flush", "--delay 1 --delay-correction extrapolate"]
+    flags.append("--delay 1 --delay-correction lookahead")  # 4 bytes, and 4 more in fp32
     nbytes = [min_memory_items(_config(f"{stages} {words}", 2), 2)[0].nbytes for words in flags]
-    assert [n * 16 / nbytes[0] for n in nbytes] == [16, 20, 28, 24]
+    assert [n * 16 / nbytes[0] for n in nbytes] == [16, 20, 28, 24, 28]
 
 
 @pytest.mark.parametrize(

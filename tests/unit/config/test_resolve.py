@@ -42,6 +42,14 @@ def _resolve(words: list[str], world_size: int = 1, *, cuda_available: bool = Fa
     return parse_args(words).resolve(world_size, cuda_available=cuda_available)
 
 
+def test_pipelines_without_a_flush_need_gloo(by_iterations: list[str]) -> None:
+    words = [*by_iterations, *["--pipeline-model-parallel-size", "2", "--delay", "1", "--no-pipeline-flush"]]
+    with pytest.raises(UserError, match=r"--no-pipeline-flush cannot be combined with NCCL.*-backend gloo"):
+        _resolve(words, 2, cuda_available=True)
+    config = _resolve([*words, "--distributed-backend", "gloo"], 2, cuda_available=True)
+    assert config.parallel.overlaps_steps
+
+
 def test_jupiter_175b_resolves() -> None:
     parsed = parse_args((JUPITER + JUPITER_175B).split())
     config = parsed.resolve(384, cuda_available=True)

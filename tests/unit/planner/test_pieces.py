@@ -12,6 +12,8 @@ from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.kernels.native import problem
 from megatron.models.flops import model_flops_per_sample
+from megatron.parallel.pipeline.list_schedule import AUTO
+from megatron.parallel.pipeline.schedule import ScheduleLimits
 from megatron.planner.cluster import Device
 from megatron.planner.costs import wires_of
 from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
@@ -213,6 +215,18 @@ def test_micro_batches_in_flight_take_memory(limit: int | None, no_flush: bool, 
         predictor, choice = predictor_of(config)
         activations.append(predictor.predict(choice).memory["activations"])
     assert activations[1] == pytest.approx(activations[0] * held / 7)
+
+
+def test_records_of_weight_passes_are_limited() -> None:
+    """Those of the last of four stages; under auto, as if it held as much as it may."""
+    most = {}
+    for kind in ("zb-h1", AUTO):
+        for limit in (None, 2, 1):
+            held = held_by_rank(kind, 4, 3, 1, 8, ScheduleLimits(weight_records=limit))
+            most[kind, limit] = max(records for ((_, records),) in held)
+    assert most == {("zb-h1", None): 4, (AUTO, None): 7} | {(kind, n): n for kind in ("zb-h1", AUTO) for n in (2, 1)}
+    assert held_by_rank(AUTO, 4, 3, 1, 8, ScheduleLimits(weight_records=2)) == {((7, 0),), ((5, 2),)}
+    assert held_by_rank(AUTO, 4, 0, 1, 8) == {((7, 0),)}
 
 
 def test_records_of_weight_passes_without_a_flush() -> None:

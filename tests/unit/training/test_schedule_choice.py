@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
+from megatron.parallel.pipeline.schedule import ScheduleLimits
 from megatron.parallel.pipeline.simulate import Hop
 from megatron.training.schedule_choice import _divide_round_trips, list_times, make_pipeline
 from tests.support.tiny import T5, merge, tiny_config
@@ -19,8 +20,8 @@ ROWS = [
 
 
 def test_times_of_a_pipeline_from_the_rows_of_its_stages() -> None:
-    pipeline = make_pipeline(ROWS, 5)
-    assert (pipeline.stages, pipeline.chunks, pipeline.max_in_flight) == (3, 1, 5)
+    pipeline = make_pipeline(ROWS, ScheduleLimits(5))
+    assert (pipeline.stages, pipeline.chunks, pipeline.limits.in_flight) == (3, 1, 5)
     assert list(pipeline.forward_s) == [0.3, 0.2, 0.4]
     assert list(pipeline.weight_s) == [0.0, 0.1, 0.2]
     assert list(pipeline.backward_s) == [0.5, 0.2 + 0.1, 0.3 + 0.2]
@@ -49,4 +50,11 @@ def test_models_whose_sums_would_depend_on_the_schedule_are_refused() -> None:
     with pytest.raises(UserError, match="--pipeline-schedule auto: in a t5 model"):
         tiny_config(merge(T5, {"parallel": {**parallel, "tensor_model_parallel_size": 2}}), 4)
     with pytest.raises(UserError, match="--pipeline-schedule auto: in a deberta model"):
+        tiny_config({"model": {"model_type": "deberta"}, "parallel": parallel}, 2)
+
+
+def test_deberta_has_no_v_form() -> None:
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
+    tiny_config({"parallel": parallel}, 2)
+    with pytest.raises(UserError, match="--pipeline-schedule zb-v: each stage of DeBERTa holds one copy"):
         tiny_config({"model": {"model_type": "deberta"}, "parallel": parallel}, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.list_schedule import AUTO, Candidate, MeasuredPipeline, rank_schedules
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, ScheduleLimits, make_schedule
 from megatron.parallel.pipeline.simulate import Hop, ListedOrder, Pipeline
 from megatron.parallel.pipeline.timetable import build_timetable
 
@@ -36,7 +36,7 @@ def test_schedules_are_complete_within_the_limit_and_as_fast_as_predicted(
     pipeline: Pipeline, count: int, more: int
 ) -> None:
     limit = pipeline.stages + more
-    pipeline = replace(pipeline, max_in_flight=limit)
+    pipeline = replace(pipeline, limits=ScheduleLimits(limit))
     for candidate in rank_schedules(pipeline, count):
         schedules = candidate.schedules(pipeline, count)
         build_timetable(Layout(tp=1, pp=pipeline.stages, dp=1), schedules)  # no deadlock
@@ -72,7 +72,7 @@ def test_the_choice_is_never_slower_than_a_fixed_schedule_that_fits(pipeline: Pi
 def test_gain_over_the_best_fixed_schedule_of_four_stages(transfer_s: float, limit: int, bound: float) -> None:
     """Where a micro-batch's forward, input gradients and weight gradients take a second each."""
     hop = Hop(0.0, transfer_s, 0.05)
-    pipeline = Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: hop, limit)
+    pipeline = Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: hop, ScheduleLimits(limit))
     best, *others = rank_schedules(pipeline, 8)
     fixed_s = min(candidate.seconds for candidate in (best, *others) if candidate.kind != AUTO)
     assert pipeline.lower_bound(8) <= best.seconds * (1 + 1e-9)
@@ -81,9 +81,10 @@ def test_gain_over_the_best_fixed_schedule_of_four_stages(transfer_s: float, lim
 
 def test_fixed_schedules_that_hold_more_than_the_limit_are_left_out() -> None:
     pipeline = Pipeline("1f1b", [1.0] * 4, [2.0] * 4, [1.0] * 4, 4, lambda *_: Hop())
-    kinds = {
-        limit: {c.kind for c in rank_schedules(replace(pipeline, max_in_flight=limit), 9)} - {AUTO} for limit in (8, 9)
-    }
+    kinds = {}
+    for limit in (8, 9):
+        candidates = rank_schedules(replace(pipeline, limits=ScheduleLimits(limit)), 9)
+        kinds[limit] = {candidate.kind for candidate in candidates} - {AUTO}
     small = {"1f1b", "zb-h1", "eager-1f1b"}
     assert kinds == {8: small, 9: {*small, "gpipe"}}
 

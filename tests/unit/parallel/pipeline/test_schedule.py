@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
 from megatron.parallel.pipeline.messages import max_pending_sends
-from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, PipelineOp, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.schedule import (
+    NO_LIMITS,
+    SCHEDULES,
+    WITH_WEIGHT_PASSES,
+    Pass,
+    PipelineOp,
+    ScheduleLimits,
+    make_forward_schedule,
+    make_schedule,
+)
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD, Route
 
@@ -35,14 +44,14 @@ class Case:
     chunks: int
     count: int
     seed: int = 0
-    max_in_flight: int | None = None
+    limits: ScheduleLimits = NO_LIMITS
 
     def schedules(self) -> list[list[PipelineOp]]:
         if self.kind == "list":
-            return [list(ops) for ops in random_list(self.pp, self.count, self.seed)]
+            return [list(ops) for ops in random_list(self.pp, self.count, self.seed, self.limits.weight_records)]
         if self.kind.startswith("eval"):
             return [make_forward_schedule(self.chunks, self.pp, self.count) for _ in range(self.pp)]
-        shape = self.chunks, self.count, self.max_in_flight
+        shape = self.chunks, self.count, self.limits
         return [make_schedule(self.kind, self.pp, s, *shape) for s in range(self.pp)]
 
     @cached_property
@@ -75,13 +84,14 @@ class Case:
 
 
 @cache
-def random_list(pp: int, count: int, seed: int) -> list[list[PipelineOp]]:
+def random_list(pp: int, count: int, seed: int, max_records: int | None = None) -> list[list[PipelineOp]]:
     """Operations of every stage by the list scheduler, for random times of passes and messages and a random limit."""
     draw = random.Random(seed).uniform
     passes_s = [[draw(0.1, 3.0) for _ in range(pp)] for _ in range(3)]
     joint_s = [inputs + weights for inputs, weights in zip(*passes_s[1:], strict=True)]
     hops = [Hop(*(draw(0.0, 2.0) for _ in range(4))) for _ in range(2)]
-    pipeline = Pipeline("1f1b", passes_s[0], joint_s, passes_s[2], pp, lambda forward, *_: hops[forward], 3 * pp)
+    limits = ScheduleLimits(3 * pp, max_records)
+    pipeline = Pipeline("1f1b", passes_s[0], joint_s, passes_s[2], pp, lambda forward, *_: hops[forward], limits)
     lists = [candidate for candidate in rank_schedules(pipeline, count) if candidate.kind == AUTO]
     return lists[seed % len(lists)].schedules(pipeline, count)
 
@@ -89,8 +99,10 @@ def random_list(pp: int, count: int, seed: int) -> list[list[PipelineOp]]:
 @st.composite
 def cases(draw: st.DrawFn, *kinds: str) -> Case:
     kind = draw(st.sampled_from(kinds or (*SCHEDULES, "interleaved", "eval", "eval in V form", "list")))
+    max_records = draw(st.none() | st.integers(1, 8)) if kind in (*WITH_WEIGHT_PASSES, "list") else None
     if kind in ("zb-v", "eval in V form"):
-        return Case(kind, draw(st.integers(2, 6)), 2, draw(st.integers(1, 20)))
+        limits = ScheduleLimits(weight_records=max_records)
+        return Case(kind, draw(st.integers(2, 6)), 2, draw(st.integers(1, 20)), limits=limits)
     if kind == "interleaved":
         pp = draw(st.integers(2, 6))
         return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
@@ -98,7 +110,7 @@ def cases(draw: st.DrawFn, *kinds: str) -> Case:
     chunks = draw(st.integers(1, 4)) if kind == "eval" and pp > 1 else 1
     seed = draw(st.integers(0, 9)) if kind == "list" else 0
     max_in_flight = draw(st.none() | st.integers(pp, 5 * pp)) if kind == "eager-1f1b" else None
-    return Case(kind, pp, chunks, draw(st.integers(1, 20)), seed, max_in_flight)
+    return Case(kind, pp, chunks, draw(st.integers(1, 20)), seed, ScheduleLimits(max_in_flight, max_records))
 
 
 class Wires:
@@ -202,7 +214,7 @@ def test_every_pass_of_a_micro_batch_runs_once_and_in_order(case: Case) -> None:
 @given(cases(), st.integers(1, 4))
 def test_bounded_messages_in_flight_do_not_deadlock(case: Case, ahead: int) -> None:
     """A sender of eager 1F1B runs ahead by at most a share of the micro-batches in flight."""
-    shares = math.ceil(((case.max_in_flight or 1) - 1) / max(case.pp - 1, 1))
+    shares = math.ceil(((case.limits.in_flight or 1) - 1) / max(case.pp - 1, 1))
     assert finishes(case, _tagged, ahead, max(max_pending_sends(case.layout), shares + 1))
 
 
@@ -250,14 +262,15 @@ def _most_activations(schedule: list[PipelineOp]) -> int:
 @given(cases("1f1b", "eager-1f1b", "zb-h1", "zb-v", "interleaved"))
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     for stage, schedule in enumerate(case.schedules()):
-        if case.kind == "eager-1f1b" and case.max_in_flight is None:
+        if case.kind == "eager-1f1b" and case.limits.in_flight is None:
             assert _most_activations(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
-        elif case.max_in_flight is not None:
+        elif case.limits.in_flight is not None:
             last = case.pp - 1
-            share = 1 + (case.max_in_flight - 1) * (last - stage) / max(last, 1)
+            share = 1 + (case.limits.in_flight - 1) * (last - stage) / max(last, 1)
             assert share <= _most_activations(schedule) < share + 1 or _most_activations(schedule) == case.count < share
         elif case.kind == "zb-h1":
-            assert _most_activations(schedule) == min(case.count, case.pp)
+            delay = min(stage, (case.limits.weight_records or case.pp) - 1)
+            assert _most_activations(schedule) == min(case.count, case.pp - stage + delay)
         elif case.kind == "zb-v":
             assert _most_activations(schedule) <= 2 * min(case.count, case.pp)
         elif case.chunks == 1:
@@ -265,6 +278,19 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
         else:
             warm_up = 2 * (case.pp - stage - 1) + (case.chunks - 1) * case.pp
             assert _most_activations(schedule) == min(case.count * case.chunks, warm_up + 1)
+
+
+@given(cases("zb-h1", "zb-v", "list"))
+def test_weight_gradients_that_wait_are_bounded(case: Case) -> None:
+    """With a limit of one, each weight pass follows its backward pass before the next."""
+    for schedule in case.schedules():
+        records = most = 0
+        for op in schedule:
+            records += op.is_backward - (op.computation is Pass.WEIGHT)
+            most = max(most, records)
+        assert not records or all(op.computation is not Pass.WEIGHT for op in schedule)
+        if case.limits.weight_records is not None and not records:
+            assert most <= case.limits.weight_records
 
 
 def _duration(case: Case, forward: int, backward: int, message: float = 0, weight: int = 0) -> float:
@@ -313,11 +339,11 @@ def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, 
 def test_more_in_flight_hide_longer_messages(pp: int, forward: int, backward: int, more: int, count: int) -> None:
     """Two messages as long as ``more`` micro-batches cost time only in warm-up and cool-down."""
     message = more * (forward + backward) / 2
-    case = Case("eager-1f1b", pp, 1, count, max_in_flight=1 + (1 + more) * (pp - 1))
+    case = Case("eager-1f1b", pp, 1, count, limits=ScheduleLimits(1 + (1 + more) * (pp - 1)))
     hidden = count * (forward + backward) + (pp - 1) * (forward + backward + 2 * message)
     assert _duration(case, forward, backward, message) == pytest.approx(hidden)
     if count > (2 + more) * pp:
-        fewer = replace(case, max_in_flight=1 + more * (pp - 1))
+        fewer = replace(case, limits=ScheduleLimits(1 + more * (pp - 1)))
         assert _duration(fewer, forward, backward, message) > hidden
 
 
@@ -337,21 +363,21 @@ def test_combinations_without_a_schedule_are_refused() -> None:
 @given(cases("zb-h1"), st.integers(1, 3))
 def test_the_zero_bubble_schedule_has_the_published_bubble(case: Case, seconds: int) -> None:
     """(p - 1) (f + b - w) of idle time for f = b = w (Qi et al. 2024, table 2), with at least p micro-batches."""
-    case = replace(case, count=case.count + case.pp)
+    case = replace(case, count=case.count + case.pp, limits=NO_LIMITS)
     assert _duration(case, seconds, seconds, weight=seconds) == (case.count * 3 + case.pp - 1) * seconds
 
 
 @given(cases("zb-v"), st.integers(1, 3))
 def test_in_v_form_the_zero_bubble_is_half_as_long(case: Case, seconds: int) -> None:
     """(p - 1) f of idle time for f = b = w of a chunk, half of a stage's: the last rank begins that late."""
-    case = replace(case, count=case.count + 2 * case.pp)
+    case = replace(case, count=case.count + 2 * case.pp, limits=NO_LIMITS)
     assert _duration(case, seconds, seconds, weight=seconds) == (6 * case.count + case.pp - 1) * seconds
 
 
 @given(cases("zb-v"))
 def test_in_v_form_messages_do_not_slow_the_pace(case: Case) -> None:
     """Messages as long as a pass cost time at the ends of a step, but not for each further micro-batch."""
-    short, long = (replace(case, count=count * case.pp) for count in (3, 6))
+    short, long = (replace(case, count=count * case.pp, limits=NO_LIMITS) for count in (3, 6))
     for message in (1, 2, 4):
         durations = [_duration(each, 4, 4, message, weight=4) for each in (short, long)]
         assert durations[1] - durations[0] == 6 * 4 * (long.count - short.count)

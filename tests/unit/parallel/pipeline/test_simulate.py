@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, add_weight_passes, make_schedule
+from megatron.parallel.pipeline.schedule import SCHEDULES, Pass, ScheduleLimits, add_weight_passes, make_schedule
 from megatron.parallel.pipeline.simulate import Hop, Pipeline
 
 FREE = Hop()
@@ -60,7 +60,7 @@ def test_micro_batches_in_flight_hide_messages_in_a_full_pipeline(
     """The first stage waits for a micro-batch's way to the last stage and back, while others are in flight, and at most
     one more than a step has. Only the first stage's weight gradients are part of it."""
     pipeline = _pipeline(kind, 4, 1, 1.0, 2.0, Hop(latency_s=4.0))
-    pipeline = replace(pipeline, max_in_flight=limit, weight_s=[weight] * 4)
+    pipeline = replace(pipeline, limits=ScheduleLimits(limit), weight_s=[weight] * 4)
     round_trip = 4 * (1.0 + 2.0) - 3 * weight + 6 * 4.0
     times = pipeline.run_without_flush(count)
     assert times[0].end == pytest.approx(count * round_trip / in_flight, rel=0.03)

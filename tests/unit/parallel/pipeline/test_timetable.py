@@ -28,11 +28,11 @@ def test_messages_of_an_operation_are_due_and_few_others(case: Case) -> None:
     most = 3 * case.pp - 1 if case.kind == "list" else MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD
     if case.kind == "eager-1f1b":
         engine = PipelineEngine(
-            case.layout, 0, None, lambda *_: None, lambda _: None, WeightGrads(), max_in_flight=case.max_in_flight
+            case.layout, 0, None, lambda *_: None, lambda _: None, WeightGrads(), limits=case.limits
         )
         most = engine.get_timetable(case.kind, case.count).max_ahead
         # A sender runs ahead by its share of the micro-batches in flight.
-        share = math.ceil(((case.max_in_flight or 1) - 1) / (case.pp - 1)) if case.pp > 1 else 0
+        share = math.ceil(((case.limits.in_flight or 1) - 1) / (case.pp - 1)) if case.pp > 1 else 0
         assert most == max(MAX_POSTED_AHEAD, share)
     for stage, schedule in enumerate(table.schedules):
         received: Counter[Route] = Counter()
