@@ -127,6 +127,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "recompute": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "pp2": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "pp2 zb-h1": {"parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}},
     "dp2 sharded": {"parallel": {"use_distributed_optimizer": True}},
 }
 
@@ -148,6 +149,8 @@ def test_layouts_agree(recipe: str) -> None:
             assert trace.grad_norms == pytest.approx(alone.grad_norms, rel=2e-2), name
             if name == "dp2 sharded":
                 assert trace.losses == alone.losses
+        joint, apart = traces[names.index("pp2")], traces[names.index("pp2 zb-h1")]
+        assert (joint.losses, joint.grad_norms) == (apart.losses, apart.grad_norms)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
@@ -281,6 +281,9 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
 
 
 @given(cases("zb-h1", "zb-v", "list"))
+@example(Case("zb-h1", 4, 1, 12, limits=ScheduleLimits(weight_records=2)))
+@example(Case("zb-v", 4, 2, 12, limits=ScheduleLimits(weight_records=2)))
+@example(Case("list", 4, 1, 12, limits=ScheduleLimits(weight_records=2)))
 def test_weight_gradients_that_wait_are_bounded(case: Case) -> None:
     """With a limit of one, each weight pass follows its backward pass before the next."""
     for schedule in case.schedules():
