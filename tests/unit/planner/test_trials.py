@@ -209,9 +209,13 @@ def test_a_short_run_takes_most_predicted_gains(seconds: Sequence[float], predic
 
 
 def test_a_gain_that_was_not_predicted_takes_five_rounds() -> None:
-    """Though steps are long; two if it was predicted."""
-    for predicted_s, count in (((1.0, 0.98), 5), ((1.0, 0.96), 2)):
-        rounds, taken = _compare(2, lambda turn, number: (4.0, 2.0)[number], predicted_s)
+    """Though steps are long; two if it was predicted, or three of short steps."""
+    for predicted_s, seconds, count in (
+        ((1.0, 0.98), (4.0, 2.0), 5),
+        ((1.0, 0.96), (4.0, 2.0), 2),
+        ((1.0, 0.96), (0.4, 0.2), 3),
+    ):
+        rounds, taken = _compare(2, lambda _, number, s=seconds: s[number], predicted_s)  # type: ignore[misc]
         assert (rounds.gaining(), len(taken)) == ([1], count)
 
 
