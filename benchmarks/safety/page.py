@@ -18,9 +18,7 @@ def _interval(ends: Sequence[float]) -> str:
 
 def _head(content: Content) -> list[str]:
     header, cost, main = content["header"], content["cost"], content["main"]
-    form = (
-        "" if content["form"] == "full" else f" **{content['form'].capitalize()} form**: fewer seeds, sizes and steps."
-    )
+    form = "" if content["form"] == "full" else f" **{content['form'].capitalize()} form**: fewer sizes and steps."
     return [
         f"# `{content['spec']}`",
         "",

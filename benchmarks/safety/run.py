@@ -7,9 +7,9 @@
 A card compares a spec (or several at once, separated by spaces) with its dense twins, runs without compressors and with
 the same seeds. It has paired differences of the loss with their interval and an equivalence test, a law of the gap over
 sizes with its prediction of a held-out size, exact answers to canaries, flips and KL, and bytes. The short form takes
-0.14 to 0.35 processor hours (measured), the full form several times as much (not measured). Finished runs are kept:
-repeat the command to continue after an interruption. Writes card.md, card.json and card.svg into a folder for each
-spec.
+about 0.3 processor hours for two ranks (measured), the full form several times as much (not measured). Finished runs
+are kept: repeat the command to continue after an interruption. Writes card.md, card.json and card.svg into a folder for
+each spec.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="specs of a card, as for --compress; repeatable",
     )
     parser.add_argument("--seeds", type=int, help=f"paired seeds ({FULL.seeds}; {SHORT.seeds} with --short)")
-    parser.add_argument("--short", action="store_true", help="fewer seeds, sizes and steps: minutes")
+    parser.add_argument(
+        "--short", action="store_true", help="fewer sizes and steps, and one seed outside the main size"
+    )
     parser.add_argument("--link", metavar="RATE", help="measure speeds on links of this rate, such as 100mbit (root)")
     parser.add_argument("--output", type=Path, default=Path("bench_out/safety"), help="folder (bench_out/safety)")
     options = parser.parse_args(words)

@@ -152,7 +152,7 @@ def _grid(widths: tuple[int, ...], budgets: tuple[int, ...]) -> tuple[Size, ...]
 FULL = Form("full", 5, Size(64, 1200), _grid((32, 64, 128), (300, 1200)), Size(192, 1200), 2, 600_000)
 SHORT = Form(
     "short",
-    2,
+    5,
     Size(64, 400),
     _grid((32, 64), (150, 400)),
     Size(96, 400),

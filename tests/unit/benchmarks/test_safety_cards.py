@@ -78,7 +78,7 @@ def test_a_killed_card_goes_on_where_it_was(
     train_all(planner.all_runs, lines.append)
     assert len(trained) == count
     assert lines[-1] == f"{count} of {count} runs are finished"
-    assert loss_section(planner.main_runs)["percents"] == pytest.approx([1.0, 1.0])
+    assert loss_section(planner.main_runs)["percents"] == pytest.approx([1.0] * SHORT.seeds)
 
 
 def test_dense_runs_are_shared_by_cards_of_a_layout(tmp_path: Path, trained: list[str]) -> None:
@@ -179,7 +179,7 @@ def test_a_link_without_permission_ends_with_a_line(
 
 def test_forms() -> None:
     full, short, more = (choose_form(parse(["--spec", SPEC, *words])) for words in ([], ["--short"], ["--seeds", "7"]))
-    assert (full.seeds, short.seeds, more.seeds) == (5, 2, 7)
+    assert (full.seeds, short.seeds, more.seeds) == (5, 5, 7)
     assert {size.width for size in full.sizes} == {32, 64, 128}
     for form in (full, short):
         assert form.main in form.sizes
@@ -189,7 +189,7 @@ def test_forms() -> None:
 
 def test_runs_are_dense_and_compressed_pairs_of_the_same_flags(tmp_path: Path) -> None:
     planner = _planner(tmp_path)
-    assert len(planner.all_runs) == 2 * (2 + 1 + 3 + 1)
+    assert len(planner.all_runs) == 2 * (5 + 1 + 3 + 1)
     for dense, run in zip(planner.all_runs[::2], planner.all_runs[1::2], strict=True):
         index = run.flags.index("--compress")
         flags = run.flags[:index] + run.flags[index + 2 :]
@@ -322,7 +322,7 @@ def test_the_page_has_all_sections_and_the_figures() -> None:
     assert [line for line in page.splitlines() if line.startswith("#")] == [
         f"# `{SPEC}`", "## Loss", "## Law of the gap", "## Canaries", "## Flips and KL", "## Bytes", "## Speed"
     ]  # fmt: skip
-    assert "**Short form**: fewer seeds" in page
+    assert "**Short form**: fewer sizes" in page
     assert "Cost: 0.12 hours (0.25 of processors) for 14 runs; 0.06 of these for dense runs" in page
     assert "**worse by more than 0.3%**: mean difference of the validation loss +1.000%, 95% interval +0.75% to" in page
     assert "+1.25%, of 3 paired seeds (+0.900%, +1.000%, +1.100%)" in page
