@@ -6,7 +6,7 @@
 Each case runs in its own processes. Peak memory is the device allocator's on CUDA, else the largest resident size of a
 process. "Held" is the size of the compressors' state between steps, on the rank with the most, and "formula" that of a
 residual and of the factors (low-rank) or indices (stable Top-K) for everything that this rank compresses. "In steps" is
-what steps add to the process: activations, gradients of activations, and records for weight gradients.
+what steps add to the peak of a process: activations, gradients of activations, and records for weight gradients.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Case:
         specs: specs of its compressors.
         stages: pipeline stages.
         schedule: order of their passes.
-        lengths: length of its sequences, in multiples of --seq: long ones, whose activations need most of the memory,
-            for schedules.
+        length_factor: length of its sequences, in multiples of --seq. Schedules have long ones, whose activations need
+            most of the memory.
     """
 
     specs: Sequence[str] = ()
     stages: int = 2
     schedule: str = "1f1b"
-    lengths: int = 1
+    length_factor: int = 1
 
 
 COMPRESSORS = {
@@ -82,7 +82,7 @@ TABLE = Table(
 SCHEDULE_TABLE = Table(
     Column("schedule", "case"),
     *(Column(f"rank {rank}: in steps, MB", f"rank {rank}", ".0f") for rank in range(PROCESSES)),
-    Column("largest / 1f1b's", lambda row: max(row["in_steps"]) / row["first"], ".2f"),
+    Column("largest / 1f1b's", lambda row: max(row["in_steps"]) / row["of_1f1b"], ".2f"),
     Column("largest peak, MB", lambda row: row["peak"] / 1e6, ".0f"),
 )
 
@@ -111,7 +111,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Run a rank of a case; rank 0 prints a line of JSON."""
     env = LaunchEnvironment.read()
     case = CASES[options.case]
-    shape = Shape(options.layers, options.hidden, case.lengths * options.seq, 8, options.vocab)
+    shape = Shape(options.layers, options.hidden, case.length_factor * options.seq, 8, options.vocab)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     parallel = {
         "pipeline_model_parallel_size": case.stages,
@@ -175,13 +175,15 @@ def main() -> None:
         figures = launch(case, options)
         dense = dense or figures["peak"]
         print(TABLE.line({"case": case, **figures, "above": figures["peak"] - dense}), flush=True)
-    print(f"\nPP 4, 8 micro-batches of {SCHEDULES['1f1b'].lengths * options.seq} tokens\n\n{SCHEDULE_TABLE.head()}")
-    first = 0.0
+    print(
+        f"\nPP 4, 8 micro-batches of {SCHEDULES['1f1b'].length_factor * options.seq} tokens\n\n{SCHEDULE_TABLE.head()}"
+    )
+    of_1f1b = 0.0
     for case in SCHEDULES:
         figures = launch(case, options)
-        first = first or max(figures["in_steps"])
+        of_1f1b = of_1f1b or max(figures["in_steps"])
         by_rank = {f"rank {rank}": in_steps / 1e6 for rank, in_steps in enumerate(figures["in_steps"])}
-        print(SCHEDULE_TABLE.line({"case": case, **figures, **by_rank, "first": first}), flush=True)
+        print(SCHEDULE_TABLE.line({"case": case, **figures, **by_rank, "of_1f1b": of_1f1b}), flush=True)
 
 
 if __name__ == "__main__":

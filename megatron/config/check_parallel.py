@@ -132,8 +132,8 @@ def check_delay(parallel: ParallelConfig, has_outer: bool, gathers_compressed: b
         ),
         (
             parallel.delay_correction == "extrapolate" and clips_first,
-            "--delay-correction extrapolate with a compressor that clips gradients before their sum, before they are "
-            "extrapolated; leave one of them out",
+            "--delay-correction extrapolate with a compressor that clips gradients before they are summed and "
+            "extrapolated; leave one of them out, or give --clip-grad 0",
         ),
         (has_outer, "islands, whose rounds change the parameters in between; leave one of them out"),
     )

@@ -141,7 +141,10 @@ class RunConfig:
             run.parallel,
             run.islands.several or Point.OUTER in specs,
             gather is not None and not gather.identity,
-            run.optimizer.clip_grad > 0 and gradients is not None and gradients.make_rounds().traits.clips_first,
+            run.optimizer.clip_grad > 0
+            and run.parallel.data_parallel_size(world_size) > 1
+            and gradients is not None
+            and gradients.make_rounds().traits.clips_first,
         )
         check_flush(
             run.parallel,

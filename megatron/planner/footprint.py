@@ -62,7 +62,8 @@ def held_by_rank(
     flush: bool = True,
     separate: bool = False,
 ) -> frozenset[HeldCounts]:
-    """Return all combinations of activations and records that a rank holds at the same time during a step.
+    """Return all combinations of activations and records that a rank holds at the same time during a step; under auto,
+    the extremes that the limits allow.
 
     Without ``flush``, ``separate`` says whether there are weight passes.
     """

@@ -20,8 +20,8 @@ Further steps of sets that gain come on top: the whole choice is to take 2%.
 
 _SETTLED_SECONDS, _SETTLED_ROUNDS, _SETTLED_ROUNDS_AS_PREDICTED = 5.0, 5, 3
 """Gains above ``WORTHWHILE`` can be certain after ``_SETTLED_ROUNDS`` rounds or, if they were predicted, after
-``_SETTLED_ROUNDS_AS_PREDICTED``, or after two in ``_SETTLED_SECONDS`` or if there is no time for a third. Before that,
-only gains above ``_CLEAR`` can be certain."""
+``_SETTLED_ROUNDS_AS_PREDICTED``; or after two, if these took at least ``_SETTLED_SECONDS`` or there is no time for a
+third. Before that, only gains above ``_CLEAR`` can be certain."""
 
 _CLEAR = 1 / 3
 """Share of an iteration. A gain above it can be certain after few steps, if it was also predicted.
@@ -148,7 +148,7 @@ class TrialRounds:
         is_settled = len(log_gains) > 1 and (
             len(log_gains) >= _SETTLED_ROUNDS_AS_PREDICTED
             or _total_seconds(self._rounds) >= _SETTLED_SECONDS
-            or self._takes_too_long([number, 0])
+            or self._takes_too_long([*self._rounds[-1].keys() | {number, 0}])
         )
         if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE

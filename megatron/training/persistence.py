@@ -313,7 +313,7 @@ class RunCheckpoints:
         if correction is not None and saved.text("previous", "") == correction.name:
             previous = correction.allocate_previous()
         elif correction is not None and in_flight:
-            self.log(f"the first update is without --delay-correction {correction.name}, which has no state yet")
+            self.log(f"the first updates are without --delay-correction {correction.name}, which has no state yet")
         if not in_flight and iteration != 0:
             self.log("the first step makes no update, since the checkpoint has no gradients in flight for --delay 1")
         return delayed_tensors(self.engines.optimizer, previous, in_flight)

@@ -54,7 +54,8 @@ class ScheduleChoice(Observer):
 
     If a list is predicted to be fastest, steps are timed with it and with the fastest fixed schedule, in turn, and the
     faster of the two is kept: a list fits the measured times, so it gains less, or loses, where these do not hold. Only
-    steps of the same size are compared: the rounds start over when the size changes.
+    steps of the same size are compared: when the size changes, the rounds start over, or end if a fixed schedule is now
+    predicted to be fastest.
 
     Args:
         engines: this rank's engines.
@@ -145,6 +146,10 @@ class ScheduleChoice(Observer):
                 return
             self._trials = [(measured, []), (MeasuredPipeline(measured.pipeline, with_lists=False), [])]
         elif self._size != (micro_batches, length):
+            measured = self._trials[0][0]
+            if measured.candidates(micro_batches)[0].kind != AUTO:
+                self._finish(measured, micro_batches)
+                return
             self._turn = 0
             for _, seconds in self._trials:
                 seconds.clear()

@@ -127,10 +127,10 @@ def test_a_list_gives_the_losses_of_a_fixed_schedule() -> None:
 
 
 def _train_with_trials(
-    list_s: float, fixed_s: float, steps: int = 16, shorter_from: int = 16
+    list_s: float, fixed_s: float, steps: int = 16, changed_from: int = 99, changed_count: int = 8
 ) -> tuple[list[str], list[str], list[float], bool]:
     """Trains with made-up times of passes, for which a list is predicted to be fastest, and made-up times of steps.
-    After ``shorter_from`` steps, samples pass for shorter.
+    From step ``changed_from`` on, the choice is told shorter samples, and ``changed_count`` micro-batches.
 
     Returns the schedule after each step, the reports, the losses, and whether the steps are at last those of eager-1f1b
     by its name, with as many receives ahead.
@@ -154,7 +154,8 @@ def _train_with_trials(
 
     def after_step(engines: Engines) -> None:
         if choice.is_due:
-            choice.decide(8, 32 if len(kinds) < shorter_from else 16, reports.append)
+            is_changed = len(kinds) >= changed_from
+            choice.decide(changed_count if is_changed else 8, 16 if is_changed else 32, reports.append)
         schedule = engines.pipeline.measured
         kinds.append("first" if schedule is None else schedule.candidates(8)[0].kind)
 
@@ -184,6 +185,13 @@ def test_only_steps_of_the_same_size_are_compared() -> None:
         assert kinds == ["first", *[AUTO, AUTO, "eager-1f1b", "eager-1f1b", AUTO, AUTO],
                          *[AUTO, AUTO, "eager-1f1b", "eager-1f1b"] * 3, *[AUTO] * 3]  # fmt: skip
         assert len(reports) == 2
+
+
+def test_the_trial_ends_when_a_fixed_schedule_is_fastest_for_the_new_size() -> None:
+    """One micro-batch leaves nothing to order."""
+    for kinds, reports, _, _ in run_ranks(4, _train_with_trials, 2.0, 3.0, 14, 8, 1):
+        assert kinds == ["first", AUTO, AUTO, "eager-1f1b", "eager-1f1b", *[AUTO] * 9]
+        assert reports == ["measured"]
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,7 @@ def test_changes_of_the_delay_are_named(prefix: Path, tmp_path: Path) -> None:
     assert "the gradients of iteration 4 are never applied, since --delay is 0 now" in at_once.stdout
     flags = unevaluated(prefix, train_iters=6, load=saved, delay=1, delay_correction="lookahead")
     late = run_cli(2, [SCRIPT, *flags]).check().stdout
-    assert "the first update is without --delay-correction lookahead, which has no state yet" in late
+    assert "the first updates are without --delay-correction lookahead, which has no state yet" in late
     assert "never applied" not in late
     assert "no gradients in flight" not in late
     late_again = run_cli(2, [SCRIPT, *unevaluated(prefix, train_iters=8, load=saved_at_once, delay=1)]).check().stdout

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.parallel.pipeline.schedule import (
-    NO_LIMITS,
     Pass,
     PipelineOp,
-    ScheduleLimits,
     make_schedule,
     most_in_flight,
 )
@@ -61,22 +59,21 @@ class GreedyOrder:
         micro_batches: number of micro-batches in the step.
         limit: maximum number of micro-batches between their forward and their last pass on this rank.
         separate: whether backward passes have weight passes.
-        limits: the limit on records of weight gradients.
+        max_records: maximum number of backward passes whose weight passes are left; None for no limit.
     """
 
-    def __init__(self, micro_batches: int, limit: int, separate: bool, limits: ScheduleLimits = NO_LIMITS) -> None:
+    def __init__(self, micro_batches: int, limit: int, separate: bool, max_records: int | None = None) -> None:
         self._micro_batches = micro_batches
         self._limit = limit
         self._separate = separate
-        self._limits = limits
+        self._max_records = math.inf if max_records is None else max_records
         self._next = dict.fromkeys(Pass, 0)
 
     def choose(self, has_input: HasInput) -> PipelineOp | None:
         forwards, backwards, weights = (self._next[computation] for computation in Pass)
         in_flight = forwards - (weights if self._separate else backwards)
         possible = {
-            Pass.BACKWARD: backwards < forwards
-            and (not self._separate or self._limits.allow_record(backwards - weights)),
+            Pass.BACKWARD: backwards < forwards and (not self._separate or backwards - weights < self._max_records),
             Pass.FORWARD: forwards < self._micro_batches and in_flight < self._limit,
             Pass.WEIGHT: self._separate and weights < backwards,
         }
@@ -103,7 +100,10 @@ class GreedyOrder:
 def _make_orders(kind: str, limits: Sequence[int], pipeline: Pipeline, micro_batches: int) -> list[PassOrder]:
     """Make the order of every stage under a ``Candidate``'s settings."""
     if kind == AUTO:
-        return [GreedyOrder(micro_batches, limit, stage > 0, pipeline.limits) for stage, limit in enumerate(limits)]
+        return [
+            GreedyOrder(micro_batches, limit, stage > 0, pipeline.limits.weight_records)
+            for stage, limit in enumerate(limits)
+        ]
     shape = 1, micro_batches, pipeline.limits
     return [ListedOrder(make_schedule(kind, pipeline.stages, stage, *shape)) for stage in range(pipeline.stages)]
 

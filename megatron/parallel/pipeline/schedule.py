@@ -72,10 +72,6 @@ class ScheduleLimits:
         """Limits of a configuration."""
         return ScheduleLimits(parallel.pipeline_max_in_flight, parallel.pipeline_max_weight_records)
 
-    def allow_record(self, records: int) -> bool:
-        """Whether a stage with some records may run a backward pass that adds one."""
-        return self.weight_records is None or records < self.weight_records
-
 
 NO_LIMITS = ScheduleLimits()
 
@@ -184,7 +180,7 @@ with 3, every cycle of passes and messages has slack."""
 
 @lru_cache(maxsize=16)
 def zero_bubble_v(
-    pp: int, num_micro_batches: int, limits: ScheduleLimits = NO_LIMITS
+    pp: int, num_micro_batches: int, max_records: int | None = None
 ) -> tuple[tuple[PipelineOp, ...], ...]:
     """Two chunks on each rank in V form, whose weight gradients leave no gaps between the passes of a steady state.
 
@@ -197,8 +193,8 @@ def zero_bubble_v(
 
     A rank holds at most 2 pp chunks' activations between their forward and their weight pass, as many layers' as the
     first stage of 1F1B holds of pp micro-batches. A first chunk never takes the last of these places, so that there is
-    always room for the second forward of the oldest micro-batch, and no rank waits forever. A limit on the records of
-    weight gradients counts those of both chunks.
+    always room for the second forward of the oldest micro-batch, and no rank waits forever. At most ``max_records``
+    backward passes of both chunks wait for their weight passes.
 
     Returns:
         The operations of every rank.
@@ -233,7 +229,7 @@ def zero_bubble_v(
             ready = find_input(computation, stage)
             if ready is None or (computation is Pass.FORWARD and in_flight >= 2 * pp - (chunk == 0)):
                 continue
-            if computation is Pass.BACKWARD and not limits.allow_record(records):
+            if computation is Pass.BACKWARD and max_records is not None and records >= max_records:
                 continue
             boundary = stage - (computation is Pass.FORWARD)
             is_message = not is_weight and 0 <= boundary < last and layout.crosses(boundary)
@@ -318,7 +314,7 @@ def make_schedule(
     if kind == ZERO_BUBBLE_V and pp > 1:
         if chunks != 2:
             raise ValueError(f"{kind} needs two virtual stages on each rank, not {chunks}")
-        return list(zero_bubble_v(pp, num_micro_batches, limits)[stage])
+        return list(zero_bubble_v(pp, num_micro_batches, limits.weight_records)[stage])
     if chunks > 1:
         if kind != "1f1b" or num_micro_batches % pp:
             raise ValueError(

@@ -50,6 +50,20 @@ def test_pipelines_without_a_flush_need_gloo(by_iterations: list[str]) -> None:
     assert config.parallel.overlaps_steps
 
 
+def test_extrapolation_allows_compressors_that_do_not_clip(by_iterations: list[str]) -> None:
+    """Neither without clipping nor on a single replica do they clip."""
+    words = [
+        "--delay",
+        "1",
+        "--delay-correction",
+        "extrapolate",
+        "--compress",
+        "dp-grad=quantized-adam,bits=8,warmup=4",
+    ]
+    assert _resolve([*by_iterations, *words, "--clip-grad", "0"], 2).parallel.delay
+    assert _resolve([*by_iterations, *words], 1).parallel.delay
+
+
 def test_jupiter_175b_resolves() -> None:
     parsed = parse_args((JUPITER + JUPITER_175B).split())
     config = parsed.resolve(384, cuda_available=True)

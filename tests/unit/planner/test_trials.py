@@ -199,13 +199,22 @@ def test_a_predicted_gain_alone_chooses_nothing() -> None:
     [((0.71, 0.45), (0.72, 0.44)), ((0.545, 0.469), (0.555, 0.461)), ((1.2, 1.0), (1.2, 1.0))],
 )
 def test_a_short_run_takes_most_predicted_gains(seconds: Sequence[float], predicted_s: Sequence[float]) -> None:
-    """In the time of two to four rounds; and of ties of which a gain was predicted, few."""
+    """In the time of two to four rounds; and few ties for which a gain was predicted."""
     gaining, ties = (
         [_compare(2, _noisy(times, 0.04, seed), predicted_s, 1000, spent_s=4.5)[0].gaining() for seed in range(200)]
         for times in (seconds, (seconds[0], seconds[0]))
     )
     assert gaining.count([1]) >= 150
     assert ties.count([1]) <= 4
+
+
+@pytest.mark.parametrize("train_iters", range(370, 600, 10))
+def test_two_predicted_gains_are_taken_when_time_is_up(train_iters: int) -> None:
+    """Both, although there would be time for another round of one of them."""
+    seconds = 0.5, 0.4, 0.41
+    rounds, taken = _compare(3, lambda _, number: seconds[number], seconds, train_iters)
+    assert len(taken) in (2, 3)
+    assert rounds.gaining() == [1, 2]
 
 
 def test_a_gain_that_was_not_predicted_takes_five_rounds() -> None:
