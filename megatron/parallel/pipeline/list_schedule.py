@@ -9,12 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.parallel.pipeline.schedule import (
-    Pass,
-    PipelineOp,
-    make_schedule,
-    most_in_flight,
-)
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule, most_in_flight
 from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
 
 AUTO = "auto"

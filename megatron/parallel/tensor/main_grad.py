@@ -42,7 +42,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self.separate = False
-        self.most_passes = self.most_bytes = 0
+        self.most_passes = self.most_bytes = self._num_bytes = 0
         self._records: dict[Hashable, list[_Record]] = {}
         self._recording: list[_Record] | None = None
 
@@ -50,18 +50,17 @@ class WeightGrads:
         """Begin a step; forget the records of an abandoned step."""
         self.separate = separate
         self._records.clear()
+        self._num_bytes = 0
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
         """Record weight gradients inside the context, a backward pass, under a key."""
         self._recording = self._records[key] = []
+        self.most_passes = max(self.most_passes, len(self._records))
         try:
             yield
         finally:
             self._recording = None
-        self.most_passes = max(self.most_passes, len(self._records))
-        num_bytes = sum(x.nbytes for each in self._records for x in self.tensors(each))
-        self.most_bytes = max(self.most_bytes, num_bytes)
 
     def record(self, main_grads: Sequence[MainGrad], inputs: Sequence[Tensor], compute: Compute) -> bool:
         """Record weight gradients; return False, without an effect, outside ``recording``."""
@@ -69,6 +68,8 @@ class WeightGrads:
             return False
         # Without its history, an input keeps no other tensor of the graph alive.
         self._recording.append(_Record(main_grads, [x.detach() for x in inputs], compute))
+        self._num_bytes += sum(x.nbytes for x in inputs)
+        self.most_bytes = max(self.most_bytes, self._num_bytes)
         for main_grad in main_grads:
             main_grad.num_recorded += 1
         return True
@@ -86,6 +87,7 @@ class WeightGrads:
         while records:  # frees the memory of each record
             record = records.pop()
             add_grads(record.main_grads, record.inputs, record.compute)
+            self._num_bytes -= sum(x.nbytes for x in record.inputs)
             for main_grad in record.main_grads:
                 main_grad.num_recorded -= 1
                 main_grad.on_added()
