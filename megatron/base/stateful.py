@@ -114,6 +114,7 @@ def migrate_saved_values(common: Mapping[str, Any]) -> dict[str, Any]:
         "tracked_runs": {},
         "compression_choice": {},
         "certificate": {},
+        "pipeline_schedule": {},
         "delayed_gradients": {},
         **common,
     }

@@ -50,6 +50,7 @@ from megatron.training.changed_samples import sample_warnings
 from megatron.training.loss_guard import LossGuard
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
+from megatron.training.saved_schedule import SCHEDULE, describe_schedule
 from megatron.training.step_time_check import StepTimeCheck
 
 
@@ -102,6 +103,7 @@ class RunCheckpoints:
         self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
         describe = partial(describe_choice, config, layout, engines.plan, loss_guard, time_check, settings)
         self.stateful_parts.register_value(CHOICE, describe, None, Scope.DESCRIPTION)
+        self.stateful_parts.register_value(SCHEDULE, partial(describe_schedule, engines), None, Scope.DESCRIPTION)
         self.stateful_parts.register("certificate", self.certificate_record, Scope.LOGS)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
@@ -112,11 +114,7 @@ class RunCheckpoints:
                 # have.
                 keep_last = max(keep_last, 2)
             self.saver = CheckpointSaver(
-                self.config.save,
-                self.group,
-                async_=self.config.async_save,
-                keep_last=keep_last,
-                log=log,
+                self.config.save, self.group, async_=self.config.async_save, keep_last=keep_last, log=log
             )
 
     @cached_property

@@ -41,6 +41,7 @@ from megatron.training.report import Reporter
 from megatron.training.run_card import write_run_card
 from megatron.training.run_plan import RunPlan
 from megatron.training.saved_run import SavedRun
+from megatron.training.saved_schedule import restore_schedule
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
 from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.timers import Timers
@@ -177,6 +178,8 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     with reporting_refusal(config, topology):
         engines = parts.build_engines(config)
         checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
+        if saved is not None and run.choice is None:  # a new choice may be for other links
+            restore_schedule(engines, saved, rank_0_log(topology))
         notes = compression_notes(
             config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
         )

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.base.errors import UserError
 from megatron.compression.points import Point
+from megatron.distributed.agreement import gather_texts
 from megatron.distributed.clock import Mark
 from megatron.distributed.observer import Observer, SentMessage
 from megatron.parallel.pipeline.list_schedule import AUTO, FIRST, MeasuredPipeline
@@ -33,15 +35,15 @@ _PROBE_TAG = 1 << 21
 """Tag of the messages that measure a link, distinct from all others."""
 _POINTS = (Point.PP_FWD, Point.PP_BWD)
 _PASSES = ("forward", "backward", "weight")
-_FORWARD_MESSAGE, _BACKWARD_MESSAGE, _LATENCY, _COLUMNS = 7, 8, 9, 10
+_FORWARD_MESSAGE, _BACKWARD_MESSAGE, _LATENCY, COLUMNS = 7, 8, 9, 10
 """Columns of ``StageTimes``, and their number."""
 
 StageTimes = Sequence[Sequence[float]]
 """A row of times of each stage of a pipeline with a chunk on each, in seconds.
 
-The columns: forward, backward and weight pass; encoding a message to the next stage, and one to the previous stage;
-decoding a message from the previous stage, and one from the next stage; transfer of a message to the next stage, and of
-one to the previous stage; latency of the link to the next stage.
+The columns: forward pass, backward pass with its weight pass, and weight pass; encoding a message to the next stage,
+and one to the previous stage; decoding a message from the previous stage, and one from the next stage; transfer of a
+message to the next stage, and of one to the previous stage; latency of the link to the next stage.
 """
 
 
@@ -49,8 +51,8 @@ class ScheduleChoice(Observer):
     """Measurement of a run's first steps, and choice of its pipeline schedule, the same on all ranks.
 
     The order of the passes changes no result: on every stage, micro-batches pass in their order, and each weight takes
-    its gradients from one kind of pass (``check_layout`` refuses other models). So a resumed run may measure other
-    times and choose another schedule.
+    its gradients from one kind of pass (``check_layout`` refuses other models). A resumed run keeps the choice, or
+    measures again where it would not hold (``saved_schedule``).
 
     If a list is predicted to be fastest, steps are timed with it and with the fastest fixed schedule, in turn, and the
     faster of the two is kept: a list fits the measured times, so it gains less, or loses, where these do not hold. Only
@@ -88,8 +90,9 @@ class ScheduleChoice(Observer):
 
     @staticmethod
     def is_needed(engines: Engines) -> bool:
-        """Whether the run leaves the schedule to this choice."""
-        return engines.channel is not None and engines.config.parallel.pipeline_schedule == AUTO
+        """Whether the run leaves the schedule to this choice, and has none from its checkpoint."""
+        is_auto = engines.channel is not None and engines.config.parallel.pipeline_schedule == AUTO
+        return is_auto and engines.pipeline.measured is None
 
     @property
     def is_due(self) -> bool:
@@ -136,6 +139,9 @@ class ScheduleChoice(Observer):
             micro_batches: number of micro-batches in the last step.
             length: tokens of each of its samples.
             log: prints lines on what was measured and chosen.
+
+        Raises:
+            UserError: on every rank, when ranks order the passes differently.
         """
         self._engines.ledger.clock.synchronize()
         if not self._trials:
@@ -157,7 +163,7 @@ class ScheduleChoice(Observer):
             self._turn += 1
         self._size = micro_batches, length
         if self._turn < 2 * self._trial_rounds:
-            self._use(self._trials[self._turn % 2][0], micro_batches)
+            use_schedule(self._engines, self._trials[self._turn % 2][0], micro_batches)
             self._steps_left = _TRIAL_STEPS
             return
         step_s = torch.tensor([[_median(seconds) for _, seconds in self._trials]], dtype=torch.float64)
@@ -170,15 +176,10 @@ class ScheduleChoice(Observer):
         )
         self._finish(measured if keeps_list else fixed, micro_batches)
 
-    def _use(self, schedule: MeasuredPipeline, micro_batches: int) -> None:
-        """Run the next steps with the fastest schedule of a measured pipeline."""
-        self._engines.pipeline.measured = schedule
-        for observer in self._engines.ledger.observers:
-            observer.on_schedule(str(schedule.candidates(micro_batches)[0]))
-
     def _finish(self, schedule: MeasuredPipeline, micro_batches: int) -> None:
         """Run all further steps with a schedule."""
-        self._use(schedule, micro_batches)
+        schedule.is_final = True
+        use_schedule(self._engines, schedule, micro_batches)
         self._engines.ledger.observers.remove(self)
         self._is_done = True
 
@@ -186,11 +187,12 @@ class ScheduleChoice(Observer):
         """Measure the links, and return the pipeline with all measured times, and a report."""
         engines, topology = self._engines, self._engines.topology
         stage, stages = topology.coordinates.pp, topology.layout.pp
-        rows = torch.zeros(stages, _COLUMNS, dtype=torch.float64)
-        passes_s = [_median(self._seconds[name]) for name in _PASSES]
+        rows = torch.zeros(stages, COLUMNS, dtype=torch.float64)
+        forward_s, backward_s, weight_s = [_median(self._seconds[name]) for name in _PASSES]
         coding_s = [_median(seconds) for seconds in self._coding.values()]
         nbytes = [float(_median(self._bytes[point])) for point in _POINTS]
-        rows[stage, :_LATENCY] = torch.tensor([*passes_s, *coding_s, *nbytes])
+        measured_row = [forward_s, backward_s + weight_s, weight_s, *coding_s, *nbytes]
+        rows[stage, :_LATENCY] = torch.tensor(measured_row, dtype=torch.float64)
         rows = self._max_over_ranks(rows)
         sizes = [(int(rows[b, _FORWARD_MESSAGE]), int(rows[b + 1, _BACKWARD_MESSAGE])) for b in range(stages - 1)]
         round_trips_s = torch.zeros(stages - 1, dtype=torch.float64)
@@ -205,9 +207,8 @@ class ScheduleChoice(Observer):
         measured = MeasuredPipeline(make_pipeline(rows.tolist(), engines.pipeline.limits))
         candidates = measured.candidates(micro_batches)
         fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
-        slowest_s = [
-            f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, rows[:, :3].amax(0).tolist(), strict=True)
-        ]
+        passes_s = torch.stack([rows[:, 0], rows[:, 1] - rows[:, 2], rows[:, 2]]).amax(1)
+        slowest_s = [f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, passes_s.tolist(), strict=True)]
         return measured, (
             f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
             f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
@@ -243,6 +244,29 @@ class ScheduleChoice(Observer):
         return _median(seconds) if first else 0.0
 
 
+def use_schedule(engines: Engines, schedule: MeasuredPipeline, micro_batches: int) -> None:
+    """Run the next steps with the fastest schedule of a measured pipeline. A collective call.
+
+    Args:
+        engines: this rank's engines.
+        schedule: the measured pipeline.
+        micro_batches: number of micro-batches, for which the ranks compare their order of the passes.
+
+    Raises:
+        UserError: on every rank, when ranks order the passes differently.
+    """
+    engines.pipeline.measured = schedule
+    digests = gather_texts(engines.topology.control.pg, engines.pipeline.get_timetable(AUTO, micro_batches).digest)
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise UserError(
+            f"--pipeline-schedule auto: rank {differing[0]} orders the passes of {micro_batches} micro-batches "
+            "differently from rank 0; install the same versions on all nodes, or name a schedule"
+        )
+    for observer in engines.ledger.observers:
+        observer.on_schedule(str(schedule.candidates(micro_batches)[0]))
+
+
 def _median(values: list[float] | list[int]) -> float:
     return statistics.median(values) if values else 0.0
 
@@ -264,9 +288,8 @@ def make_pipeline(rows: StageTimes, limits: ScheduleLimits) -> Pipeline:
         hops[True, boundary] = Hop(row[3], row[_FORWARD_MESSAGE], latency_s, next_row[5])
         hops[False, boundary] = Hop(next_row[4], next_row[_BACKWARD_MESSAGE], latency_s, row[6])
     forward_s, backward_s, weight_s = ([row[column] for row in rows] for column in range(3))
-    joint_s = [inputs + weights for inputs, weights in zip(backward_s, weight_s, strict=True)]
     return Pipeline(
-        FIRST, forward_s, joint_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary],
+        FIRST, forward_s, backward_s, weight_s, len(rows), lambda forward, boundary, _: hops[forward, boundary],
         limits,
     )  # fmt: skip
 
@@ -281,10 +304,9 @@ def list_times(pipeline: Pipeline) -> list[list[float]]:
             else [Hop(), Hop()]
             for boundary in (stage - 1, stage)
         )
-        weight_s = pipeline.weight_s[stage]
         rows.append(
             [
-                pipeline.forward_s[stage], pipeline.backward_s[stage] - weight_s, weight_s,
+                pipeline.forward_s[stage], pipeline.backward_s[stage], pipeline.weight_s[stage],
                 after[0].encode_s, before[1].encode_s, before[0].decode_s, after[1].decode_s,
                 after[0].transfer_s, before[1].transfer_s, after[0].latency_s,
             ]

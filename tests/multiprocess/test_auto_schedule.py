@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     layout: str, prefix: Path, tmp_path: Path
 ) -> None:
-    """To the last digit, before and after the choice, so that a resumed run may choose another schedule."""
+    """To the last digit, before and after the choice, so that a resumed run may measure again."""
     world_size, parallel = LAYOUTS[layout]
     logs = {}
     for schedule in ("1f1b", "zb-h1", "auto"):
@@ -192,6 +192,23 @@ def test_the_trial_ends_when_a_fixed_schedule_is_fastest_for_the_new_size() -> N
     for kinds, reports, _, _ in run_ranks(4, _train_with_trials, 2.0, 3.0, 14, 8, 1):
         assert kinds == ["first", AUTO, AUTO, "eager-1f1b", "eager-1f1b", *[AUTO] * 9]
         assert reports == ["measured"]
+
+
+def _measure_made_up_passes() -> tuple[list[list[float]], str]:
+    choice = ScheduleChoice(engines := tiny_engines(FOUR_STAGES))
+    rank = engines.topology.rank
+    choice._seconds = {"forward": [0.2 + rank], "backward": [9.0, 0.5, 0.1], "weight": [0.25 * (rank > 0)]}
+    measured, report = choice._measure(8)
+    pipeline = measured.pipeline
+    return [list(seconds) for seconds in (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)], report
+
+
+def test_measured_passes_become_times_of_a_pipeline() -> None:
+    """Medians; the first stage's backward pass has computed its weight gradients."""
+    expected = [[0.2, 1.2, 2.2, 3.2], [0.5, 0.75, 0.75, 0.75], [0.0, 0.25, 0.25, 0.25]]
+    for times, report in run_ranks(4, _measure_made_up_passes):
+        assert times == expected
+        assert "measured on the slowest stage forward 3.2 s, backward 0.5 s, weight 0.25 s, and on" in report
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,12 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
         chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
         return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
 
+    def restore(*args: Any) -> None:
+        raise AssertionError("after a new choice, the pipeline schedule is measured again")
+
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
+    run_segment.restore_schedule = restore  # type: ignore[assignment]
     return pretrain.main(flags), buffers, positions
 
 

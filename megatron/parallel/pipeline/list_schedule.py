@@ -158,11 +158,13 @@ class MeasuredPipeline:
     Args:
         pipeline: measured times, the same on all ranks.
         with_lists: whether to consider schedules of the list scheduler, beside the fixed ones.
+        is_final: whether all further steps of the run use it.
     """
 
-    def __init__(self, pipeline: Pipeline, with_lists: bool = True) -> None:
+    def __init__(self, pipeline: Pipeline, with_lists: bool = True, is_final: bool = False) -> None:
         self.pipeline = pipeline
-        self._with_lists = with_lists
+        self.with_lists = with_lists
+        self.is_final = is_final
         self._candidates: dict[int, list[Candidate]] = {}
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
@@ -171,5 +173,5 @@ class MeasuredPipeline:
 
     def candidates(self, micro_batches: int) -> list[Candidate]:
         if micro_batches not in self._candidates:
-            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self._with_lists)
+            self._candidates[micro_batches] = rank_schedules(self.pipeline, micro_batches, self.with_lists)
         return self._candidates[micro_batches]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ class Timetable:
     messages_due: tuple[tuple[DueReceives, ...], ...]
     max_ahead: int = MAX_POSTED_AHEAD
     warm_ups: Sequence[int] = ()
+
+    @property
+    def digest(self) -> str:
+        """Hash of the order of the operations on all stages."""
+        order = [[(op.computation.name, op.chunk, op.micro_batch) for op in ops] for ops in self.schedules]
+        return hashlib.sha256(repr(order).encode()).hexdigest()
 
 
 def build_timetable(
