@@ -1,12 +1,10 @@
-"""``--delay 1``: every layout takes the steps of a plain loop that applies the gradients of the step before."""
+"""``--delay 1`` beside compressors, evaluations, saves, and gradients that are not finite."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,180 +15,17 @@ from torch import Tensor
 from megatron.config.model import LM_LOSS
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
-from megatron.training.replica_check import disagreements
 from megatron.training.saved_run import find_saved
-from megatron.training.step import evaluation_step, take_batches, train_step
+from megatron.training.step import evaluation_step, take_batches
+from tests.multiprocess.test_delay_rule import DELAY, DOUBLE, EXTRAPOLATES, LOOKS_AHEAD, SGD, SHARDED, STEPS, Changes
+from tests.multiprocess.test_no_flush import train_with_bad_step
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
+from tests.support.tiny import merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
-
-Changes = dict[str, dict[str, Any]]
-
-STEPS = 5
-RATE_FACTORS = (1.0, 1.5, 0.5, 1.25, 0.75)
-"""Factors of learning rate and weight decay: those of a step are applied with the gradients of the step before."""
-DELAY: Changes = {"parallel": {"delay": 1}}
-DOUBLE: Changes = {"precision": {"fp64": True}}
-CLIPS: Changes = {"optimizer": {"clip_grad": 0.5}}
-SGD: Changes = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}}
-EXTRAPOLATES: Changes = {**CLIPS, "parallel": {"delay_correction": "extrapolate", "delay_strength": 0.75}}
-LOOKS_AHEAD: Changes = {**CLIPS, "parallel": {"delay_correction": "lookahead", "delay_strength": 0.75}}
-MUON: Changes = {"optimizer": {"optimizer": "muon"}}
-SHARDED = {"use_distributed_optimizer": True}
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one process": {}, "micro 2": {"micro_batch_size": 2}},
-    2: {
-        "dp2": {},
-        "dp2 sharded, small buckets": {**SHARDED, "ddp_bucket_size": 3000},
-        "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "pp2 zb-h1": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
-        "pp2 without a flush": {"pipeline_model_parallel_size": 2, "no_pipeline_flush": True},
-        "pp2 virtual": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-    },
-    4: {
-        "pp2 dp2 sharded": {"pipeline_model_parallel_size": 2, **SHARDED},
-        "pp4 eager, without a flush": {
-            "pipeline_model_parallel_size": 4,
-            "pipeline_schedule": "eager-1f1b",
-            "no_pipeline_flush": True,
-        },
-        "pp2 dp2 sharded, without a flush": {"pipeline_model_parallel_size": 2, "no_pipeline_flush": True, **SHARDED},
-        "pp2 tp2, without a flush": {
-            "pipeline_model_parallel_size": 2,
-            "tensor_model_parallel_size": 2,
-            "no_pipeline_flush": True,
-        },
-        "tp2 dp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    },
-}
-
-
-def _plain_loop(changes: Changes, steps: int) -> tuple[list[float], list[float]]:
-    """Losses, and norms of the applied gradients (NaN without), of a loop in one process over torch's optimizer.
-
-    The engines only differentiate: they take steps of learning rate zero.
-    """
-    model = {name: changes[name] for name in ("precision", "model")}
-    engines = tiny_engines(merge(model, {"optimizer": {"clip_grad": 0.0}}))
-    options = merge({"optimizer": {"clip_grad": 1.0}}, changes)["optimizer"]
-    (buffer,) = engines.buffers
-    slots = [slot for bucket in buffer.buckets for slot in bucket.slots]
-    params = [slot.param.detach().clone() for slot in slots]
-    decay = engines.config.optimizer.weight_decay
-    groups = [{"params": [p], "weight_decay": decay if p.dim() > 1 else 0.0} for p in params]
-    if options.get("optimizer") == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=options["lr"], momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=engines.config.optimizer.lr, betas=(0.9, 0.999), eps=1e-8)
-    rates = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    batches = tiny_batches(engines.config, engines.topology, masked=False)
-    count = engines.config.training.global_batch_size // engines.config.training.micro_batch_size
-    correction = changes.get("parallel", {}).get("delay_correction")
-    extrapolated, ahead = (0.75 * (correction == name) for name in ("extrapolate", "lookahead"))
-    losses, norms, held, before = [], [], list[Tensor](), list[Tensor]()
-    for step in range(steps):
-        step_batches = take_batches(batches, count, engines.topology.device)
-        losses.append(train_step(engines, step_batches, step, lr=0.0, weight_decay=0.0).loss)
-        new = [buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape).clone() for slot in slots]
-        applied = [g + extrapolated * (g - old) for g, old in zip(held, before or held, strict=True)]
-        norms.append(math.sqrt(sum(float(g.square().sum()) for g in applied)) if held else math.nan)
-        old_params = [p.clone() for p in params]
-        for p, g in zip(params, applied, strict=bool(held)):
-            p.grad = g * min(1.0, options["clip_grad"] / (norms[-1] + 1e-6))
-        for group, (lr, weight_decay) in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"], group["weight_decay"] = RATE_FACTORS[step] * lr, RATE_FACTORS[step] * weight_decay
-        if held:
-            optimizer.step()
-        for slot, p, old in zip(slots, params, old_params, strict=True):
-            slot.param.data.copy_(p + ahead * (p - old))
-        before, held = held, new
-    return losses, norms
-
-
-def _run(changes: Changes, steps: int) -> tuple[Trace, list[str]]:
-    engines = tiny_engines(merge(changes, DELAY))
-    trace = tiny_train(engines, steps, rate_factors=RATE_FACTORS)
-    assert engines.delayed is not None
-    engines.delayed.finish_reduction()
-    return trace, disagreements(engines)
-
-
-def _run_layouts(runs: dict[tuple[str, str], Changes], steps: int) -> dict[tuple[str, str], tuple[Trace, list[str]]]:
-    return {name: _run(changes, steps) for name, changes in runs.items()}
-
-
-def _changes(layout: dict[str, Any], *others: Changes) -> Changes:
-    micro = {name: size for name, size in layout.items() if name == "micro_batch_size"}
-    parallel = {name: value for name, value in layout.items() if name not in micro}
-    return merge({"training": micro, "parallel": parallel, "model": {"num_layers": _layers(layout)}}, *others)
-
-
-def _layers(layout: dict[str, Any]) -> int:
-    """Two layers, or four where a layout has as many stages."""
-    deep = layout.get("pipeline_model_parallel_size") == 4 or "num_layers_per_virtual_pipeline_stage" in layout
-    return 4 if deep else 2
-
-
-RULES = {"adam": CLIPS, "extrapolated": EXTRAPOLATES, "ahead": LOOKS_AHEAD, "sgd": SGD, "muon": MUON}
-
-
-@cache
-def _expected(rule: str, layers: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of a plain loop; of one process for Muon, which torch's optimizer computes otherwise."""
-    changes = merge(DOUBLE, RULES[rule], {"model": {"num_layers": layers}})
-    if rule == "muon":
-        trace, _ = _run(changes, STEPS)
-        return trace.losses, trace.grad_norms
-    return _plain_loop(changes, STEPS)
-
-
-LayoutsOfRules = dict[str, list[str]]
-
-
-def every_layout(ranks: int, rules: Iterable[str]) -> LayoutsOfRules:
-    return {rule: list(LAYOUTS[ranks]) for rule in rules}
-
-
-# Each rule and each kind of layout, and the rules that keep parameters or whole matrices where a layout splits them.
-SOME: dict[int, LayoutsOfRules] = {
-    2: {
-        "adam": ["dp2", "pp2 without a flush"],
-        "extrapolated": ["dp2 sharded, small buckets", "pp2 virtual"],
-        "ahead": ["dp2 sharded, small buckets", "tp2 sp", "pp2 without a flush"],
-        "sgd": ["dp2", "pp2 zb-h1"],
-        "muon": ["dp2 sharded, small buckets", "tp2 sp"],
-    },
-    4: {
-        "ahead": ["pp2 tp2, without a flush", "pp4 eager, without a flush"],
-        "muon": ["pp2 dp2 sharded, without a flush", "tp2 dp2 sp"],
-    },
-}
-CASES = [pytest.param(1, every_layout(1, RULES), id="1")]
-for _ranks, _some in SOME.items():
-    _others = {rule: [name for name in LAYOUTS[_ranks] if name not in _some[rule]] for rule in _some}
-    CASES += [pytest.param(_ranks, _some, id=f"{_ranks}"), pytest.param(_ranks, _others, id=f"{_ranks}, others")]
-
-
-@pytest.mark.parametrize(("ranks", "layouts"), mark_repeats(CASES, keep=["1", "2", "4"]))
-def test_layouts_equal_a_plain_loop(ranks: int, layouts: LayoutsOfRules) -> None:
-    cases = {
-        (rule, name): _changes(LAYOUTS[ranks][name], DOUBLE, RULES[rule]) for rule in layouts for name in layouts[rule]
-    }
-    results = (
-        [_run_layouts(cases, STEPS)] if ranks == 1 else run_ranks(ranks, _run_layouts, cases, STEPS, timeout=300.0)
-    )
-    for result in results:
-        for (rule, name), (trace, problems) in result.items():
-            losses, norms = _expected(rule, _layers(LAYOUTS[ranks][name]))
-            assert losses[0] - losses[-1] > 0.05
-            assert trace.losses == pytest.approx(losses, rel=1e-10), (rule, name)
-            assert trace.grad_norms == pytest.approx(norms, rel=1e-10, nan_ok=True), (rule, name)
-            assert not problems
-
 
 COMPRESSORS = {
     "powersgd": ["dp-grad=powersgd,rank=2,min-ratio=0"],
@@ -255,6 +90,59 @@ COMPRESSED = [
 def test_compressors_see_the_same_gradients(ranks: int, parallel: dict[str, Any], names: set[str]) -> None:
     cases = {name: specs for name, specs in COMPRESSORS.items() if name in names}
     for problems in run_ranks(ranks, _compare_compressors, cases, {"parallel": parallel}, timeout=300.0):
+        assert not problems
+
+
+@pytest.mark.parametrize("parallel", [BUCKETS, {**BUCKETS, **SHARDED}], ids=["replicated", "sharded"])
+def test_sums_in_two_levels_see_the_same_gradients(parallel: dict[str, Any]) -> None:
+    """Four replicas on two nodes of two ranks."""
+    cases = {"two levels": ["dp-grad=fixpoint,levels=8/4,error-feedback=on"]}
+    for problems in run_ranks(4, _compare_compressors, cases, {"parallel": parallel}, env={"LOCAL_WORLD_SIZE": "2"}):
+        assert not problems
+
+
+def _train_recorded(changes: Changes) -> list[Tensor]:
+    """The reduced gradients of each step."""
+    engines, gradients = tiny_engines(changes), list[Tensor]()
+    (buffer,) = engines.buffers
+    tiny_train(engines, STEPS, after_step=lambda _: gradients.append(buffer.grads_flat.double()))
+    return gradients
+
+
+def _extrapolate_compressed(cases: dict[str, list[str]], layout: Changes) -> dict[str, tuple[list[float], list[float]]]:
+    """Norms of the applied gradients by case, and those of g + 0.75 (g - g_before) of the gradients without a delay.
+
+    Without a learning rate, steps compute the same gradients.
+    """
+    still: Changes = {"optimizer": {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}, "model": {"num_layers": 2}}
+    norms = {}
+    for name, specs in cases.items():
+        changes = merge({"compression": {"compress": specs}}, still, layout)
+        *gradients, _ = _train_recorded(changes)
+        before = [gradients[0], *gradients[:-1]]
+        expected = [float((g + 0.75 * (g - old)).norm()) for g, old in zip(gradients, before, strict=True)]
+        late = tiny_train(tiny_engines(merge(changes, DELAY, {"parallel": EXTRAPOLATES["parallel"]})), STEPS)
+        norms[name] = late.grad_norms[1:], expected
+    return norms
+
+
+def test_compressed_gradients_are_extrapolated() -> None:
+    """Without two compressors: ``quantized-adam`` is refused, and ``stable-topk`` overwrites the gradients."""
+    cases = {name: COMPRESSORS[name] for name in ON_REPLICAS - {"quantized Adam", "stable-topk"}}
+    for norms in run_ranks(2, _extrapolate_compressed, cases, {"parallel": BUCKETS}):
+        for name, (applied, expected) in norms.items():
+            assert applied == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.parametrize("parallel", [{}, SHARDED], ids=["replicated", "sharded"])
+def test_gradients_that_are_not_numbers_are_dropped(parallel: dict[str, Any]) -> None:
+    """In fp32, in one step; its residuals stay those of the step before."""
+    changes: Changes = {"parallel": parallel, "compression": {"compress": ["dp-grad=topk,density=0.5"]}}
+    for trace, num_skipped, problems in run_ranks(2, train_with_bad_step, changes, 9, 3, False):
+        assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == [0, 4]
+        assert all(math.isfinite(loss) for step, loss in enumerate(trace.losses) if step != 3)
+        assert trace.losses[-1] < trace.losses[0] - 0.05
+        assert num_skipped == 1
         assert not problems
 
 

@@ -38,6 +38,7 @@ EAGER: Changes = {"parallel": {"pipeline_schedule": "eager-1f1b"}}
 RECOMPUTES: Changes = {"recompute": {"recompute_granularity": "full"}}
 NO_FLUSH: Changes = {"parallel": {"no_pipeline_flush": True}}
 DELAY: Changes = {"parallel": {"delay": 1}, "data": {"sample_order": "fixed"}}
+EAGER_NO_FLUSH = merge(PP2, EAGER, NO_FLUSH)
 
 
 def _codecs(*specs: str) -> Changes:
@@ -254,9 +255,9 @@ def test_mailboxes_are_open_between_steps_until_a_flush() -> None:
     assert run_ranks(2, _mailboxes) == [[3, 0, 3, 0]] * 2
 
 
-def _not_finite(specs: list[str], steps: int, bad: int, flushes: bool = False) -> tuple[Trace, int, list[str]]:
+def train_with_bad_step(changes: Changes, steps: int, bad: int, flushes: bool) -> tuple[Trace, int, list[str]]:
     """A run in which the loss of step ``bad`` is not a number, and with ``flushes`` a flush follows that step."""
-    engines = tiny_engines(merge(PP2, EAGER, DELAY, NO_FLUSH, _codecs(*specs)))
+    engines = tiny_engines(merge(DELAY, changes))
     stage, num_steps = engines.stages[-1], 0
     loss = stage.loss
 
@@ -286,7 +287,9 @@ def _not_finite(specs: list[str], steps: int, bad: int, flushes: bool = False) -
 )
 def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str], dropped: list[int]) -> None:
     """Also those of the next step, whose messages have passed codecs that remember them; then codecs begin anew."""
-    for trace, num_skipped, problems in run_ranks(ranks, _not_finite, specs, 9, 3):
+    for trace, num_skipped, problems in run_ranks(
+        ranks, train_with_bad_step, merge(EAGER_NO_FLUSH, _codecs(*specs)), 9, 3, False
+    ):
         without_update = [0, *(step + 1 for step in dropped)]
         assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == without_update
         assert all(map(math.isfinite, trace.losses))
@@ -297,8 +300,8 @@ def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str],
 
 def test_codecs_begin_anew_where_a_flush_finds_gradients_that_are_not_finite() -> None:
     """A checkpoint of this moment must not hold such values, and the next step's messages do not meet them."""
-    specs = ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"]
-    for trace, num_skipped, problems in run_ranks(2, _not_finite, specs, 9, 3, True):
+    changes = merge(EAGER_NO_FLUSH, _codecs("pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"))
+    for trace, num_skipped, problems in run_ranks(2, train_with_bad_step, changes, 9, 3, True):
         assert [step for step, norm in enumerate(trace.grad_norms) if math.isnan(norm)] == [0, 4]
         assert trace.losses[-1] < trace.losses[0] - 0.05
         assert num_skipped == 1
