@@ -178,8 +178,8 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
     with reporting_refusal(config, topology):
         engines = parts.build_engines(config)
         checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
-        if saved is not None and run.choice is None:  # a new choice may be for other links
-            restore_schedule(engines, saved, rank_0_log(topology))
+        if saved is not None:
+            restore_schedule(engines, saved, run.choice is not None, rank_0_log(topology))
         notes = compression_notes(
             config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
         )

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.fields import field_options
 from megatron.base.value_type import ValueType
 from megatron.base.values import Values
-from megatron.compression.points import Point
-from megatron.compression.spec import point_name
-from megatron.distributed.agreement import run_together
+from megatron.compression.points import EXPERT_POINTS, Point
+from megatron.compression.spec import expand_spec, point_name
+from megatron.distributed.agreement import gather_texts, run_together
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
 from megatron.training.assembly import Engines
 from megatron.training.saved_run import SavedRun
 from megatron.training.schedule_choice import (
     COLUMNS,
     ScheduleChoice,
-    StageTimes,
     list_times,
     make_pipeline,
     use_schedule,
@@ -28,12 +28,15 @@ from megatron.training.schedule_choice import (
 SCHEDULE = "pipeline_schedule"
 """Name of the schedule among the values of a checkpoint."""
 _REMEDY = "load another checkpoint, or name a schedule with --pipeline-schedule"
-_SECONDS = ValueType(element=float, minimum=0.0)
+_SECONDS = ValueType(element=float, minimum=0.0, maximum=1e6)
+_WITHOUT_EFFECT = ("pipeline_schedule", "local_rank", "distributed_timeout_minutes", "peer_timeout_seconds")
+"""Fields of the compared sections that change no times; the schedule is that of this choice."""
+_POINTS_IN_PASSES = (Point.PP_FWD, Point.PP_BWD, Point.TP_FWD, Point.TP_BWD, *EXPERT_POINTS)
 
 
 def describe_schedule(engines: Engines) -> dict[str, Any]:
     """Describe the chosen schedule for checkpoints: the measured times of the stages, the conditions under which they
-    were measured, and the hash of the order. Empty before the choice, and with other schedules."""
+    were measured, and the hash of the order. Empty before the choice, and with other schedules. A collective call."""
     measured = engines.pipeline.measured
     if measured is None or not measured.is_final:
         return {}
@@ -45,38 +48,41 @@ def describe_schedule(engines: Engines) -> dict[str, Any]:
     }
 
 
-def restore_schedule(engines: Engines, saved: SavedRun, log: Callable[[str], None]) -> None:
+def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log: Callable[[str], None]) -> None:
     """Use the schedule that the checkpoint's run has chosen, if its times hold for this run. A collective call.
 
     Args:
         engines: this rank's engines, with the compressors of their first step.
         saved: the checkpoint.
+        chooses_again: whether ``--compress auto`` has chosen again, which it may do because the links have changed.
         log: prints lines for the user.
 
     Raises:
         UserError: on every rank, when the checkpoint's values are damaged, or ranks order the passes differently.
     """
-    if not ScheduleChoice.is_needed(engines) or not saved.common[SCHEDULE]:
+    if not ScheduleChoice.is_needed(engines):
         return
-    config, limits = engines.config, engines.pipeline.limits
-    values = Values(saved.common[SCHEDULE], f"{config.checkpoint.source}, {SCHEDULE}", _REMEDY)
-    control, micro_batches = engines.topology.control.pg, _count_micro_batches(engines)
+    control, location = engines.topology.control.pg, f"{engines.config.checkpoint.source}, {SCHEDULE}"
+    description = run_together(control, lambda: Values(saved.common, location, _REMEDY).table(SCHEDULE, {}))
+    if not description:
+        return
+    values, reason = Values(description, location, _REMEDY), ""
     conditions = _list_conditions(engines)
     saved_conditions = run_together(control, lambda: dict(values.table("conditions")))
     changed = [name for name, value in conditions.items() if saved_conditions.get(name) != value]
-    if changed:
-        log(f"pipeline schedule: measured again, since {', '.join(changed)} differs from the checkpoint's run")
-        return
-    times = run_together(control, lambda: _read_times(values, engines.topology.layout.pp))
-    schedule = run_together(
-        control, lambda: MeasuredPipeline(make_pipeline(times, limits), values.flag("with_lists"), is_final=True)
-    )
-    use_schedule(engines, schedule, micro_batches)
-    if engines.pipeline.get_timetable(AUTO, micro_batches).digest != values.get("digest"):
-        log("pipeline schedule: measured again, since this version orders the passes differently")
-        engines.pipeline.measured = None
-        return
-    log(f"pipeline schedule: keeps that of the checkpoint's run: {schedule.candidates(micro_batches)[0]}")
+    micro_batches = _count_micro_batches(engines)
+    if chooses_again:
+        reason = "--compress auto has chosen again"
+    elif changed:
+        reason = f"{', '.join(changed)}: other values than in the checkpoint's run"
+    else:
+        schedule, digest = run_together(control, lambda: _read_schedule(values, engines))
+        if use_schedule(engines, schedule, micro_batches, digest):
+            order = schedule.candidates(micro_batches)[0]
+            log(f"pipeline schedule: keeps that of the checkpoint's run; with {micro_batches} micro-batches, {order}")
+            return
+        reason = "the saved times give another order in this version"
+    log(f"pipeline schedule: measured again, since {reason}")
 
 
 def _count_micro_batches(engines: Engines) -> int:
@@ -86,37 +92,46 @@ def _count_micro_batches(engines: Engines) -> int:
 
 
 def _list_conditions(engines: Engines) -> dict[str, Any]:
-    """What the measured times, and the choice by them, depend on: JSON values, by their names for the user."""
+    """List what the measured times, and the choice by them, depend on: JSON values by flag, equal on all ranks."""
     config, topology, plan = engines.config, engines.topology, engines.plan
-    layout, device = topology.layout, topology.device
-    limits = engines.pipeline.limits
-    specs = {point_name(text): text for text in config.compression.spec_texts}
+    is_cuda = topology.device.type == "cuda"
+    names = gather_texts(topology.control.pg, torch.cuda.get_device_name(topology.device) if is_cuda else "cpu")
+    specs = {point_name(spec): spec for text in config.compression.spec_texts for spec in expand_spec(text)}
     specs |= {point.value: text for point, text in plan.substitutes.items()}
+    sections = {"parallel": config.parallel, "precision": config.precision, "recompute": config.recompute}
+    flags = {
+        f"--{field.flag}": getattr(values, field.name)
+        for section, values in sections.items()
+        for field in field_options(section, type(values))
+        if field.name not in _WITHOUT_EFFECT
+    }
     return {
-        "the layout": [layout.tp, layout.pp, layout.dp, layout.ep],
-        "the device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "the number of ranks": topology.layout.world_size,
+        "the devices": names if len(set(names)) > 1 else names[0],
         "--micro-batch-size": config.training.micro_batch_size,
         "--global-batch-size": config.training.global_batch_size,
         "--seq-length": config.model.seq_length,
-        "--pipeline-max-in-flight": limits.in_flight,
-        "--pipeline-max-weight-records": limits.weight_records,
+        "--decoder-seq-length": config.model.decoder_seq_length,
+        **flags,
         **{
             f"--compress {point.value}": "" if plan.is_turned_off(point) else specs.get(point.value, "")
-            for point in (Point.PP_FWD, Point.PP_BWD)
+            for point in _POINTS_IN_PASSES
         },
     }
 
 
-def _read_times(values: Values, stages: int) -> StageTimes:
-    """Read the times of the stages.
+def _read_schedule(values: Values, engines: Engines) -> tuple[MeasuredPipeline, str]:
+    """Read a measured pipeline, and the hash of its order.
 
     Raises:
         UserError: when they are damaged.
     """
-    rows = values.listed("times")
+    rows, stages = values.listed("times"), engines.topology.layout.pp
     if len(rows) != stages or not all(isinstance(row, list) and len(row) == COLUMNS for row in rows):
         raise values.wrong(f"times: expected {COLUMNS} numbers of each of {stages} stages")
     try:
-        return [[float(_SECONDS.from_json(seconds, "times")) for seconds in row] for row in rows]
+        times = [[float(_SECONDS.from_json(seconds, "times")) for seconds in row] for row in rows]
     except UserError as error:
         raise values.wrong(str(error)) from None
+    pipeline = make_pipeline(times, engines.pipeline.limits)
+    return MeasuredPipeline(pipeline, values.flag("with_lists"), is_final=True), values.text("digest")

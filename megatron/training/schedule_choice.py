@@ -244,13 +244,17 @@ class ScheduleChoice(Observer):
         return _median(seconds) if first else 0.0
 
 
-def use_schedule(engines: Engines, schedule: MeasuredPipeline, micro_batches: int) -> None:
+def use_schedule(engines: Engines, schedule: MeasuredPipeline, micro_batches: int, expected_digest: str = "") -> bool:
     """Run the next steps with the fastest schedule of a measured pipeline. A collective call.
 
     Args:
         engines: this rank's engines.
         schedule: the measured pipeline.
         micro_batches: number of micro-batches, for which the ranks compare their order of the passes.
+        expected_digest: hash of the order on all ranks; empty if it is not known.
+
+    Returns:
+        Whether the order has the expected hash; otherwise the steps have the first schedule again.
 
     Raises:
         UserError: on every rank, when ranks order the passes differently.
@@ -263,8 +267,12 @@ def use_schedule(engines: Engines, schedule: MeasuredPipeline, micro_batches: in
             f"--pipeline-schedule auto: rank {differing[0]} orders the passes of {micro_batches} micro-batches "
             "differently from rank 0; install the same versions on all nodes, or name a schedule"
         )
+    if expected_digest not in ("", digests[0]):
+        engines.pipeline.measured = None
+        return False
     for observer in engines.ledger.observers:
         observer.on_schedule(str(schedule.candidates(micro_batches)[0]))
+    return True
 
 
 def _median(values: list[float] | list[int]) -> float:

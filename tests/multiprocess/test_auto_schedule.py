@@ -73,7 +73,9 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
         flags = {**RUN, **parallel, **more, "pipeline_schedule": schedule, "log_json_file": logs[schedule]}
         result = run_cli(world_size, ["pretrain_gpt.py", *tiny_flags(prefix, **flags)])
         assert result.returncode == 0, result.stderr
-        records = re.findall(r"weight gradients: up to (\d+) backward passes wait .* in [\d.]+ kB of", result.stdout)
+        records = re.findall(
+            r"weight gradients: up to (\d+) backward passes of a stage wait .* in up to [\d.]+ kB of", result.stdout
+        )
         assert records == ([] if schedule == "1f1b" else [str(parallel["pipeline_model_parallel_size"])])
     report, *later_reports = re.findall(r"pipeline schedule: (.*)", result.stdout)
     assert re.fullmatch(
@@ -192,6 +194,19 @@ def test_the_trial_ends_when_a_fixed_schedule_is_fastest_for_the_new_size() -> N
     for kinds, reports, _, _ in run_ranks(4, _train_with_trials, 2.0, 3.0, 14, 8, 1):
         assert kinds == ["first", AUTO, AUTO, "eager-1f1b", "eager-1f1b", *[AUTO] * 9]
         assert reports == ["measured"]
+
+
+def _steps_until_due() -> list[bool]:
+    """Whether the choice is due after each step, beside a compressor with a warm-up of five steps."""
+    specs: dict[str, dict[str, Any]] = {"compression": {"compress": ["pp-forward=fixpoint,bits=4,warmup=5"]}}
+    engines = tiny_engines(merge(FOUR_STAGES, specs))
+    choice, is_due = ScheduleChoice(engines, settling_steps=1, measured_steps=2, trial_rounds=0), list[bool]()
+    tiny_train(engines, 8, after_step=lambda _: is_due.append(choice.is_due))
+    return is_due
+
+
+def test_steps_are_measured_after_the_warm_ups() -> None:
+    assert run_ranks(4, _steps_until_due) == [[False] * 7 + [True]] * 4
 
 
 def _measure_made_up_passes() -> tuple[list[list[float]], str]:

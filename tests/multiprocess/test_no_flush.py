@@ -298,6 +298,28 @@ def test_gradients_that_are_not_finite_are_dropped(ranks: int, specs: list[str],
         assert not problems
 
 
+def _train_with_bad_activations(steps: int, bad: int) -> list[float]:
+    """Norms of a run in which the first stage's output is not a number in step ``bad``."""
+    codecs = _codecs("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
+    engines, num_steps = tiny_engines(merge(DELAY, EAGER_NO_FLUSH, codecs)), 0
+
+    def spoil(stage: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return output * torch.nan if num_steps == bad and engines.pipeline.stage == 0 else output
+
+    def count(engines: Engines) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    engines.stages[0].register_forward_hook(spoil)
+    return tiny_train(engines, steps, epoch=12, after_step=count).grad_norms
+
+
+def test_codecs_of_samples_begin_anew() -> None:
+    """Samples of the bad step come back three steps later; the next step has others, and its gradients are finite."""
+    for norms in run_ranks(2, _train_with_bad_activations, 9, 3):
+        assert [step for step, norm in enumerate(norms) if math.isnan(norm)] == [0, 4]
+
+
 def test_codecs_begin_anew_where_a_flush_finds_gradients_that_are_not_finite() -> None:
     """A checkpoint of this moment must not hold such values, and the next step's messages do not meet them."""
     changes = merge(EAGER_NO_FLUSH, _codecs("pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,8 +17,10 @@ from megatron.distributed.topology import Topology
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.planner.auto import AutoChoice
 from megatron.training import pretrain, run_segment
+from megatron.training.assembly import Engines
 from megatron.training.auto_compression import with_choice
 from megatron.training.metrics import StepMetrics
+from megatron.training.saved_run import SavedRun
 from megatron.training.step_time_check import StepTimeCheck
 from tests.multiprocess.test_resume import _losses
 from tests.support.corpus import tiny_flags
@@ -47,12 +50,12 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
         chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
         return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
 
-    def restore(*args: Any) -> None:
-        raise AssertionError("after a new choice, the pipeline schedule is measured again")
+    def restore(engines: Engines, saved: SavedRun, chooses_again: bool, log: Callable[[str], None]) -> None:
+        assert chooses_again
 
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
-    run_segment.restore_schedule = restore  # type: ignore[assignment]
+    run_segment.restore_schedule = restore
     return pretrain.main(flags), buffers, positions
 
 

@@ -66,6 +66,13 @@ def test_slow_links_suggest_a_delay() -> None:
     assert gain > 10
 
 
+@pytest.mark.parametrize(("gbit_per_s", "is_suggested"), [(400.0, True), (450.0, False)])
+def test_a_delay_must_save_a_tenth(gbit_per_s: float, is_suggested: bool) -> None:
+    """It would save 10.6% and 9.5%."""
+    names = [name for name, *_ in _suggestions(gbit_per_s, {"delay": 1})]
+    assert ("--delay 1" in names) == is_suggested
+
+
 def test_slow_links_suggest_islands() -> None:
     spec = "outer=fixpoint,bits=4,outer-preset=streaming,every=30"
     (*_, (flags, percent, gain)) = _suggestions(0.05, {"dp": 1, "islands": 8, "specs": (spec,)})
