@@ -154,7 +154,7 @@ SHORT = Form(
     "short",
     5,
     Size(64, 400),
-    _grid((32, 64), (150, 400)),
+    _grid((32, 48, 64), (150, 400)),
     Size(96, 400),
     1,
     300_000,
@@ -184,8 +184,8 @@ CANARY_MODEL: dict[str, Any] = {
 
 
 def heads_of(width: int) -> int:
-    """Attention heads of a width."""
-    return max(width // 16, 2)
+    """Attention heads of a width; an even number, which two tensor-parallel ranks divide."""
+    return max(width // 32 * 2, 2)
 
 
 def micro_batch_of(layout: RankLayout, batch: int) -> int:

@@ -189,7 +189,7 @@ def test_forms() -> None:
 
 def test_runs_are_dense_and_compressed_pairs_of_the_same_flags(tmp_path: Path) -> None:
     planner = _planner(tmp_path)
-    assert len(planner.all_runs) == 2 * (5 + 1 + 3 + 1)
+    assert len(planner.all_runs) == 2 * (5 + 1 + 5 + 1)
     for dense, run in zip(planner.all_runs[::2], planner.all_runs[1::2], strict=True):
         index = run.flags.index("--compress")
         flags = run.flags[:index] + run.flags[index + 2 :]
