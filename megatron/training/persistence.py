@@ -50,7 +50,7 @@ from megatron.training.changed_samples import sample_warnings
 from megatron.training.loss_guard import LossGuard
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
-from megatron.training.saved_schedule import SCHEDULE, describe_schedule
+from megatron.training.saved_schedule import SCHEDULE, describe_schedule, gather_devices
 from megatron.training.step_time_check import StepTimeCheck
 
 
@@ -103,7 +103,8 @@ class RunCheckpoints:
         self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
         describe = partial(describe_choice, config, layout, engines.plan, loss_guard, time_check, settings)
         self.stateful_parts.register_value(CHOICE, describe, None, Scope.DESCRIPTION)
-        self.stateful_parts.register_value(SCHEDULE, partial(describe_schedule, engines), None, Scope.DESCRIPTION)
+        describe_pipeline = partial(describe_schedule, engines, gather_devices(engines))
+        self.stateful_parts.register_value(SCHEDULE, describe_pipeline, None, Scope.DESCRIPTION)
         self.stateful_parts.register("certificate", self.certificate_record, Scope.LOGS)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None

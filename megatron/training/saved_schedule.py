@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,16 +34,30 @@ _WITHOUT_EFFECT = ("pipeline_schedule", "local_rank", "distributed_timeout_minut
 _POINTS_IN_PASSES = (Point.PP_FWD, Point.PP_BWD, Point.TP_FWD, Point.TP_BWD, *EXPERT_POINTS)
 
 
-def describe_schedule(engines: Engines) -> dict[str, Any]:
+def gather_devices(engines: Engines) -> list[str]:
+    """Gather the names of all ranks' devices; of ``--pipeline-schedule auto`` only. A collective call."""
+    if engines.config.parallel.pipeline_schedule != AUTO:
+        return []
+    device = engines.topology.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return gather_texts(engines.topology.control.pg, name)
+
+
+def describe_schedule(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:
     """Describe the chosen schedule for checkpoints: the measured times of the stages, the conditions under which they
-    were measured, and the hash of the order. Empty before the choice, and with other schedules. A collective call."""
+    were measured, and the hash of the order. Empty before the choice, and with other schedules.
+
+    Args:
+        engines: this rank's engines.
+        devices: all ranks' devices, of ``gather_devices``.
+    """
     measured = engines.pipeline.measured
     if measured is None or not measured.is_final:
         return {}
     return {
         "times": list_times(measured.pipeline),
         "with_lists": measured.with_lists,
-        "conditions": _list_conditions(engines),
+        "conditions": _list_conditions(engines, devices),
         "digest": engines.pipeline.get_timetable(AUTO, _count_micro_batches(engines)).digest,
     }
 
@@ -67,7 +81,7 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
     if not description:
         return
     values, reason = Values(description, location, _REMEDY), ""
-    conditions = _list_conditions(engines)
+    conditions = _list_conditions(engines, gather_devices(engines))
     saved_conditions = run_together(control, lambda: dict(values.table("conditions")))
     changed = [name for name, value in conditions.items() if saved_conditions.get(name) != value]
     micro_batches = _count_micro_batches(engines)
@@ -91,11 +105,9 @@ def _count_micro_batches(engines: Engines) -> int:
     return training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
 
 
-def _list_conditions(engines: Engines) -> dict[str, Any]:
+def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:
     """List what the measured times, and the choice by them, depend on: JSON values by flag, equal on all ranks."""
-    config, topology, plan = engines.config, engines.topology, engines.plan
-    is_cuda = topology.device.type == "cuda"
-    names = gather_texts(topology.control.pg, torch.cuda.get_device_name(topology.device) if is_cuda else "cpu")
+    config, plan = engines.config, engines.plan
     specs = {point_name(spec): spec for text in config.compression.spec_texts for spec in expand_spec(text)}
     specs |= {point.value: text for point, text in plan.substitutes.items()}
     sections = {"parallel": config.parallel, "precision": config.precision, "recompute": config.recompute}
@@ -106,8 +118,8 @@ def _list_conditions(engines: Engines) -> dict[str, Any]:
         if field.name not in _WITHOUT_EFFECT
     }
     return {
-        "the number of ranks": topology.layout.world_size,
-        "the devices": names if len(set(names)) > 1 else names[0],
+        "the number of ranks": engines.topology.layout.world_size,
+        "the devices": list(devices) if len(set(devices)) > 1 else devices[0],
         "--micro-batch-size": config.training.micro_batch_size,
         "--global-batch-size": config.training.global_batch_size,
         "--seq-length": config.model.seq_length,

@@ -23,13 +23,13 @@ from megatron.training import saved_schedule
 from megatron.training.assembly import Engines
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun
-from megatron.training.saved_schedule import SCHEDULE, describe_schedule, restore_schedule
+from megatron.training.saved_schedule import SCHEDULE, describe_schedule, gather_devices, restore_schedule
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, run_cli
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
-from tests.support.tiny import merge, tiny_engines, tiny_train
+from tests.support.tiny import merge, tiny_checkpoints, tiny_engines, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,6 +53,10 @@ def _measured(with_lists: bool = True, slowest_s: float = 1.1) -> MeasuredPipeli
     backward_s = [2.1 * seconds for seconds in forward_s]
     pipeline = Pipeline("zb-h1", forward_s, backward_s, ODD_TIMES, 4, lambda *_: hop, ScheduleLimits(8))
     return MeasuredPipeline(pipeline, with_lists, is_final=True)
+
+
+def _describe(engines: Engines) -> dict[str, Any]:
+    return describe_schedule(engines, gather_devices(engines))
 
 
 class NamedSchedules(Observer):
@@ -80,11 +84,11 @@ def _keep(with_lists: bool) -> tuple[bool, bool, list[str], list[str], list[floa
     engines = tiny_engines(FOUR_STAGES)
     measured = engines.pipeline.measured = _measured(with_lists)
     losses = tiny_train(engines, 2).losses
-    state = describe_schedule(engines)
+    state = _describe(engines)
     resumed, lines, names = _restore({}, state)
     assert names == [str(measured.candidates(8)[0])]
     orders = [each.pipeline.get_timetable(AUTO, count).digest for each in (engines, resumed) for count in (8, 5)]
-    same_state = describe_schedule(resumed) == state
+    same_state = _describe(resumed) == state
     resumed_losses = tiny_train(resumed, 2).losses
     order = measured.candidates(8)[0]
     expected = [f"pipeline schedule: keeps that of the checkpoint's run; with 8 micro-batches, {order}"]
@@ -110,15 +114,15 @@ def _restore_changed(
     ``replaced_by`` is the spec that has replaced that of pp-forward; empty for none.
     """
     engines = tiny_engines(FOUR_STAGES)
-    assert describe_schedule(engines) == {}
+    assert _describe(engines) == {}
     trial = engines.pipeline.measured = _measured()
     trial.is_final = False
-    assert describe_schedule(engines) == {}, "a schedule on trial is not chosen yet"
+    assert _describe(engines) == {}, "a schedule on trial is not chosen yet"
     trial.is_final = True
     if replaced_by is not None:
         spec = engines.plan.specs[Point.PP_FWD] if replaced_by else None
         engines.plan.substitute(Point.PP_FWD, spec, replaced_by)
-    state = describe_schedule(engines)
+    state = _describe(engines)
     conditions = {**state["conditions"], **damage.pop("conditions", {})}
     resumed, lines, names = _restore(changes, {**state, "conditions": conditions, **damage})
     assert not names
@@ -187,7 +191,7 @@ def _restore_on_unlike_devices() -> tuple[bool, bool]:
 
     engines = on_gpu(tiny_engines(FOUR_STAGES))
     engines.pipeline.measured = _measured()
-    saved = SavedRun(3, {SCHEDULE: describe_schedule(engines)}, False, Progress(3))
+    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, False, Progress(3))
     kept = []
     for _ in range(2):
         resumed = on_gpu(tiny_engines(merge(FOUR_STAGES, {"checkpoint": {"load": "saved"}})))
@@ -201,10 +205,23 @@ def test_all_ranks_decide_alike_on_unlike_devices() -> None:
     assert run_ranks(4, _restore_on_unlike_devices) == [(True, False)] * 4
 
 
+def _describe_on_rank_0() -> list[str]:
+    """Names of a checkpoint's values, on the first rank alone, as an island sends them to another."""
+    engines = tiny_engines(FOUR_STAGES)
+    engines.pipeline.measured = _measured()
+    parts = tiny_checkpoints(engines).stateful_parts
+    return list(parts.state_dict()) if dist.get_rank() == 0 else []
+
+
+def test_a_single_rank_can_describe_the_schedule() -> None:
+    (names, *_) = run_ranks(4, _describe_on_rank_0)
+    assert SCHEDULE in names
+
+
 def _restore_after_a_choice() -> tuple[bool, list[str]]:
     engines, lines = tiny_engines(FOUR_STAGES), list[str]()
     engines.pipeline.measured = _measured()
-    saved = SavedRun(3, {SCHEDULE: describe_schedule(engines)}, False, Progress(3))
+    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, False, Progress(3))
     resumed = tiny_engines(merge(FOUR_STAGES, {"checkpoint": {"load": "saved"}}))
     restore_schedule(resumed, saved, True, lines.append)
     return ScheduleChoice.is_needed(resumed), lines
@@ -220,7 +237,7 @@ def _restore_on_unlike_ranks() -> str:
     engines = tiny_engines(FOUR_STAGES)
     engines.pipeline.measured = _measured(slowest_s=40.0 if dist.get_rank() == 2 else 1.1)
     try:
-        _restore({}, describe_schedule(engines))
+        _restore({}, _describe(engines))
     except UserError as error:
         return str(error)
     return ""
@@ -269,7 +286,7 @@ def _restore_damaged(damage: Any) -> str:
     engines = tiny_engines(FOUR_STAGES)
     engines.pipeline.measured = _measured()
     with pytest.raises(UserError) as raised:
-        _restore({}, {**describe_schedule(engines), **damage} if isinstance(damage, dict) else damage)
+        _restore({}, {**_describe(engines), **damage} if isinstance(damage, dict) else damage)
     return str(raised.value)
 
 
