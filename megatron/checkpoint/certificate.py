@@ -283,6 +283,14 @@ class Certificate:
         return (json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n").encode()
 
 
+def _unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; raise ValueError if a name occurs twice, of which other readers may take the first."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return values
+
+
 def _digest(content: Any) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -301,7 +309,7 @@ def read_certificate(folder: Path) -> Certificate:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     try:
-        sealed = json.loads(data)
+        sealed = json.loads(data, object_pairs_hook=_unique_names)
         content = sealed["content"]
         intact = sealed["sha256"] == _digest(content) and isinstance(content, dict)
     except (ValueError, KeyError, TypeError, RecursionError):

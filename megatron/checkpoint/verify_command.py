@@ -60,7 +60,7 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
     certificate = read_certificate(folder)
     statements = certificate.statements
     yield f"files: {_check_files(folder, certificate)}"
-    yield f"statements: {_check_statements(folder, certificate)}"
+    yield from _check_statements(folder, certificate)
     yield from (f"bytes: {_check_bytes(folder, span)}" for span in statements.traffic)
     for entry in statements.samples:
         label = f"{entry.point}: relative error at most {entry.worst_error:.2g} in {entry.samples} samples"
@@ -77,6 +77,8 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
     if statements.auto is not None:
         auto = statements.auto
         specs_text, measured_text = " ".join(auto.specs) or "nothing", "not measured yet"
+        if set(auto.increases) - set(auto.specs):
+            specs_text += f" now; times of the choice, {' '.join(auto.increases)}"
         if auto.measured_s is not None:
             measured_text = f"measured {auto.measured_s:.3g} s"
         yield (
@@ -103,6 +105,12 @@ def verify(folder: Path, strict: bool = False) -> Iterator[str]:
 def _check_files(folder: Path, certificate: Certificate) -> str:
     manifest = read_manifest(folder)
     names = {*manifest.files, MANIFEST}
+    try:
+        others = sorted(set(os.listdir(folder)) - names - {CERTIFICATE})
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from error
+    if others:
+        raise UserError(f"{folder}: {others[0]} is not a file of the checkpoint")
     for name in sorted(names ^ set(certificate.files)):
         holder, other = ("checkpoint", "certificate") if name in names else ("certificate", "checkpoint")
         raise UserError(f"{folder}: {name} is a file of the {holder}, but not of the {other}")
@@ -124,8 +132,9 @@ def _check_files(folder: Path, certificate: Certificate) -> str:
     return f"all {len(names)} ({format_bytes(sum(manifest.files.values()))}) match their SHA-256"
 
 
-def _check_statements(folder: Path, certificate: Certificate) -> str:
-    """Compare the statements with the checkpoint's common values, whose digest is already checked."""
+def _check_statements(folder: Path, certificate: Certificate) -> Iterator[str]:
+    """Compare the statements with the checkpoint's common values, whose digest is already checked; yield a line for
+    them, and one for a choice without a statement."""
     try:
         common = decode_plain((folder / COMMON).read_bytes())
         # Values that an earlier version did not save have their defaults on both sides.
@@ -144,7 +153,9 @@ def _check_statements(folder: Path, certificate: Certificate) -> str:
     auto = certificate.statements.auto
     if auto is not None and specs_in_use != list(auto.specs):
         raise UserError(f"{folder / CERTIFICATE}: auto differs from the choice in {COMMON}")
-    return f"as in {COMMON}, of iteration {certificate.iteration}"
+    yield f"statements: as in {COMMON}, of iteration {certificate.iteration}"
+    if auto is None and choice:
+        yield f"auto: {' '.join(specs_in_use) or 'nothing'}, chosen in a run without --certificate: no evidence"
 
 
 def _check_bytes(folder: Path, span: TrafficSpan) -> str:

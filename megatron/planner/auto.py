@@ -297,10 +297,11 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
         suggested: other settings that would save time.
     """
     before_s, after_s = result.plain.seconds, result.chosen.seconds
+    excluded = ", without the cost of the specs that were given" if result.plain.prediction.choice.specs else ""
     lines = [
         f"--compress auto: {'measured' if result.trials else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
         f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.chosen.increase:.2f}% "
-        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT"
+        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT{excluded}"
     ]
     for point in result.points:
         name = point.point.value

@@ -151,6 +151,7 @@ class TrafficCounter:
         self.uncompressed: Counter[str] = Counter()
         self.messages = 0
         self.interfaces: Counter[str] = Counter()
+        self.lost_interfaces: set[str] = set()
         self.connections: int | None = 0
         self.namespace = ""
         self.reason = ""
@@ -182,7 +183,12 @@ class TrafficCounter:
         self.uncompressed.update(
             {point.value: uncompressed[point] - uncompressed_before[point] for point in uncompressed}
         )
-        self.interfaces.update({name: n - before.interfaces.get(name, 0) for name, n in counts.interfaces.items()})
+        for name in sorted(counts.interfaces.keys() | before.interfaces.keys()):
+            first, last = before.interfaces.get(name, 0), counts.interfaces.get(name, -1)
+            if last < first:  # it is gone, or another one has its name
+                self.lost_interfaces.add(name)
+            else:
+                self.interfaces[name] += last - first
         added = sum(n - before.connections.get(name, 0) for name, n in counts.connections.items())
         readable = self.connections is not None and bool(counts.connections)
         self.connections = (self.connections or 0) + added if readable else None
@@ -223,6 +229,10 @@ class RunCertificate:
 
     def begin(self, iteration: int, saved: Statements | None) -> None:
         """Begin at an iteration, with the statements of the checkpoint that the run goes on from, if any."""
+        described = describe_choice(self.engines.config, self.topology.layout, self.engines.plan)
+        keeps_choice = described and self._choice is None
+        if keeps_choice and saved and saved.auto and list(saved.auto.specs) != specs_in_use(described):
+            saved = replace(saved, auto=None)  # a run without --certificate has chosen in between
         self._start, self._saved = iteration, saved
         self.traffic.start()
 
@@ -249,6 +259,7 @@ class RunCertificate:
             "namespace": self.traffic.namespace,
             "reason": self.traffic.reason,
             "interfaces": self.traffic.interfaces,
+            "lost_interfaces": sorted(self.traffic.lost_interfaces),
             "connections": self.traffic.connections,
             "sent": self.traffic.sent,
             "uncompressed": self.traffic.uncompressed,
@@ -300,9 +311,12 @@ class RunCertificate:
         connections = [row["connections"] for row in rows]
         connections_sum = None if None in connections else sum(connections)
         reason = self._why_not_compared() or next((row["reason"] for row in rows if row["reason"]), "")
+        lost = sorted({name for row in rows for name in row["lost_interfaces"]})
+        if lost and sum(interfaces.values()) < sum(sent.values()):
+            reason = reason or f"the counters of {', '.join(lost)} were removed or reset meanwhile"
         messages = sum(row["messages"] for row in rows)
         span = partial(TrafficSpan, self._start, iteration, len(rows), messages, sent, uncompressed=uncompressed)
-        return span(reason=reason) if reason else span(max(sum(interfaces.values()), 0), names, connections_sum)
+        return span(reason=reason) if reason else span(sum(interfaces.values()), names, connections_sum)
 
     def _why_not_compared(self) -> str:
         config = self.engines.config

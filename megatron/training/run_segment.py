@@ -138,11 +138,12 @@ def choose_or_keep(parts: RunParts, config: RunConfig, saved: SavedRun | None, a
         del engines
         free_memory()
     timer = None
+    progress = Progress() if saved is None else saved.progress
+    remaining = replace(parts.plan, train_iters=max(parts.plan.train_iters - progress.iteration, 0))
     if parts.has_steps_left(config, saved):
-        consumed_samples = 0 if saved is None else saved.progress.consumed_samples
-        timer = partial(time_sets, topology, parts.vocab_size, parts.length, parts.plan, consumed_samples)
+        timer = partial(time_sets, topology, parts.vocab_size, parts.length, remaining, progress.consumed_samples)
     chosen_config, choice = choose_compressors(
-        config, topology, parts.env, parts.vocab_size, parts.plan.train_iters, parts.flag_fields, timer, log
+        config, topology, parts.env, parts.vocab_size, remaining.train_iters, parts.flag_fields, timer, log
     )
     settings = {} if choice is None else choice.chosen.settings
     choice_s = time.perf_counter() - start if again else 0.0
@@ -200,6 +201,8 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         guard = None
         if parts.has_steps_left(config, saved) and LossGuard.is_needed(engines):
             batches = run_together(topology.control.pg, lambda: held_out_batches(engines, plan))
+            if not plan.valid_sets:
+                parts.log("note: without validation data, --compress auto checks the loss on the last training samples")
             has_weights = saved is not None or parts.pretrained is not None
             due_at_start = run.choice is not None and has_weights
             guard = run_together(

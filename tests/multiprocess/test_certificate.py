@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,14 @@ import torch
 
 import megatron.training.certificate as certificate_module
 from megatron.base.regular import fingerprint
-from megatron.checkpoint.certificate import CERTIFICATE, MAX_INCREASE, LossCheck, Statements, read_certificate
+from megatron.checkpoint.certificate import (
+    CERTIFICATE,
+    MAX_INCREASE,
+    AutoDecision,
+    LossCheck,
+    Statements,
+    read_certificate,
+)
 from megatron.checkpoint.verify_command import BYTES_TOLERANCE, RESIDUAL_TOLERANCE, main
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.points import Point
@@ -211,6 +219,12 @@ def _count_interfaces_only() -> None:
     certificate_module.read_sent = without_connections
 
 
+def _replace_an_interface() -> None:
+    """An interface carries everything, and another one takes its name at the end."""
+    counts = iter([10**9])
+    certificate_module.read_sent = lambda: SentCounts("net", {"veth0": next(counts, 5)}, {})
+
+
 def _train_changed(change: Callable[[], None], flags: list[str]) -> None:
     change()
     assert pretrain(flags) == 0
@@ -250,6 +264,16 @@ def test_counters_that_cannot_be_read_are_said_to_be_so(
     assert span.connections is None
     assert span.interfaces is not None
     assert span.interfaces > 0.99 * sum(span.ledger.values())
+
+
+def test_an_interface_that_was_replaced_is_said_to_be_so(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tiny_flags(prefix, save=tmp_path, certificate=True)
+    run_ranks(2, _train_changed, _replace_an_interface, flags, timeout=120, init=False)
+    assert main([str(tmp_path)]) == 0
+    reason = "not compared with the interfaces: the counters of veth0 were removed or reset meanwhile"
+    assert reason in capsys.readouterr().out
 
 
 def test_a_single_rank_and_other_transports_are_not_compared(
@@ -357,6 +381,22 @@ def test_all_ranks_state_the_choice_as_rank_0_explains_it() -> None:
     assert first.increases == {"dp-grad=fixpoint,bits=8": 0.1}
     assert first.checks == [LossCheck(4, 0.2), LossCheck(8, MAX_INCREASE, "dp-grad")]
     assert (first.uncompressed_trial_s, first.settings, first.after) == (3.0, ["--overlap-grad-reduce"], 3)
+
+
+def _resume_with_evidence(specs: list[str]) -> bool:
+    """Whether a run that keeps a choice of 8 bits states the evidence of its checkpoint, which is for some specs."""
+    engines = tiny_engines({"compression": {"compress": ["auto", "dp-grad=fixpoint,bits=8"]}})
+    certificate = RunCertificate(engines)
+    certificate.begin(3, None)
+    statements = certificate.collect(3)
+    certificate.begin(3, replace(statements, auto=AutoDecision(specs, 0.1, 0.4, None, None, [])))
+    return certificate.collect(4).auto is not None
+
+
+def test_evidence_of_another_choice_is_not_kept() -> None:
+    """As after a run without --certificate that has chosen again."""
+    assert _resume_with_evidence(["dp-grad=fixpoint,bits=8"])
+    assert not _resume_with_evidence(["dp-grad=fixpoint,bits=4"])
 
 
 def test_it_needs_a_folder(prefix: Path) -> None:

@@ -46,6 +46,8 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
         gc.collect()
         buffers.append(sum(isinstance(x, FlatBuffer) for x in gc.get_objects()))
         positions.append(args[4].args[-1])
+        remaining_iters = 12 - positions[-1] // 4
+        assert (args[2], args[4].args[3].train_iters) == (remaining_iters, remaining_iters)
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
         chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
         return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)

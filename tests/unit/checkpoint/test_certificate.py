@@ -331,6 +331,22 @@ def test_the_choice_must_be_that_of_the_checkpoint(tmp_path: Path, capsys: pytes
     assert "auto differs from the choice" in _refusal(_save(tmp_path, other), capsys)
 
 
+def test_a_choice_without_a_statement_is_said_to_have_no_evidence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(_save(tmp_path, _statements(auto=None)))]) == 0
+    line = f"  auto: {SPECS[0]}, chosen in a run without --certificate: no evidence"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_times_are_those_of_the_specs_that_were_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = "dp-grad=fixpoint,bits=4"
+    auto = AutoDecision(SPECS, 0.1, 0.4, 0.11, 0.12, ["--compress auto: predicted"], {chosen: 0.3})
+    assert main([str(_save(tmp_path, _statements(auto=auto)))]) == 0
+    line = f"  auto: {SPECS[0]} now; times of the choice, {chosen}: predicted 0.1 s an iteration"
+    assert line in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "choice",
     [
@@ -417,6 +433,23 @@ def test_files_that_the_checkpoint_does_not_list_are_refused(
 ) -> None:
     _reseal_certificate(folder, lambda content: content["files"].update({name: "0"}))
     assert f"{name} is a file of the certificate, but not of the checkpoint" in _refusal(folder, capsys)
+
+
+def test_other_files_and_folders_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "other.bin").write_bytes(b"")
+    assert _refusal(folder, capsys).endswith("other.bin is not a file of the checkpoint")
+    (folder / "other.bin").unlink()
+    (folder / "sub").mkdir()
+    assert _refusal(folder, capsys).endswith("sub is not a file of the checkpoint")
+
+
+def test_a_name_that_occurs_twice_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other readers might take the first."""
+    text = (folder / CERTIFICATE).read_text()
+    changed = text.replace('"iteration": 3,', '"iteration": 999999, "iteration": 3,', 1)
+    assert changed != text
+    (folder / CERTIFICATE).write_text(changed)
+    assert "certificate.json is damaged" in _refusal(folder, capsys)
 
 
 @pytest.mark.parametrize(
