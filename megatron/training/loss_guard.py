@@ -101,9 +101,9 @@ class LossGuard:
 
     If the sum over the points, or the joint cost of the forward points plus the costs of the others, exceeds the
     budget, the point with the greatest increase takes the next gentler setting of its compressor, or exact traffic if
-    there is none. If instead ``CALM_CHECKS`` checks in a row find room for a point's next bolder setting, the point
-    goes back to that setting: never beyond the setting that was chosen, and not to a setting that has exceeded the
-    budget twice.
+    there is none. What the forward points cost together beyond the sum of each counts for each of them. If instead
+    ``CALM_CHECKS`` checks in a row find room for a point's next bolder setting, the point goes back to that setting:
+    never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice.
 
     Args:
         engines: engines of this rank.
@@ -189,7 +189,7 @@ class LossGuard:
         total = measurement.total(costs)
         # All ranks take the decision of rank 0: their sums may round differently.
         group = self._engines.topology.control.pg
-        decision = take_from_rank_0(group, self._decide(costs, total, measurement.bolder_costs))
+        decision = take_from_rank_0(group, self._decide(costs, total, measurement))
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
@@ -220,19 +220,20 @@ class LossGuard:
         }
         return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
 
-    def _decide(
-        self, costs: Mapping[Point, float], total: float, bolder_costs: Mapping[Point, float]
-    ) -> dict[str, Any]:
+    def _decide(self, costs: Mapping[Point, float], total: float, measurement: _Measurement) -> dict[str, Any]:
         """Decide which point takes a gentler or a bolder setting, if any, and count the calm checks of all points."""
         eased, emboldened = None, None
         calm_checks = dict.fromkeys(costs, 0)
         if total > self._budget:
-            eased = max(costs, key=lambda point: costs[point])
+            separate = sum(costs.values())
+            excess = total - separate if math.isfinite(separate) else 0.0
+            joint = measurement.joint_points
+            eased = max(costs, key=lambda point: (costs[point] + (excess if point in joint else 0.0), costs[point]))
         else:
             for point, guarded in self._points.items():
                 room, bolder = self._budget - (total - costs[point]), guarded.bolder
                 if bolder is not None and bolder.increase <= room:
-                    increase = bolder_costs.get(point, bolder.mean_increase)
+                    increase = measurement.bolder_costs.get(point, bolder.mean_increase)
                     calm_checks[point] = guarded.calm_checks + 1 if increase <= _CALM_SHARE * room else 0
             calmest = max(calm_checks, key=lambda point: calm_checks[point])
             if calm_checks[calmest] >= CALM_CHECKS:

@@ -22,7 +22,7 @@ from megatron.training.assembly import Engines
 from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate
 from megatron.training.flushless import complete_steps
-from megatron.training.loss_guard import CALM_CHECKS, LossGuard, _guard_point
+from megatron.training.loss_guard import CALM_CHECKS, LossGuard, _guard_point, _Measurement
 from megatron.training.saved_run import find_saved
 from megatron.training.step import take_batches
 from megatron.training.timers import Timers
@@ -389,6 +389,25 @@ def test_forward_points_are_also_measured_together(tmp_path: Path) -> None:
     together = "ep-dispatch-forward and ep-combine-forward together more"
     assert f"the loss is expected to be 2.00% higher ({costs}; {together}), above" in line
     assert results[1] == results[0]
+
+
+@pytest.mark.parametrize(("joint", "eased"), [(0.9, "tp-forward"), (0.11, "dp-grad"), (math.inf, "tp-forward")])
+def test_points_that_cost_more_together_are_eased_rather_than_others(joint: float, eased: str) -> None:
+    guard = _guard(tiny_engines(_auto(["dp-grad=fixpoint,bits=8"], budget=0.4)))
+    costs = {Point.PP_FWD: 0.05, Point.TP_FWD: 0.06, Point.DP_GRAD: 0.3}
+    measurement = _Measurement({}, {}, joint, [Point.PP_FWD, Point.TP_FWD])
+    assert guard._decide(costs, measurement.total(costs), measurement)["eased"] == eased
+
+
+def _increase_by_stages(stages: int) -> float:
+    layout = {"parallel": {"pipeline_model_parallel_size": stages}}
+    guard = _guard(tiny_engines(merge(layout, _auto(["pp-forward=fixpoint,bits=8"]))))
+    return guard._points[Point.PP_FWD].candidate.increase
+
+
+def test_costs_of_pipeline_messages_count_for_each_boundary() -> None:
+    (two, *_), (four, *_) = run_ranks(2, _increase_by_stages, 2), run_ranks(4, _increase_by_stages, 4)
+    assert four == pytest.approx(3 * two)
 
 
 def _check_losses_that_are_not_finite(module: str) -> list[Any]:

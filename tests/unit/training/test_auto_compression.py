@@ -101,8 +101,9 @@ def test_compressors_that_were_turned_off_stay_off_where_the_choice_is_kept() ->
     assert specs_in_use(choice) == []
 
 
-def test_a_checkpoint_of_another_layout_or_without_a_choice_is_not_kept() -> None:
-    config, _, lines = _choose(tiny_config(AUTO, 1), {**KEPT, "layout": [1, 1, 2, 1]})
+@pytest.mark.parametrize("layout", [[2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2]])
+def test_a_checkpoint_of_another_layout_or_without_a_choice_is_not_kept(layout: list[int]) -> None:
+    config, _, lines = _choose(tiny_config(AUTO, 1), {**KEPT, "layout": layout})
     assert config.compression.compress == ["pp-forward=cast", "auto"]
     expected = "chooses again, since the layout has changed; the checkpoint's run had dp-grad=fixpoint,bits=4"
     assert lines[0] == f"--compress auto: {expected}"
