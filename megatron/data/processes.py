@@ -75,6 +75,7 @@ def map_in_processes(
     other_children = set(active_children())
     executor = ProcessPoolExecutor(workers, get_context("forkserver"), _start_worker, (function,))
     result_queue: Any = executor._result_queue
+    call_queue: Any = executor._call_queue  # type: ignore[attr-defined]
     processes: set[BaseProcess] = set()
     pending: deque[Future[R]] = deque()
 
@@ -107,6 +108,8 @@ def map_in_processes(
             process.kill()
         # With this copy of the pipe's end open, the executor would wait forever for the second half of a result.
         result_queue._writer.close()
+        # With this one open, a thread of Python before 3.11.5 would wait forever to send an item to killed processes.
+        call_queue._reader.close()
         if isinstance(error, (BrokenProcessPool, MemoryError)):
             raise ProcessKilled("a process was killed (out of memory?); give fewer --workers") from error
         raise
