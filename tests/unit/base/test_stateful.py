@@ -69,5 +69,6 @@ def test_values_of_earlier_versions_get_current_names() -> None:
     controllers = {"dp-grad": {"compressor": "edgc", "state": {"rank": 8.0}}}
     today = {"optimizer_steps": 4, "variance_frozen_at": 0, "controllers": controllers, "expert_loads": {}, "outer": {}}
     today |= {"tracked_runs": {}, "compression_choice": {}, "certificate": {}, "delayed_gradients": {}}
+    today |= {"pipeline_schedule": {}}
     assert migrate_saved_values(old) == today
     assert migrate_saved_values(today) == today
