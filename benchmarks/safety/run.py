@@ -7,7 +7,7 @@
 A card compares a spec (or several at once, separated by spaces) with its dense twins, runs without compressors and with
 the same seeds. It has paired differences of the loss with their interval and an equivalence test, a law of the gap over
 sizes with its prediction of a held-out size, exact answers to canaries, flips and KL, and bytes. The short form takes
-0.3 to 0.4 processor hours (measured), the full form several times as much (not measured). Finished runs are kept:
+0.2 to 0.5 processor hours (measured), the full form several times as much (not measured). Finished runs are kept:
 repeat the command to continue after an interruption. Writes card.md, card.json and card.svg into a folder for each
 spec.
 """

@@ -36,7 +36,7 @@ class TrafficSpan:
         interfaces: bytes that the interfaces of all nodes sent, without headers; None if not compared.
         names: names of these interfaces.
         connections: bytes that the ranks' own connections sent, by the kernel's counters; None if these are unknown.
-        reason: why nothing is compared; empty if it is.
+        reason: why the interfaces are not compared; empty if they are.
         uncompressed: bytes that all ranks would have sent without compression, by communication point.
     """
 

@@ -161,15 +161,15 @@ def _check_statements(folder: Path, certificate: Certificate) -> Iterator[str]:
 def _check_bytes(folder: Path, span: TrafficSpan) -> str:
     counted = sum(span.ledger.values())
     label = f"iterations {span.after + 1} to {span.until} of {span.ranks} ranks, {format_bytes(counted)} by the ledger"
-    if span.interfaces is None:
-        return f"{label}, not compared with the interfaces: {span.reason}"
     least = counted * (1 - BYTES_TOLERANCE)
     most = counted * (1 + BYTES_TOLERANCE) + HEADER_BYTES * 2 * (span.ranks - 1) * span.messages
-    interfaces = f"{span.interfaces / max(counted, 1):.4f} times as many by {', '.join(span.names)}"
     if span.connections is not None:
         label = f"{label}, {span.connections / max(counted, 1):.4f} times as many by the ranks' connections"
         if not least <= span.connections <= most:
             raise UserError(f"{folder}: bytes differ: {label}")
+    if span.interfaces is None:
+        return f"{label}, not compared with the interfaces: {span.reason}"
+    interfaces = f"{span.interfaces / max(counted, 1):.4f} times as many by {', '.join(span.names)}"
     if span.interfaces < least or (span.interfaces > most and span.connections is None):
         raise UserError(f"{folder}: bytes differ: {label}, {interfaces}")
     return f"{label}, {interfaces}{', with other programs' if span.interfaces > most else ''}"

@@ -311,12 +311,15 @@ class RunCertificate:
         connections = [row["connections"] for row in rows]
         connections_sum = None if None in connections else sum(connections)
         reason = self._why_not_compared() or next((row["reason"] for row in rows if row["reason"]), "")
-        lost = sorted({name for row in rows for name in row["lost_interfaces"]})
-        if lost and sum(interfaces.values()) < sum(sent.values()):
-            reason = reason or f"the counters of {', '.join(lost)} were removed or reset meanwhile"
         messages = sum(row["messages"] for row in rows)
         span = partial(TrafficSpan, self._start, iteration, len(rows), messages, sent, uncompressed=uncompressed)
-        return span(reason=reason) if reason else span(sum(interfaces.values()), names, connections_sum)
+        if reason:
+            return span(reason=reason)
+        lost = sorted({name for row in rows for name in row["lost_interfaces"]})
+        if lost and sum(interfaces.values()) < sum(sent.values()):
+            reason = f"the counters of {', '.join(lost)} were removed or reset meanwhile"
+            return span(names=names, connections=connections_sum, reason=reason)
+        return span(sum(interfaces.values()), names, connections_sum)
 
     def _why_not_compared(self) -> str:
         config = self.engines.config

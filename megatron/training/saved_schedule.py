@@ -17,13 +17,8 @@ from megatron.distributed.agreement import gather_texts, run_together
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
 from megatron.training.assembly import Engines
 from megatron.training.saved_run import SavedRun
-from megatron.training.schedule_choice import (
-    COLUMNS,
-    ScheduleChoice,
-    list_times,
-    make_pipeline,
-    use_schedule,
-)
+from megatron.training.schedule_choice import COLUMNS, ScheduleChoice, list_times, make_pipeline, use_schedule
+from megatron.training.step import count_micro_batches
 
 SCHEDULE = "pipeline_schedule"
 """Name of the schedule among the values of a checkpoint."""
@@ -58,7 +53,7 @@ def describe_schedule(engines: Engines, devices: Sequence[str]) -> dict[str, Any
         "times": list_times(measured.pipeline),
         "with_lists": measured.with_lists,
         "conditions": _list_conditions(engines, devices),
-        "digest": engines.pipeline.get_timetable(AUTO, _count_micro_batches(engines)).digest,
+        "digest": engines.pipeline.get_timetable(AUTO, count_micro_batches(engines)).digest,
     }
 
 
@@ -80,11 +75,10 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
     description = run_together(control, lambda: Values(saved.common, location, _REMEDY).table(SCHEDULE, {}))
     if not description:
         return
-    values, reason = Values(description, location, _REMEDY), ""
+    values, reason, micro_batches = Values(description, location, _REMEDY), "", count_micro_batches(engines)
     conditions = _list_conditions(engines, gather_devices(engines))
-    saved_conditions = run_together(control, lambda: dict(values.table("conditions")))
+    saved_conditions = run_together(control, lambda: values.table("conditions"))
     changed = [name for name, value in conditions.items() if saved_conditions.get(name) != value]
-    micro_batches = _count_micro_batches(engines)
     if chooses_again:
         reason = "--compress auto has chosen again"
     elif changed:
@@ -97,12 +91,6 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
             return
         reason = "the saved times give another order in this version"
     log(f"pipeline schedule: measured again, since {reason}")
-
-
-def _count_micro_batches(engines: Engines) -> int:
-    """Number of micro-batches in a full batch."""
-    training = engines.config.training
-    return training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
 
 
 def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:

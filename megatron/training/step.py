@@ -77,11 +77,15 @@ def take_batches(
     return step_batches
 
 
+def count_micro_batches(engines: Engines) -> int:
+    """Count this rank's micro-batches of a full global batch."""
+    training = engines.config.training
+    return training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
+
+
 def take_full_batch(engines: Engines, batches: MicroBatches) -> list[Batch]:
     """Take this rank's micro-batches of a full global batch, or all that are left, the same number on all ranks."""
-    training = engines.config.training
-    count = training.global_batch_size // (training.micro_batch_size * engines.topology.dp.size)
-    return take_batches(batches, min(count, len(batches)), engines.topology.device)
+    return take_batches(batches, min(count_micro_batches(engines), len(batches)), engines.topology.device)
 
 
 def train_step(

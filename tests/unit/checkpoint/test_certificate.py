@@ -316,6 +316,13 @@ def test_bytes_must_agree_within_one_percent_and_headers(
         assert ("with other programs" in text) == (changes.get("interfaces") == 9_000_000)
 
 
+@pytest.mark.parametrize(("connections", "is_right"), [(1_002_000, True), (900_000, False), (None, True)])
+def test_connections_are_compared_without_interfaces(connections: int | None, is_right: bool, tmp_path: Path) -> None:
+    """As after an interface was replaced."""
+    span = dataclasses.replace(SPAN, interfaces=None, connections=connections, reason="veth0 was removed")
+    assert (main([str(_save(tmp_path, _statements(traffic=[span])))]) == 0) is is_right
+
+
 def test_residuals_and_replicas_must_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lost = _statements(samples=[SampledPoint("dp-grad", True, 8, 1.1e-6, "ab")])
     assert "residuals do not add up at dp-grad" in _refusal(_save(tmp_path / "lost", lost), capsys)
