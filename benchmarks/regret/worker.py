@@ -19,10 +19,11 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.planner.auto import AutoSearch
 from megatron.planner.compressor_search import CompressorSet
 from megatron.planner.settings import without_settings
-from megatron.training.auto_compression import agree_on_sets, with_choice
+from megatron.training.auto_compression import agree_on_sets
 from megatron.training.pretrain import Job, resolve, train
 from megatron.training.program import Ranks, run_program
 from megatron.training.run_segment import ChosenRun, RunParts
+from megatron.training.saved_choice import with_choice
 from megatron.training.trial_steps import SetTrial
 
 GRID_SETS = 6

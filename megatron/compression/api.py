@@ -100,6 +100,7 @@ class SumTraits:
         index_sets: names of state tensors that hold indices into the flattened input.
         steady: names of counters that do not affect which operations run, such as counters for random seeds.
         scales_residual: ``rounds`` scales the residual in its input, to which error feedback must have added all of it.
+        quantizes: every number is rounded. ``--compress auto`` bounds the error of such compressors in gradients.
     """
 
     batched: bool = False
@@ -112,6 +113,7 @@ class SumTraits:
     index_sets: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
     scales_residual: bool = False
+    quantizes: bool = False
 
 
 class RoundCompressor(Compressor, ABC):
@@ -221,6 +223,7 @@ class CodecTraits:
         samples_in_memory: maximum number of remembered samples in memory, with more in a file; None for all.
         tokens: whether the keys of pipeline messages must hold the samples' tokens (``SampleKey``).
         folders: local folders that the codec writes to.
+        quantizes: as in ``SumTraits``.
     """
 
     exact: bool = False
@@ -232,6 +235,7 @@ class CodecTraits:
     samples_in_memory: int | None = None
     tokens: bool = False
     folders: tuple[str, ...] = ()
+    quantizes: bool = False
 
 
 class Codec(Compressor, ABC):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, CodecTraits, Payload, Peers, Request, RoundCompressor
 from megatron.compression.approximation import Approximation, dense
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.state import CompressorState
@@ -50,6 +50,18 @@ Record = Callable[[Sample], None]
 
 Copy = Callable[[Tensor], Tensor]
 """Function that copies a part of a tensor, or its mean over the tokens, flat, in fp64."""
+
+
+def why_not_sampled(compressor: Codec | RoundCompressor) -> str | None:
+    """Why messages of a compressor are not sampled; None if they are."""
+    traits = compressor.traits
+    if not isinstance(traits, CodecTraits):
+        return None
+    if traits.exact:
+        return "it sends everything"
+    if traits.shared or traits.samples:
+        return "decoding changes its memory; both ends' memories are compared instead, as replicas are"
+    return None
 
 
 def _slice_copier(shape: torch.Size, number: int) -> Copy:

@@ -20,6 +20,12 @@ MODEL_SPREAD = 0.5
 Gradients on three combinations of model and layout predict 42% (one-sided, 95%): docs/results/loss.md.
 """
 
+MAX_NOISE = 1.0 / math.sqrt(3.0)
+"""Largest norm of quantization noise over that of the gradient that ``--compress auto`` allows, whatever the budget.
+
+With more noise, training on quantized gradients hardly gains (Chmiel et al. 2025, "FP4 All the Way", arXiv 2505.19115).
+"""
+
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 """Quantiles of Student's t distribution at 95% (one-sided), for 1, 2, ... degrees of freedom."""
 

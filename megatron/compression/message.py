@@ -112,7 +112,7 @@ class Format(Protocol):
 class FormatCodec(Codec):
     """Codec of messages in a ``Format``."""
 
-    traits = CodecTraits(steady=("messages",))
+    traits = CodecTraits(steady=("messages",), quantizes=True)
 
     def __init__(self, config: Rounding, format: Format) -> None:
         super().__init__(config)

@@ -183,7 +183,7 @@ class TwoStepSum(RoundCompressor):
     format: Format
     inside: Format | None = None
     """Format within a node; None for single-level sums."""
-    traits = SumTraits(steady=("messages",))
+    traits = SumTraits(steady=("messages",), quantizes=True)
 
     def seed(self, state: CompressorState, message: int) -> int | None:
         """Seed of the noise of this step's message with number ``message``; None without stochastic rounding."""

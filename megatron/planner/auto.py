@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from types import MappingProxyType
 
-from megatron.compression.builtin import BUILTIN
-from megatron.compression.points import EXPERT_POINTS, Point
-from megatron.compression.spec import point_name
+from megatron.compression.points import Point
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
@@ -63,6 +61,19 @@ class SettingChoice:
 
 
 @dataclass(frozen=True)
+class MeasuredTraffic:
+    """Measured traffic of a point in a step, averaged over the ranks.
+
+    Args:
+        sent_bytes: bytes that a rank sends.
+        waited_s: seconds that a rank waits.
+    """
+
+    sent_bytes: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class AutoChoice:
     """The chosen compressors and settings.
 
@@ -71,12 +82,16 @@ class AutoChoice:
         chosen: the chosen set.
         search: the search that found the sets.
         trials: sets whose iterations were timed; empty if the choice is by prediction.
+        traffic: traffic of the trial steps without compressors, by point; empty if there were none.
+        took_s: seconds that the choice took.
     """
 
     plain: CompressorSet
     chosen: CompressorSet
     search: AutoSearch
     trials: Sequence[CompressorSet] = ()
+    traffic: Mapping[Point, MeasuredTraffic] = field(default_factory=dict)
+    took_s: float = 0.0
 
     @cached_property
     def points(self) -> list[PointChoice]:
@@ -275,59 +290,3 @@ def _lowest_increase_of_fastest(sets: Sequence[CompressorSet]) -> CompressorSet:
 def fit_together(sets: Sequence[CompressorSet], memory_gib: float) -> bool:
     """Whether the engines of all sets fit into a device's memory at the same time."""
     return sum(each.prediction.memory_bytes for each in sets) <= _MEMORY_SHARE * memory_gib * 2**30
-
-
-def make_card_command(specs: Sequence[str]) -> str:
-    """Make the command that tries specs on small models; empty if it knows none of them."""
-    known_specs = [
-        spec
-        for spec in specs
-        if Point(point_name(spec)) not in EXPERT_POINTS and spec.partition("=")[2].partition(",")[0] in BUILTIN
-    ]
-    return f"make safety-card ARGS=\"--short --spec '{' '.join(known_specs)}'\"" if known_specs else ""
-
-
-def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> str:
-    """Describe the choice: each point's compressor and each setting, with savings and costs, and the flags that repeat
-    the choice.
-
-    Args:
-        result: the choice.
-        budget: largest acceptable increase of the validation loss, in percent.
-        suggested: other settings that would save time.
-    """
-    before_s, after_s = result.plain.seconds, result.chosen.seconds
-    excluded = ", without the cost of the specs that were given" if result.plain.prediction.choice.specs else ""
-    lines = [
-        f"--compress auto: {'measured' if result.trials else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
-        f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.chosen.increase:.2f}% "
-        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT{excluded}"
-    ]
-    for point in result.points:
-        name = point.point.value
-        if point.candidate is None:
-            lines.append(f"  {name:<13} nothing: {point.reason}")
-        else:
-            cost = f"predicted to save {point.saved_s:.3g} s, loss at most {point.candidate.increase:.2f}% higher"
-            lines.append(f"  {name:<13} {point.candidate.spec.partition('=')[2]}: {cost}")
-    for setting in result.settings:
-        if setting.is_on:
-            lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
-        else:
-            was_tried = any(setting.flag in trial.flags for trial in result.trials)
-            reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
-            lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
-    if result.trials:
-        slowdown = result.search.predictor.slowdown
-        lines.append(f"  predictions are multiplied by {slowdown:.2f}, the median ratio of trial steps to predictions")
-    for trial in result.trials:
-        flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
-        lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}")
-    lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
-    if not result.points:
-        lines.append(f"  {NOTHING_TO_CHOOSE}")
-    if card_command := make_card_command(result.chosen.specs):
-        lines.append(f"  to try them on small models: {card_command}")
-    if result.chosen.flags:
-        lines.append(f"  the same by hand: {' '.join(result.chosen.flags)}")
-    return "\n".join(lines)

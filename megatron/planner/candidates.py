@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.compression.api import SumTraits
+from megatron.compression.ladder import MAX_NOISE
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
@@ -42,7 +44,8 @@ Ladders = Mapping[Point, Sequence[CandidateSpec]]
 def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders:
     """Read the candidates that compressors declare for each point with traffic in a choice and no spec of the user.
 
-    Sums in two levels are candidates where several nodes have several replicas each.
+    Sums in two levels are candidates where several nodes have several replicas each. Compressors that quantize with
+    more noise than ``MAX_NOISE`` are none.
 
     Args:
         config: resolved configuration; its own specs are those of the user.
@@ -65,9 +68,12 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
             continue
         for name in registry.names:
             for candidate in list_candidates(registry, name, point, config.model.hidden_size, length, boundaries):
-                spec = read_specs([candidate.spec], registry, length)[point]
-                is_accepted = accepts_candidate(config, choice, candidate)
-                if is_accepted and (two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)):
+                traits = SumTraits()
+                if point.is_reduction:
+                    traits = read_specs([candidate.spec], registry, length)[point].make_rounds().traits
+                is_noisy = traits.quantizes and (candidate.residual or 0.0) > MAX_NOISE
+                is_possible = not is_noisy and (two_levels or not traits.levels)
+                if is_possible and accepts_candidate(config, choice, candidate):
                     ladders.setdefault(point, []).append(candidate)
     return ladders
 

@@ -39,7 +39,8 @@ from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.distributed.topology import build_topology
-from megatron.planner.auto import AutoSearch, report
+from megatron.planner.auto import AutoSearch
+from megatron.planner.auto_report import report
 from megatron.planner.candidates import candidate_specs, read_ladders
 from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
 from megatron.planner.cluster import (
@@ -249,8 +250,7 @@ def print_predictions(
         print(format_breakdown(baseline, predictor.cluster))
         if baseline.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {baseline.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
-        grown = predict_growth(predictor, baseline.choice)
-        if grown is not None:
+        if (grown := predict_growth(predictor, baseline.choice)) is not None:
             print(f"  {grown.line}")
     if config.compression.is_auto:
         budget = config.compression.max_loss_increase
@@ -258,8 +258,8 @@ def print_predictions(
         free_settings = list_free_settings(predictor.config, baseline.choice, ())
         auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, free_settings).choose()
         chosen = auto_choice.chosen.prediction
-        suggested = suggestions(predictor, chosen, free_settings)
-        print(f"\n{report(auto_choice, budget, suggested)}\n\n{format_table([chosen], memory)}")
+        text = report(auto_choice, budget, suggestions(predictor, chosen, free_settings))
+        print(f"\n{text}\n\n{format_table([chosen], memory)}")
         print(format_breakdown(chosen, predictor.cluster, warns_of_loss=False))
         print(compare_with_one_node(predictor, chosen), end="")
         _write_configuration(options, chosen, config)

@@ -17,8 +17,8 @@ import torch
 from megatron.base.code_digest import code_digest
 from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
-from megatron.compression.api import Codec, CodecTraits, RoundCompressor
-from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
+from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.config.run import run_sections
@@ -28,13 +28,14 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.observer import Observer
 from megatron.distributed.topology import Topology
 from megatron.kernels.native import kernels_digest
-from megatron.planner.auto import AutoChoice, report
+from megatron.planner.auto import AutoChoice
+from megatron.planner.auto_report import report
 from megatron.planner.settings import flags_of
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.identity import input_files
 from megatron.training.loss_guard import LossGuard
 from megatron.training.replica_check import disagreements
+from megatron.training.saved_choice import describe_choice, specs_in_use
 from megatron.training.step_time_check import StepTimeCheck
 
 C = TypeVar("C", Codec, RoundCompressor)
@@ -121,18 +122,6 @@ class MessageSampler(Observer):
 
     def _record(self, point: Point, sample: Sample) -> None:
         self._samples.append((point, sample))
-
-
-def why_not_sampled(compressor: Codec | RoundCompressor) -> str | None:
-    """Why messages of a compressor are not sampled; None if they are."""
-    traits = compressor.traits
-    if not isinstance(traits, CodecTraits):
-        return None
-    if traits.exact:
-        return "it sends everything"
-    if traits.shared or traits.samples:
-        return "decoding changes its memory; both ends' memories are compared instead, as replicas are"
-    return None
 
 
 class TrafficCounter:

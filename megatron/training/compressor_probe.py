@@ -8,13 +8,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.observer import Observer
 from megatron.training.assembly import Engines
-from megatron.training.certificate import why_not_sampled
 
 C = TypeVar("C", Codec, RoundCompressor)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron.base.values import Values
 from megatron.checkpoint.certificate import MAX_INCREASE, LossCheck
+from megatron.compression.ladder import MAX_NOISE
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -18,14 +19,14 @@ from megatron.data.batch import Batch
 from megatron.distributed.agreement import take_from_rank_0
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
-from megatron.planner.candidates import CandidateSpec, list_candidates
+from megatron.planner.auto import AutoChoice
+from megatron.planner.candidates import list_candidates
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
+from megatron.training.guarded_point import EXACT, GuardedPoint, LossMeasurement, guard_point
+from megatron.training.quantization_noise import NoiseProbe
 from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch
-
-_EXACT = CandidateSpec("", 0.0)
-"""Exact traffic: the position after the gentlest setting."""
 
 CALM_CHECKS = 5
 """Successive checks that must find room for a bolder setting before it is taken."""
@@ -34,60 +35,8 @@ _CALM_SHARE = 2 / 3
 """A bolder setting has room if its measured increase of the loss is at most this share of the rest of the budget,
 beside the other points. A setting is replaced when it exceeds all of it, so costs in between change nothing."""
 
-_MAX_BREAKS = 2
-"""A setting that has exceeded the budget this many times is not taken again."""
-
-
-@dataclass
-class _GuardedPoint:
-    """A point with a chosen compressor.
-
-    Args:
-        settings: declared settings with their specs, from the one that was chosen to the gentlest.
-        position: index of the setting in use; one past the last for exact traffic.
-        breaks: how many times each setting has exceeded the budget.
-        calm_checks: latest successive checks that found room for the next bolder setting.
-    """
-
-    settings: list[tuple[CandidateSpec, Spec]]
-    position: int
-    breaks: list[int]
-    calm_checks: int = 0
-
-    @property
-    def candidate(self) -> CandidateSpec:
-        """The setting in use, as declared."""
-        return self.settings[self.position][0] if self.position < len(self.settings) else _EXACT
-
-    @property
-    def bolder(self) -> CandidateSpec | None:
-        """The next bolder setting; None if it has exceeded the budget too often, or none was chosen."""
-        position = self.position - 1
-        return self.settings[position][0] if position >= 0 and self.breaks[position] < _MAX_BREAKS else None
-
-
-@dataclass
-class _Measurement:
-    """Measured increases of the loss, in percent.
-
-    Args:
-        costs: by point, with the settings in use.
-        bolder_costs: by point, with the next bolder setting.
-        joint_cost: of all compressed forward points together; None if there are fewer than two.
-        joint_points: these points.
-    """
-
-    costs: dict[Point, float]
-    bolder_costs: dict[Point, float]
-    joint_cost: float | None = None
-    joint_points: list[Point] = field(default_factory=list)
-
-    def total(self, costs: Mapping[Point, float]) -> float:
-        """Expected increase at all points: the sum of their costs, or more if the forward points together cost more
-        than each by itself."""
-        joint = 0.0 if self.joint_cost is None else self.joint_cost
-        others = [cost for point, cost in costs.items() if point not in self.joint_points]
-        return max(sum(costs.values()), joint + sum(others))
+MAX_SHARE, _LEAST_SHARE = 0.02, 0.002
+"""Share of a run's time for the choice of its compressors and their checks, and the least share for the checks."""
 
 
 class LossGuard:
@@ -97,7 +46,8 @@ class LossGuard:
 
     - at points of forward messages, if the loss on held-out samples rises by more when the messages are compressed;
     - at reductions with error feedback, if the residual's energy is a greater share of the gradient's than it was when
-      the mean increase was measured: the increase then grows in proportion.
+      the mean increase was measured: the increase then grows in proportion;
+    - at points of gradients that a compressor quantizes, if the noise exceeds ``MAX_NOISE``: no budget allows this.
 
     If the sum over the points, or the joint cost of the forward points plus the costs of the others, exceeds the
     budget, the point with the greatest increase takes the next gentler setting of its compressor, or exact traffic if
@@ -105,15 +55,23 @@ class LossGuard:
     ``CALM_CHECKS`` checks in a row find room for a point's next bolder setting, the point goes back to that setting:
     never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice.
 
+    A run checks every ``--loss-check-interval`` iterations; if the first of these checks takes more than ``share``,
+    every multiple of that from then on.
+
     Args:
         engines: engines of this rank.
         batches: this rank's micro-batches of the held-out samples.
         length: length of the run, for costs by length and warm-ups in fractions of it.
         saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
         due_at_start: whether a check is due before the first step: the compressors are new, but not the weights.
+        share: share of the run's time that the checks may take; None for any.
+        saved_interval: ``interval`` in the checkpoint, if a check had set it.
 
     Attributes:
+        share: see above.
         checks: the checks so far.
+        interval: iterations between checks.
+        is_paced: whether a check has set ``interval``.
     """
 
     def __init__(
@@ -123,13 +81,20 @@ class LossGuard:
         length: RunLength,
         saved: Mapping[str, Values] = MappingProxyType({}),
         due_at_start: bool = False,
+        share: float | None = None,
+        saved_interval: int | None = None,
     ) -> None:
         compression = engines.config.compression
-        self.interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
+        self._base_interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
+        self.interval, self.is_paced = self._base_interval, False
+        if share is not None and saved_interval and saved_interval % self._base_interval == 0:
+            self.interval, self.is_paced = saved_interval, True
+        self.share, self._start = share, (time.perf_counter(), -1)
+        self._noise = NoiseProbe(engines.topology, engines.ledger)
         self._engines = engines
         registry = build_registry(compression.compress_module)
         self.checks: list[LossCheck] = []
-        self._points: dict[Point, _GuardedPoint] = {}
+        self._points: dict[Point, GuardedPoint] = {}
         self._forward_points: list[Point] = []
         self._batches = batches
         boundaries = engines.topology.layout.num_virtual_stages - 1
@@ -147,9 +112,7 @@ class LossGuard:
             # Groups are split by node, or not, for the whole run.
             settings = [(candidate, read(candidate.spec)) for candidate in ladder]
             settings = [pair for pair in settings if _sums_in_levels(pair[1]) == _sums_in_levels(spec)]
-            self._points[point] = _guard_point(
-                settings, text, engines.plan.is_turned_off(point), saved.get(point.value)
-            )
+            self._points[point] = guard_point(settings, text, engines.plan.is_turned_off(point), saved.get(point.value))
             if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
                 self._forward_points.append(point)
         self.due_at_start = due_at_start and bool(self._points)
@@ -175,6 +138,22 @@ class LossGuard:
         """Whether a check is due after an iteration (1-based)."""
         return bool(self._points) and iteration % self.interval == 0
 
+    def begin_step(self, iteration: int) -> None:
+        """Prepare for a step (0-based): the check after it needs the noise of its gradients."""
+        if self._start[1] < 0:
+            self._start = time.perf_counter(), iteration
+        self._noise.watch(self.is_due(iteration + 1))
+
+    def watch_noise(self) -> None:
+        """Measure the noise of gradients in the next step, which an estimate follows."""
+        self._noise.watch(True)
+
+    def estimate(self) -> float:
+        """Estimate the increase of the loss, in percent; infinite beyond ``MAX_NOISE``. A collective call, after
+        ``complete_steps``."""
+        costs, measurement = self._estimate_costs()
+        return measurement.total(costs)
+
     def check(self, iteration: int) -> Finding:
         """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
         it. A collective call, after ``complete_steps``.
@@ -182,14 +161,15 @@ class LossGuard:
         Args:
             iteration: number of iterations so far.
         """
-        costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
-        measurement = self._measure()
-        for point, cost in measurement.costs.items():
-            costs[point] = max(costs[point], cost)
+        check_start = time.perf_counter()
+        costs, measurement = self._estimate_costs()
         total = measurement.total(costs)
         # All ranks take the decision of rank 0: their sums may round differently.
         group = self._engines.topology.control.pg
-        decision = take_from_rank_0(group, self._decide(costs, total, measurement))
+        interval = self._pace(iteration, check_start)
+        decision = take_from_rank_0(group, {**self._decide(costs, total, measurement), "interval": interval})
+        if decision["interval"] is not None:
+            self.interval, self.is_paced = decision["interval"], True
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
@@ -206,7 +186,7 @@ class LossGuard:
                 guarded.breaks[guarded.position] += 1
             guarded.position += 1 if eased else -1
             self._use_setting(point, guarded.position)
-            exact = guarded.candidate is _EXACT
+            exact = guarded.candidate is EXACT
             change = "uncompressed" if exact else f"with {guarded.candidate.spec.partition('=')[2]}"
             line = (
                 f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} "
@@ -217,10 +197,21 @@ class LossGuard:
             "joint_increase": measurement.joint_cost,
             "points": {point.value: cost for point, cost in costs.items()},
             "settings": {point.value: guarded.position for point, guarded in self._points.items()},
+            "interval": self.interval,
         }
         return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
 
-    def _decide(self, costs: Mapping[Point, float], total: float, measurement: _Measurement) -> dict[str, Any]:
+    def _pace(self, iteration: int, check_start: float) -> int | None:
+        """Iterations between later checks, so that they do not exceed their share of the time; None if that was decided
+        before, or before the first step."""
+        start, first_iteration = self._start
+        if self.share is None or self.is_paced or not 0 <= first_iteration < iteration:
+            return None
+        step_s = (check_start - start) / (iteration - first_iteration)
+        least_interval = (time.perf_counter() - check_start) / (self.share * step_s)
+        return self._base_interval * max(math.ceil(least_interval / self._base_interval), 1)
+
+    def _decide(self, costs: Mapping[Point, float], total: float, measurement: LossMeasurement) -> dict[str, Any]:
         """Decide which point takes a gentler or a bolder setting, if any, and count the calm checks of all points."""
         eased, emboldened = None, None
         calm_checks = dict.fromkeys(costs, 0)
@@ -253,11 +244,22 @@ class LossGuard:
         if position == len(settings):
             plan.substitute(point, None)
 
-    def _measure(self) -> _Measurement:
+    def _estimate_costs(self) -> tuple[dict[Point, float], LossMeasurement]:
+        """Expected increase at each point, the greater of declared and measured, and the measurement."""
+        measurement = self._measure()
+        costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
+        for point, cost in measurement.costs.items():
+            costs[point] = max(costs[point], cost)
+        return costs, measurement
+
+    def _measure(self) -> LossMeasurement:
         """Measure the increase of the loss with the settings in use, and with the next bolder ones."""
-        measurement = _Measurement(*self._residual_costs())
+        measurement = LossMeasurement(*self._residual_costs())
+        self._noise.watch(False)
+        noise = self._noise.take_noise([point for point in self._points if not point.forward])
+        measurement.costs |= {point: math.inf for point, ratio in noise.items() if ratio > MAX_NOISE}
         points = {point: self._points[point] for point in self._forward_points}
-        compressed = [point for point, guarded in points.items() if guarded.candidate is not _EXACT]
+        compressed = [point for point, guarded in points.items() if guarded.candidate is not EXACT]
         with_bolder = [point for point, guarded in points.items() if guarded.bolder is not None]
         exact_loss = self._evaluate_loss(()) if compressed or with_bolder else math.nan
         if not math.isfinite(exact_loss) or exact_loss <= 0.0:
@@ -300,34 +302,12 @@ class LossGuard:
             return {}, {Point.DP_GRAD: math.inf}
         if not math.isfinite(residual):
             return {Point.DP_GRAD: math.inf}, {Point.DP_GRAD: math.inf}
+        quantizes = guarded.settings[guarded.position][1].make_rounds().traits.quantizes
+        if quantizes and residual > gradient * MAX_NOISE**2:
+            return {Point.DP_GRAD: math.inf}, {Point.DP_GRAD: math.inf}
         ratio = residual / gradient / guarded.candidate.residual**2
         bolder_mean = 0.0 if guarded.bolder is None else guarded.bolder.mean_increase
         return {Point.DP_GRAD: guarded.candidate.mean_increase * ratio}, {Point.DP_GRAD: bolder_mean * ratio}
-
-
-def _guard_point(
-    ladder: Sequence[tuple[CandidateSpec, Spec]], text: str, is_exact: bool, saved: Values | None
-) -> _GuardedPoint:
-    """A point with its settings and the results of earlier checks.
-
-    Args:
-        ladder: the compressor's declared settings.
-        text: the setting in use, or that in use before exact traffic.
-        is_exact: whether the traffic is exact.
-        saved: the point's state in the checkpoint; None for a setting that was chosen now.
-    """
-    increases = {candidate.spec: candidate.increase for candidate, _ in ladder}
-    chosen = text if saved is None else saved.text("chosen")
-    if chosen not in increases or increases[chosen] < increases[text]:
-        chosen = text  # the settings are of an earlier version
-    settings = [pair for pair in ladder if pair[0].spec == chosen or pair[0].increase < increases[chosen]]
-    settings.sort(key=lambda pair: pair[0].increase, reverse=True)
-    texts = [candidate.spec for candidate, _ in settings]
-    position = len(settings) if is_exact else texts.index(text)
-    breaks = [] if saved is None else saved.integers("breaks")
-    if saved is None or len(breaks) != len(settings):
-        return _GuardedPoint(settings, position, [0] * len(settings))
-    return _GuardedPoint(settings, position, breaks, saved.integer("calm_checks", minimum=0))
 
 
 def _increase(loss: float, exact_loss: float) -> float:
@@ -338,6 +318,18 @@ def _increase(loss: float, exact_loss: float) -> float:
 def _sums_in_levels(spec: Spec) -> bool:
     """Whether a compressor sums in two levels."""
     return spec.point.is_reduction and spec.make_rounds().traits.levels
+
+
+def check_share(choice: AutoChoice | None, iterations: int) -> float:
+    """Share of the run's time for the checks.
+
+    Args:
+        choice: the choice that was made now, if any.
+        iterations: number of iterations that are left.
+    """
+    if choice is None:
+        return MAX_SHARE
+    return max(MAX_SHARE - choice.took_s / (iterations * choice.chosen.seconds), _LEAST_SHARE)
 
 
 def held_out_batches(engines: Engines, plan: RunPlan) -> list[Batch]:

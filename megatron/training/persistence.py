@@ -44,11 +44,11 @@ from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.planner.settings import Settings, without_settings
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import CHOICE, describe_choice
 from megatron.training.certificate import CertificateRecord, RunCertificate
 from megatron.training.changed_samples import sample_warnings
 from megatron.training.loss_guard import LossGuard
 from megatron.training.progress_state import Progress
+from megatron.training.saved_choice import CHOICE, describe_choice
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
 from megatron.training.saved_schedule import SCHEDULE, describe_schedule, gather_devices
 from megatron.training.step_time_check import StepTimeCheck

@@ -23,7 +23,7 @@ from megatron.checkpoint.certificate import MAX_INCREASE, AutoDecision, Statemen
 from megatron.config.memory import format_bytes
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import Layout
-from megatron.planner.auto import make_card_command
+from megatron.planner.auto_report import make_card_command
 
 FOLDER = "safety-card"
 """Name of the card's folder, in the folder of ``--save``."""

@@ -29,17 +29,18 @@ from megatron.planner.auto import AutoChoice
 from megatron.planner.settings import Settings
 from megatron.training.announce import log_engines, rank_0_log
 from megatron.training.assembly import Engines, build_engines
-from megatron.training.auto_compression import SavedChecks, choose_compressors, keep_choice, restore_choice
+from megatron.training.auto_compression import choose_compressors
 from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes
 from megatron.training.islands import begin_rounds, folders_of_others, join_islands, reporting_refusal
-from megatron.training.loss_guard import LossGuard, held_out_batches
+from megatron.training.loss_guard import LossGuard, check_share, held_out_batches
 from megatron.training.machine_check import machine_notes
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_card import write_run_card
 from megatron.training.run_plan import RunPlan
+from megatron.training.saved_choice import SavedChecks, keep_choice, restore_choice
 from megatron.training.saved_run import SavedRun
 from megatron.training.saved_schedule import restore_schedule
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
@@ -205,8 +206,13 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
                 parts.log("note: without validation data, --compress auto checks the loss on the last training samples")
             has_weights = saved is not None or parts.pretrained is not None
             due_at_start = run.choice is not None and has_weights
+            share = None
+            if "compression.loss_check_interval" not in parts.flag_fields:
+                iterations = plan.train_iters - (0 if saved is None else saved.progress.iteration)
+                share = checks.share or check_share(run.choice, iterations)
             guard = run_together(
-                topology.control.pg, lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start)
+                topology.control.pg,
+                lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start, share, checks.interval),
             )
         certificate = None
         if config.checkpoint.certificate:

@@ -257,6 +257,8 @@ class Trainer:
             step_batches = take_batches(batches, count, self.topology.device, length)
         if self.rounds is not None:
             self.rounds.before_step(progress.iteration)
+        if self.loss_guard is not None:
+            self.loss_guard.begin_step(progress.iteration)
         if self.checkpoints.certificate is not None:
             self.checkpoints.certificate.begin_step(progress.iteration)
         rates = self.schedule.rates

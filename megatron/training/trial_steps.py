@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.logs import LoggingConfig
 from megatron.config.run import RunConfig
@@ -20,12 +22,14 @@ from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
+from megatron.planner.auto import MeasuredTraffic
 from megatron.planner.choice import Choice
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.flushless import complete_steps
+from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.run_plan import RunPlan
 from megatron.training.schedule_choice import ScheduleChoice, StageTimes, list_times, make_pipeline
 from megatron.training.step import open_loader, take_full_batch, train_step
@@ -39,10 +43,15 @@ class SetTime:
     Args:
         seconds: median seconds of a step, on the slowest rank.
         gains: whether the set certainly saves time.
+        increase: expected increase of the validation loss, in percent, as ``LossGuard`` estimates it after the trial
+            steps; None without compressors, and for sets that save no time.
+        traffic: traffic in a step, by point.
     """
 
     seconds: float
     gains: bool
+    increase: float | None = None
+    traffic: Mapping[Point, MeasuredTraffic] = field(default_factory=dict)
 
 
 def time_sets(
@@ -89,7 +98,7 @@ def time_sets(
     rounds = TrialRounds(predicted_s, plan.train_iters, spent_s, keeps_engines=all_at_once)
     group = topology.control.pg
     # All ranks compare the same times, but their libraries may round differently.
-    numbers = take_from_rank_0(group, rounds.next_round())
+    numbers, gaining = take_from_rank_0(group, (rounds.next_round(), rounds.gaining()))
     while numbers:
         start = time.perf_counter()
         times: dict[int, float] = {}
@@ -101,14 +110,21 @@ def time_sets(
                 trials[number].drop_engines()
                 free_memory()
         rounds.add(times, time.perf_counter() - start)
-        numbers = take_from_rank_0(group, rounds.next_round())
-        finished = [trial for number, trial in enumerate(trials) if trial.engines is not None and number not in numbers]
+        numbers, gaining = take_from_rank_0(group, (rounds.next_round(), rounds.gaining()))
+        needed = {*numbers, *gaining}
+        finished = [trial for number, trial in enumerate(trials) if trial.engines is not None and number not in needed]
         for trial in finished:
             trial.drop_engines()
         if finished:
             free_memory()
-    gaining = take_from_rank_0(group, rounds.gaining())
-    return [SetTime(rounds.typical_s(number), number in gaining) for number in range(len(trials))]
+    set_times = []
+    for number, trial in enumerate(trials):
+        increase = trial.estimate_increase() if number in gaining else None
+        set_times.append(SetTime(rounds.typical_s(number), number in gaining, increase, trial.mean_traffic()))
+        if trial.engines is not None:
+            trial.drop_engines()
+            free_memory()
+    return set_times
 
 
 def predict_stages(
@@ -151,7 +167,8 @@ class SetTrial:
         self._plan, self._consumed_samples, self._stage_times = plan, consumed_samples, stage_times
         self.engines: Engines | None = None
         self._batches: Sequence[Batch] = ()
-        self._steps = 0
+        self._steps = self._timed_steps = 0
+        self._totals: Counter[tuple[Point, str]] = Counter()
 
     def _take_step(self, engines: Engines) -> None:
         train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
@@ -171,11 +188,38 @@ class SetTrial:
             if ScheduleChoice.is_needed(engines):
                 self._choose_schedule(engines)
         engines = self.engines
+        engines.ledger.take_totals()
         control.barrier()
         start = time.perf_counter()
         self._take_step(engines)
         engines.ledger.clock.synchronize()
-        return max(row[0] for row in gather_rows(control, Ledger(), [time.perf_counter() - start]))
+        seconds = time.perf_counter() - start
+        for name, totals in engines.ledger.take_totals().items():
+            self._totals += Counter({(Point(name), field): totals[field] for field in ("wire_bytes", "waited_s")})
+        self._timed_steps += 1
+        return max(row[0] for row in gather_rows(control, Ledger(), [seconds]))
+
+    def mean_traffic(self) -> dict[Point, MeasuredTraffic]:
+        """Traffic of a timed step, averaged over the steps and the ranks, by point."""
+        keys = [(point, field) for point in Point for field in ("wire_bytes", "waited_s")]
+        rows = gather_rows(self._topology.control, Ledger(), [self._totals[key] for key in keys])
+        means = [sum(column) / len(column) / max(self._timed_steps, 1) for column in zip(*rows, strict=True)]
+        pairs = zip(Point, means[::2], means[1::2], strict=True)
+        return {point: MeasuredTraffic(sent, waited) for point, sent, waited in pairs if sent or waited}
+
+    def estimate_increase(self) -> float:
+        """Estimate the increase of the validation loss in percent, as the run's own checks do: by the loss on held-out
+        samples, and by a step's residuals and noise of gradients."""
+        if self.engines is None:
+            self.time_step()
+        assert self.engines is not None
+        engines, group = self.engines, self._topology.control.pg
+        batches = run_together(group, lambda: held_out_batches(engines, self._plan))
+        guard = run_together(group, lambda: LossGuard(engines, batches, self._length))
+        guard.watch_noise()
+        self._take_step(engines)
+        complete_steps(engines, Timers())
+        return take_from_rank_0(group, guard.estimate())
 
     def _choose_schedule(self, engines: Engines) -> None:
         if self._stage_times is not None:

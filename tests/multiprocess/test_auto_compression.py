@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint.load import load_common
 from megatron.compression.points import EXPERT_POINTS
-from megatron.training.auto_compression import CHOICE
+from megatron.training.saved_choice import CHOICE
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
@@ -81,7 +81,9 @@ def test_the_choice_is_made_without_training(chosen: tuple[Path, str], prefix: P
     resumed = {"ckpt_step": 3, "use_checkpoint_args": True}
     flags = tiny_flags(prefix, **STAGES, **folders, **resumed, max_loss_increase=50)
     result = run_cli(2, ["tools/choose.py", *flags]).check()
-    assert re.search(r"--compress auto: (?:measured|predicted) .*\n  pp-forward ", result.stdout)
+    assert re.search(
+        r"--compress auto: (?:measured|predicted) .*\n  links: .*\n  point .*\n  pp-forward ", result.stdout
+    )
     assert "measured and chosen in" in result.stdout
     assert "elapsed time per iteration" not in result.stdout
     assert "the checkpoint's run" not in result.stdout
@@ -100,14 +102,24 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     specs = re.findall(r"--compress (\S+)", by_hand)
     assert {spec.partition("=")[0] for spec in specs} >= {"pp-forward", "pp-backward", "dp-grad"}
     assert re.search(r"measured [\d.e-]+ s an iteration, [\d.e-]+ s without: [\d.]+ times as fast", text)
-    trials = re.findall(r"trial steps: ([\d.e-]+) s \(predicted: ([\d.e-]+) s\) (.*)", text)
+    trials = re.findall(r"trial steps: ([\d.e-]+) s \(predicted: ([\d.e-]+) s\) ([^;\n]*)", text)
     seconds = {specs_text: float(trial_s) for trial_s, _, specs_text in trials}
     ratios = [float(trial_s) / float(predicted_s) for trial_s, predicted_s, _ in trials]
     assert statistics.median(ratios) == pytest.approx(1.0, rel=0.01)  # predictions are calibrated
     assert seconds[by_hand.replace("--compress ", "")] < 0.7 * seconds["nothing"]
+    waits = dict(re.findall(r"\n  (\S+) +[\d.]+ \w+ +(\d+)%  ", text))
+    assert waits.keys() >= {"pp-forward", "pp-backward", "dp-grad"}
+    assert 30 < sum(map(int, waits.values())) <= 100
+    assert f"; loss at most {_increase_of(text)}% higher, measured together" in text
     _train_by_hand(prefix, tmp_path / "by_hand.jsonl", by_hand)
     losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
     assert losses == {iteration: repeated[iteration] for iteration in (1, 2, 3)}
+
+
+def _increase_of(text: str) -> str:
+    """The expected increase of the loss in a report's first line."""
+    (increase,) = re.findall(r"validation loss at most ([\d.]+)% higher", text)
+    return str(increase)
 
 
 IN_LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -350,7 +362,7 @@ def test_experts_of_the_user_are_measured_and_sums_that_are_left_out_are_no_cand
 ) -> None:
     experts = {"num_experts": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
     result = _train(prefix, tmp_path / "log.jsonl", ["auto", "experts=default"], 2, **experts)
-    assert re.search(r"--compress auto: (?:measured|predicted) .*\n  dp-grad ", result.stdout)
+    assert re.search(r"--compress auto: (?:measured|predicted) .*\n  links: .*\n  point .*\n  dp-grad ", result.stdout)
     assert "\n  ep-" not in result.stdout
     alone = {"no_allreduce": True, "pipeline_model_parallel_size": 1}
     result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 2, **alone)

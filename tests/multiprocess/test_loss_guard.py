@@ -19,10 +19,11 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.planner.candidates import CandidateSpec
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import describe_choice, restore_choice, specs_in_use
 from megatron.training.evaluation import evaluate
 from megatron.training.flushless import complete_steps
-from megatron.training.loss_guard import CALM_CHECKS, LossGuard, _guard_point, _Measurement
+from megatron.training.guarded_point import LossMeasurement, guard_point
+from megatron.training.loss_guard import CALM_CHECKS, LossGuard
+from megatron.training.saved_choice import describe_choice, restore_choice, specs_in_use
 from megatron.training.saved_run import find_saved
 from megatron.training.step import take_batches
 from megatron.training.timers import Timers
@@ -395,7 +396,7 @@ def test_forward_points_are_also_measured_together(tmp_path: Path) -> None:
 def test_points_that_cost_more_together_are_eased_rather_than_others(joint: float, eased: str) -> None:
     guard = _guard(tiny_engines(_auto(["dp-grad=fixpoint,bits=8"], budget=0.4)))
     costs = {Point.PP_FWD: 0.05, Point.TP_FWD: 0.06, Point.DP_GRAD: 0.3}
-    measurement = _Measurement({}, {}, joint, [Point.PP_FWD, Point.TP_FWD])
+    measurement = LossMeasurement({}, {}, joint, [Point.PP_FWD, Point.TP_FWD])
     assert guard._decide(costs, measurement.total(costs), measurement)["eased"] == eased
 
 
@@ -435,10 +436,10 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
 def test_settings_of_another_version_begin_with_the_one_in_use() -> None:
     ladder = [(CandidateSpec("gentle", 0.1), cast(Spec, None)), (CandidateSpec("bold", 0.3), cast(Spec, None))]
     state = {"chosen": "bold", "breaks": [1, 2], "calm_checks": 3}
-    known = _guard_point(ladder, "gentle", True, Values(state))
+    known = guard_point(ladder, "gentle", True, Values(state))
     assert ([candidate.spec for candidate, _ in known.settings], known.position) == (["bold", "gentle"], 2)
     assert (known.breaks, known.calm_checks) == ([1, 2], 3)
     assert known.bolder is None
-    unknown = _guard_point(ladder, "gentle", False, Values({**state, "chosen": "boldest"}))
+    unknown = guard_point(ladder, "gentle", False, Values({**state, "chosen": "boldest"}))
     assert ([candidate.spec for candidate, _ in unknown.settings], unknown.position) == (["gentle"], 0)
     assert (unknown.breaks, unknown.calm_checks) == ([0], 0)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.schedule import RunLength
-from megatron.training.auto_compression import describe_choice, specs_in_use
 from megatron.training.loss_guard import LossGuard
+from megatron.training.saved_choice import describe_choice, specs_in_use
 from megatron.training.step import take_batches
 from tests.support.combinations import mark_repeats
 from tests.support.layer_codes import MODULE, TP_POINTS

@@ -18,8 +18,9 @@ from megatron.parallel.data.buffer import FlatBuffer
 from megatron.planner.auto import AutoChoice
 from megatron.training import pretrain, run_segment
 from megatron.training.assembly import Engines
-from megatron.training.auto_compression import with_choice
+from megatron.training.loss_guard import LossGuard
 from megatron.training.metrics import StepMetrics
+from megatron.training.saved_choice import with_choice
 from megatron.training.saved_run import SavedRun
 from megatron.training.step_time_check import StepTimeCheck
 from tests.multiprocess.test_resume import _losses
@@ -49,16 +50,26 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
         remaining_iters = 12 - positions[-1] // 4
         assert (args[2], args[4].args[3].train_iters) == (remaining_iters, remaining_iters)
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
-        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
+        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}, seconds=1.0), took_s=0.06)
         return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
 
     def restore(engines: Engines, saved: SavedRun, chooses_again: bool, log: Callable[[str], None]) -> None:
         assert chooses_again
 
+    class PacedGuard(LossGuard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            shares.append(self.share)
+
+    shares: list[float | None] = []
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
+    run_segment.LossGuard = PacedGuard  # type: ignore[assignment, misc]
     run_segment.restore_schedule = restore
-    return pretrain.main(flags), buffers, positions
+    status = pretrain.main(flags)
+    # The choice took 0.06 s of 8 remaining steps of a second.
+    assert shares == ([pytest.approx(0.02 - 0.06 / 8)] if gains and buffers else [])
+    return status, buffers, positions
 
 
 FULL = {"delay": 1, "no_pipeline_flush": True, "pipeline_model_parallel_size": 2}
@@ -94,7 +105,7 @@ def _gather_flag_fields(flags: list[str]) -> tuple[int, set[str]]:
 
     def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
         fields.update(args[3])
-        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}))
+        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}, seconds=1.0), took_s=0.0)
         return with_choice(config, [], {}, topology), cast(AutoChoice, chosen)
 
     run_segment.choose_compressors = choose  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoint.verify_command import RESIDUAL_TOLERANCE
 from megatron.compression.api import Aggregate, Codec, Peers, RoundCompressor
-from megatron.compression.audit import SLICE, AuditedCodec, AuditedRounds, Sample
+from megatron.compression.audit import SLICE, AuditedCodec, AuditedRounds, Sample, why_not_sampled
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.cast import CastCodec, CastConfig
 from megatron.compression.contract import noise
@@ -24,7 +24,7 @@ from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import StableTopK, StableTopKConfig
-from megatron.training.certificate import MessageSampler, why_not_sampled
+from megatron.training.certificate import MessageSampler
 
 WITH_RESIDUAL = sorted(name for name, entry in BUILTIN.items() if entry.rounds is not None and not entry.no_feedback)
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)

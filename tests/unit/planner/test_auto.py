@@ -20,9 +20,12 @@ from benchmarks.safety.settings import read_card_specs
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.ladder import Rung
+from megatron.compression.plugins import build_registry
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.spec import point_name
-from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, fit_together, report
+from megatron.config.memory import format_bytes
+from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, MeasuredTraffic, fit_together
+from megatron.planner.auto_report import report
 from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch
@@ -45,6 +48,7 @@ class FakePredictor:
 
     def __init__(self, saved_s: dict[str, float], memory_gib: dict[str, float], slack: float = 0.1) -> None:
         self.saved_s, self.memory_gib, self.slack, self.slowdown = saved_s, memory_gib, slack, 1.0
+        self.cluster = NODES
 
     def _saved_s(self, choice: Choice, *prefixes: str) -> float:
         return sum(self.saved_s[spec] for spec in choice.specs if spec.startswith(prefixes))
@@ -66,7 +70,8 @@ class FakePredictor:
 
     def predict(self, choice: Choice) -> Prediction:
         seconds, nbytes = self.seconds(choice), self.memory_bytes(choice)
-        return cast(Prediction, SimpleNamespace(choice=choice, seconds=seconds, memory_bytes=nbytes))
+        prediction = SimpleNamespace(choice=choice, seconds=seconds, memory_bytes=nbytes, sent={"dp-grad": 4e6})
+        return cast(Prediction, prediction)
 
 
 candidates = st.lists(
@@ -299,6 +304,17 @@ def test_compressors_that_training_refuses_are_no_candidates() -> None:
     assert [candidate.spec for candidate in replicated[Point.EMBED_GRAD]] == ["embedding=none,fused=on"]
 
 
+def test_quantizers_with_too_much_noise_are_no_candidates() -> None:
+    """2-bit gradients leave 0.683 of their norm in the residual; PowerSGD, which quantizes nothing, 3.34 and more."""
+    config = small_run()
+    ladder = read_ladders(config, predictor_of(config)[1], CLUSTER)[Point.DP_GRAD]
+    residuals = {candidate.spec.partition("=")[2]: candidate.residual for candidate in ladder}
+    assert residuals["fixpoint,bits=4,error-feedback=on"] == 0.161
+    assert not any(text.startswith("fixpoint,bits=2") for text in residuals)
+    assert any(text.startswith("powersgd") and (residual or 0.0) > 3 for text, residual in residuals.items())
+    assert any(rung.residual == 0.683 for rung in build_registry([])["fixpoint"].ladder[Point.DP_GRAD])
+
+
 def test_sums_in_two_levels_need_several_replicas_on_several_nodes() -> None:
     """Two nodes of four devices: eight replicas of a device; eight nodes; one node; stages that fill nodes."""
     config = small_run()
@@ -322,8 +338,33 @@ def test_the_report_names_each_point_and_the_flags() -> None:
     assert read_card_specs(card_specs, 150).keys() == _chosen(result).keys()
     for choice in result.points:
         assert f"\n  {choice.point.value} " in text
+    links = f"links: 0.05 Gb/s and {SLOW.across.latency_us:.3g} us between nodes; memory left without compressors: "
+    left_gib = SLOW.device.memory_gib - result.plain.prediction.memory_bytes / 2**30
+    assert f"\n  {links}{left_gib:.3g} of {SLOW.device.memory_gib:.3g} GiB (predicted)\n" in text
+    sent = format_bytes(result.plain.prediction.sent["pp-forward"])
+    assert re.search(rf"\n  pp-forward +{sent} +\S+: predicted to save", text)
     assert "\n  not switched on: --flag would save 4%" in report(result, 0.5, ["--flag would save 4%"])
     assert re.search(r"nothing: (\S+ would save|coding would take longer)", report(_auto(FAST), 100.0))
+
+
+def test_the_report_shows_what_was_measured() -> None:
+    search = _search_of({"dp-grad=mild": 0.3, "dp-grad=bold": 0.31}, {"dp-grad=mild": 0.1, "dp-grad=bold": 0.2})
+    assert "\n  dp-grad                     4 MB        mild: predicted to save 0.3 s" in report(search.choose(), 1.0)
+    plain, mild, bold = search.contenders()
+    trials = [
+        dataclasses.replace(plain, trial_s=2.0),
+        dataclasses.replace(mild, trial_s=1.0, gains=True, measured_increase=0.7),
+        dataclasses.replace(bold, trial_s=0.9, measured_increase=1.5),
+    ]
+    result = dataclasses.replace(search.choose(trials), traffic={Point.DP_GRAD: MeasuredTraffic(12.3e6, 1.2)})
+    text = report(result, 1.0)
+    assert "validation loss at most 0.70% higher" in text
+    assert "\n  point                sent a step waits  choice\n" in text
+    assert "\n  dp-grad                  12.3 MB   60%  mild: predicted to save" in text
+    assert " dp-grad=mild; loss at most 0.70% higher, measured together\n" in text
+    assert " dp-grad=bold; loss at most 1.50% higher, measured together: not chosen\n" in text
+    idle = report(dataclasses.replace(result, traffic={Point.PP_FWD: MeasuredTraffic(1.0, 1.0)}), 1.0)
+    assert "\n  dp-grad                  0 bytes    0%  mild" in idle
 
 
 def test_a_safety_card_has_no_compressor_of_a_module() -> None:

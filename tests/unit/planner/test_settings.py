@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron.planner.auto import AutoChoice, AutoSearch, report
+from megatron.planner.auto import AutoChoice, AutoSearch
+from megatron.planner.auto_report import report
 from megatron.planner.candidates import read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSet

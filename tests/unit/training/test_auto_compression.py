@@ -15,14 +15,17 @@ from megatron.config.run import RunConfig
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
-from megatron.planner.auto import AutoChoice
+from megatron.planner.auto import AutoChoice, AutoSearch, MeasuredTraffic
+from megatron.planner.candidates import CandidateSpec
+from megatron.planner.choice import Choice
+from megatron.planner.compressor_search import CompressorSearch
+from megatron.planner.predict import Predictor
 from megatron.planner.settings import FREE_SETTINGS
 from megatron.training import auto_compression
-from megatron.training.auto_compression import (
+from megatron.training.auto_compression import check_auto, choose_compressors
+from megatron.training.saved_choice import (
     CHOICE,
     SavedChecks,
-    check_auto,
-    choose_compressors,
     describe_choice,
     keep_choice,
     restore_choice,
@@ -31,6 +34,7 @@ from megatron.training.auto_compression import (
 from megatron.training.saved_run import SavedRun
 from megatron.training.trial_steps import SetTime
 from tests.support.tiny import tiny_checkpoints, tiny_config, tiny_engines
+from tests.unit.planner.test_auto import FakePredictor
 
 AUTO: dict[str, dict[str, Any]] = {"compression": {"compress": ["auto", "pp-forward=cast"]}}
 KEPT = {
@@ -132,6 +136,8 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
         "max_loss_increase": 0.5,
         "adapts": False,
         "loss_checks": {},
+        "loss_check_share": None,
+        "loss_check_interval": None,
         "s_per_token": None,
         "step_tokens": None,
     }
@@ -157,10 +163,11 @@ def test_the_results_of_checks_are_kept() -> None:
     config = _choose(tiny_config(AUTO, 1), KEPT)[0]
     entry = {"chosen": "dp-grad=fixpoint,bits=4", "breaks": [1], "calm_checks": 3}
     step_tokens = 15360 * 4096  # of DeepSeek-V3
-    steps = {"s_per_token": 0.25, "step_tokens": step_tokens}
+    steps = {"s_per_token": 0.25, "step_tokens": step_tokens, "loss_check_share": 0.01, "loss_check_interval": 300}
     saved = SimpleNamespace(common={CHOICE: {**KEPT, "loss_checks": {"dp-grad": entry}, **steps}})
     checks = restore_choice(cast(SavedRun, saved), config, CompressionPlan({}))
     assert (checks.s_per_token, checks.step_tokens) == (0.25, step_tokens)
+    assert (checks.share, checks.interval) == (0.01, 300)
     assert {name: dict(values) for name, values in checks.loss.items()} == {"dp-grad": entry}
 
 
@@ -205,3 +212,28 @@ def test_models_that_are_not_planned_are_refused() -> None:
     object.__setattr__(config.model, "model_type", "t5")
     with pytest.raises(UserError, match="the planner does not know t5 models; name the specs"):
         check_auto(config, 1)
+
+
+@pytest.mark.parametrize(("increase", "chosen"), [(0.4, ["dp-grad=bold"]), (0.6, ["dp-grad=mild"]), (None, [])])
+def test_a_set_beyond_the_budget_as_measured_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, increase: float | None, chosen: list[str]
+) -> None:
+    """The next set that gains is; without one, nothing. The budget is 0.5%, of which 0.2% are declared."""
+    fake = FakePredictor({"dp-grad=mild": 0.3, "dp-grad=bold": 0.31}, {"dp-grad=mild": 0.0, "dp-grad=bold": 0.0})
+    ladder = [CandidateSpec("dp-grad=mild", 0.1), CandidateSpec("dp-grad=bold", 0.2)]
+    sets = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 0.5, 2.0)
+    search = AutoSearch([sets])
+    monkeypatch.setattr(auto_compression, "with_choice", lambda config, specs, settings, topology: specs)
+    traffic = {Point.DP_GRAD: MeasuredTraffic(1.0, 1.0)}
+
+    def time_sets(specs: Any, *_: Any) -> list[SetTime]:
+        assert specs == [[], ["dp-grad=mild"], ["dp-grad=bold"]]
+        mild = SetTime(0.8, increase is not None, 0.1)
+        return [SetTime(1.0, False, traffic=traffic), mild, SetTime(0.6, True, increase or 0.6)]
+
+    config = tiny_config(AUTO, 1)
+    choice = auto_compression._try_sets(config, single_process(), search, search.contenders(), time_sets, 0.0)
+    assert choice.chosen.specs == chosen
+    assert choice.traffic == traffic
+    increases = {"dp-grad=bold": 0.4, "dp-grad=mild": 0.1}
+    assert choice.chosen.increase == sum(increases[spec] for spec in chosen)

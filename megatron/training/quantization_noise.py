@@ -1,0 +1,85 @@
+"""Quantization noise of gradients, measured in some steps; see ``MAX_NOISE``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
+from megatron.compression.error_feedback import ErrorFeedback
+from megatron.compression.points import Point
+from megatron.distributed.ledger import Ledger, gather_rows
+from megatron.distributed.observer import Observer
+from megatron.distributed.topology import Topology
+
+C = TypeVar("C", Codec, RoundCompressor)
+
+
+class NoiseProbe(Observer):
+    """Norms of quantized gradients, and of their errors, from a sample of each message of a step.
+
+    Sums with error feedback are left out: their residual is the noise, and is measured in every step. Like the
+    certificate's samples, it joins the observers for single steps.
+
+    Args:
+        topology, ledger: the ranks, and the ledger of this rank.
+    """
+
+    launches_kernels = True
+
+    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+        self._topology, self._ledger = topology, ledger
+        self._samples = 0
+        self._energies: dict[Point, Tensor] = {}
+
+    def watch(self, is_needed: bool) -> None:
+        """Sample the next step, or stop sampling."""
+        observers = self._ledger.observers
+        if is_needed and self not in observers:
+            self._energies.clear()
+            observers.append(self)
+        elif not is_needed and self in observers:
+            observers.remove(self)
+
+    def take_noise(self, points: Collection[Point]) -> dict[Point, float]:
+        """Norm of the noise over that of the gradient since ``watch``, over all ranks, by point; without points that
+        had no sample of finite gradients. Infinite if finite gradients were sent as other numbers. A collective call.
+
+        Args:
+            points: the same on all ranks.
+        """
+        if not points:
+            return {}
+        zeros = torch.zeros(2)
+        values = [float(x) for point in points for x in self._energies.get(point, zeros)]
+        self._energies.clear()
+        rows = gather_rows(self._topology.control, self._ledger, values)
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        pairs = zip(points, sums[::2], sums[1::2], strict=True)
+        return {
+            point: math.sqrt(noise / gradient) if math.isfinite(noise) else math.inf
+            for point, gradient, noise in pairs
+            if gradient > 0.0
+        }
+
+    def audit(self, point: Point, compressor: C) -> C:
+        is_reported = isinstance(compressor, ErrorFeedback)
+        if point.forward or is_reported or not compressor.traits.quantizes or why_not_sampled(compressor) is not None:
+            return compressor
+        self._samples += 1  # the next sample is of another part
+        record = partial(self._record, point)
+        if isinstance(compressor, Codec):
+            return AuditedCodec(compressor, self._samples, record)
+        return AuditedRounds(compressor, self._samples, record)
+
+    def _record(self, point: Point, sample: Sample) -> None:
+        energies = torch.stack([sample.intended.square().sum(), (sample.intended - sample.sent).square().sum()])
+        # Gradients of a step that overflows say nothing about the noise.
+        energies = torch.where(sample.intended.isfinite().all(), energies, torch.zeros_like(energies))
+        self._energies[point] = self._energies.get(point, torch.zeros_like(energies)) + energies

@@ -1,0 +1,271 @@
+"""Noise of quantized gradients: as sent, in the checks of a run, and in trial steps; and the pace of the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megatron.compression.ladder import MAX_NOISE
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.distributed.observer import Observer, SentMessage
+from megatron.planner.auto import AutoChoice
+from megatron.training import loss_guard, trial_steps
+from megatron.training.evaluation import evaluate
+from megatron.training.loss_guard import LossGuard, check_share, held_out_batches
+from megatron.training.quantization_noise import NoiseProbe
+from megatron.training.traffic import TrafficMeter
+from tests.multiprocess.test_loss_guard import FOUR_BITS, _auto, _guard
+from tests.multiprocess.test_trial_steps import _run_plan, _without
+from tests.support.spawn import run_ranks
+from tests.support.tiny import VOCAB, merge, tiny_engines, tiny_train
+
+pytestmark = pytest.mark.multiprocess
+
+STAGES: dict[str, dict[str, Any]] = {"parallel": {"pipeline_model_parallel_size": 2}}
+NOISY = """
+import dataclasses
+
+from megatron.compression.cast import CastCodec, CastConfig
+from megatron.compression.ladder import Rung
+from megatron.compression.options import opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyConfig(CastConfig):
+    \"\"\"Half precision of numbers of which a share is left out.\"\"\"
+
+    lost: float = opt(0.0, "share of each number that is lost")
+    rounds: bool = opt(True, "whether that counts as noise")
+
+
+class NoisyCodec(CastCodec):
+    def __init__(self, config):
+        super().__init__(config)
+        self.traits = dataclasses.replace(self.traits, quantizes=config.rounds)
+
+    def encode(self, x, state, key):
+        return super().encode(x * (1.0 - self.config.lost), state, key)
+
+
+def register(registry):
+    texts = "lost=0.1", "lost=0.5", "lost=0.7", "lost=0.7,rounds=off"
+    ladder = {Point.PP_BWD: tuple(Rung(text, {1000: (0.01 + i / 1000,) * 2}) for i, text in enumerate(texts))}
+    registry.register("noisy", Registration(NoisyConfig, codec=NoisyCodec, ladder=ladder))
+"""
+
+
+class Errors(Observer):
+    """Energies of the gradients that are sent, and of their errors."""
+
+    def __init__(self) -> None:
+        self.gradient = self.error = 0.0
+
+    def on_send(self, sent: SentMessage) -> None:
+        if sent.point is Point.PP_BWD:
+            self.gradient += float(sent.x.double().square().sum())
+            self.error += float(sent.error().double().square().sum())
+
+
+def _measure_noise(bits: int) -> tuple[dict[Point, float], float, float, dict[Point, float]]:
+    """The noise by the probe, both energies by another observer of the same step, and the noise after a step more."""
+    spec = f"pp-backward=fixpoint,bits={bits}"
+    engines = tiny_engines(merge(STAGES, {"compression": {"compress": [spec, "pp-forward=fixpoint,bits=4"]}}))
+    probe, errors = NoiseProbe(engines.topology, engines.ledger), Errors()
+    probe.watch(True)
+    engines.ledger.observers.append(errors)
+    tiny_train(engines, 1)
+    probe.watch(False)
+    assert Point.PP_FWD not in probe._energies
+    noise = probe.take_noise([Point.PP_BWD])
+    gradient, error = errors.gradient, errors.error
+    tiny_train(engines, 1, first=1)
+    return noise, gradient, error, probe.take_noise([Point.PP_BWD])
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_noise_is_the_error_of_the_gradients_that_were_sent(bits: int) -> None:
+    """Only the second stage sends gradients; both ranks know the noise, of the watched step alone."""
+    results = run_ranks(2, _measure_noise, bits)
+    gradient, error = (sum(result[number] for result in results) for number in (1, 2))
+    for noise, _, _, later in results:
+        assert noise == {Point.PP_BWD: pytest.approx(math.sqrt(error / gradient), rel=1e-6)}
+        assert (noise[Point.PP_BWD] > 0.3) == (bits == 2)
+        assert later == {}
+
+
+def _check_messages(spec: str, module: str) -> list[tuple[float, str | None, str]]:
+    """Expected increase, eased point and its setting, of three checks whose budget allows anything finite."""
+    engines = tiny_engines(merge(STAGES, _auto([spec], module, 100.0)))
+    guard, checks = _guard(engines), []
+    guard.interval, guard.is_paced = 2, True
+    for step in range(6):
+        guard.begin_step(step)
+        tiny_train(engines, 1, first=step)
+        if guard.is_due(step + 1):
+            finding = guard.check(step + 1)
+            setting = guard._points[Point.PP_BWD].candidate.spec
+            checks.append((finding.values["points"]["pp-backward"], finding.values["eased"], setting))
+    assert not engines.ledger.observers
+    return checks
+
+
+@pytest.mark.parametrize("lost", ["0.7", "0.5", "0.7,rounds=off"])
+def test_noisy_messages_of_gradients_are_eased_whatever_the_budget(tmp_path: Path, lost: str) -> None:
+    """A codec that loses 70% of each number; not one that loses half, or that does not quantize."""
+    module = tmp_path / "noisy.py"
+    module.write_text(NOISY)
+    spec = f"pp-backward=noisy,lost={lost}"
+    first, second = run_ranks(2, _check_messages, spec, str(module))
+    assert first == second
+    if lost == "0.7":
+        assert 0.5 < MAX_NOISE < 0.7
+        assert [check[1] for check in first] == ["pp-backward", None, None]
+        assert [check[2] for check in first] == ["pp-backward=noisy,lost=0.5"] * 3
+        assert first[0][0] == math.inf
+    else:
+        assert [check[1] for check in first] == [None] * 3
+    assert all(cost < 100.0 for cost, eased, _ in first if eased is None)
+
+
+def _check_sums(spec: str, share: float) -> tuple[float, str | None]:
+    """A check whose budget allows anything finite, with a limit that is a share of the residual over the gradient."""
+    engines = tiny_engines(_auto([spec]))
+    ratios, meter = [], TrafficMeter(engines)
+    tiny_train(engines, 3, after_step=lambda _: ratios.append(meter.collect(1)[0]["dp-grad"].residual))
+    limit, loss_guard.MAX_NOISE = loss_guard.MAX_NOISE, share * (ratios[-1] or math.nan)
+    guard = _guard(engines)
+    guard._budget = 1e6
+    finding = guard.check(3)
+    loss_guard.MAX_NOISE = limit
+    return finding.values["points"]["dp-grad"], finding.values["eased"]
+
+
+@pytest.mark.parametrize("spec", [FOUR_BITS, "dp-grad=powersgd,rank=8,factors=fixpoint8,warmup=0.04"])
+def test_a_residual_of_quantized_sums_is_their_noise(spec: str) -> None:
+    """That of PowerSGD does not come from rounding."""
+    for share, is_eased in ((1.01, False), (0.99, spec is FOUR_BITS)):
+        first, second = run_ranks(2, _check_sums, spec, share)
+        assert first == second
+        assert (first == (math.inf, "dp-grad")) == is_eased
+        assert math.isinf(first[0]) == (first[1] is not None) == is_eased
+
+
+def _try_specs(module: str, samples: int) -> list[Any]:
+    """Increase and traffic of trials with each set, and the increase by plain evaluations before the first step."""
+    results = []
+    for spec in ("pp-backward=noisy,lost=0.7", "pp-backward=noisy,lost=0.5", "pp-forward=fixpoint,bits=8"):
+        engines = tiny_engines(merge(STAGES, _auto([spec], module, 100.0)))
+        plan = _run_plan(engines.config, samples)
+        run = engines.topology, VOCAB, RunLength(1000), plan, 0
+        set_times = {}
+        for all_at_once in (True, False):
+            rounds = trial_steps.TrialRounds
+            trial_steps.TrialRounds = Gaining  # type: ignore[misc]
+            configs = [_without(engines.config), engines.config]
+            set_times[all_at_once] = trial_steps.time_sets(*run, configs, [1.0, 1.0], [None, None], all_at_once)
+            trial_steps.TrialRounds = rounds  # type: ignore[misc]
+        batches = held_out_batches(engines, plan)
+        engines.plan.evaluation_overrides = {Point.PP_FWD: True}
+        compressed = evaluate(engines, iter(batches), 1, len(batches), 0).losses["lm loss"]
+        engines.plan.evaluation_overrides = {Point.PP_FWD: False}
+        exact = evaluate(engines, iter(batches), 1, len(batches), 0).losses["lm loss"]
+        declared = LossGuard(engines, batches, RunLength(1000))._points[Point(spec.partition("=")[0])].candidate
+        results.append((set_times, 100.0 * (compressed / exact - 1.0), declared.increase))
+    return results
+
+
+class Gaining(trial_steps.TrialRounds):
+    """Rounds of two steps of each set, after which set 1 gains."""
+
+    def next_round(self) -> list[int]:
+        return [1, 0] if len(self._rounds) < 2 else []
+
+    def gaining(self) -> list[int]:
+        return [1] if self._rounds else []
+
+
+def test_sets_that_gain_are_measured_after_their_trial_steps(tmp_path: Path) -> None:
+    """By the noise of their gradients, and by the loss with compressed messages, at the weights of the run's start."""
+    module = tmp_path / "noisy.py"
+    module.write_text(NOISY)
+    first, second = run_ranks(2, _try_specs, str(module), 8)
+    for results in (first, second):
+        for set_times, _, _ in results:
+            for plain, _ in set_times.values():
+                assert plain.increase is None
+                assert {Point.PP_FWD, Point.PP_BWD} <= plain.traffic.keys()
+                # Each boundary of 4 micro-batches of 16 x 32 numbers is crossed by one of two ranks.
+                assert plain.traffic[Point.PP_BWD].sent_bytes == pytest.approx(4 * 16 * 32 * 4 / 2, rel=0.1)
+                assert any(traffic.waited_s > 0.0 for traffic in plain.traffic.values())
+        for all_at_once in (True, False):
+            (noisy, _, _), (quiet, _, declared), (forward, increase, forward_declared) = results
+            assert noisy[all_at_once][1].increase == math.inf
+            assert quiet[all_at_once][1].increase == pytest.approx(declared)
+            assert forward[all_at_once][1].increase == pytest.approx(max(increase, forward_declared), rel=1e-6)
+    traffic = first[2][0][True][1].traffic
+    assert traffic[Point.PP_FWD].sent_bytes < 0.4 * traffic[Point.PP_BWD].sent_bytes
+    assert [each[0][True][0].traffic for each in first] == [each[0][True][0].traffic for each in second]
+
+
+def _pace_checks(share: float | None, saved_interval: int | None) -> list[tuple[int, bool]]:
+    """Interval after a check at the start, and after checks that take 0.19 s, beside steps of 0.1 s."""
+    now = 0.0
+    loss_guard.time = cast(Any, SimpleNamespace(perf_counter=lambda: now))
+    engines = tiny_engines(_auto(["dp-grad=fixpoint,bits=8,error-feedback=on"], budget=100.0))
+    guard = LossGuard(engines, [], RunLength(1000), share=share, saved_interval=saved_interval)
+    residual_costs, intervals = guard._residual_costs, []
+
+    def take_long() -> Any:
+        nonlocal now
+        # Rank 1 measures other times.
+        now += 0.19 if engines.topology.rank == 0 else 5.0
+        return residual_costs()
+
+    guard._residual_costs = take_long  # type: ignore[method-assign]
+    guard.check(40)
+    intervals.append((guard.interval, guard.is_paced))
+    for step in range(40, 400):
+        guard.begin_step(step)
+        now += 0.1
+        if guard.is_due(step + 1):
+            guard.check(step + 1)
+            intervals.append((guard.interval, guard.is_paced))
+    loss_guard.time = time
+    return intervals
+
+
+@pytest.mark.parametrize(
+    ("share", "saved_interval", "expected"),
+    [
+        (0.02, None, [(100, False), *[(100, True)] * 4]),  # 0.19 s of every 10 s
+        (0.005, None, [(100, False), (400, True), (400, True)]),
+        (0.007, None, [(100, False), (300, True), (300, True)]),
+        (None, None, [(100, False)] * 5),
+        (None, 300, [(100, False)] * 5),  # a new --loss-check-interval
+        (0.02, 300, [(300, True)] * 2),  # a resumed run keeps it
+        (0.02, 250, [(100, False), *[(100, True)] * 4]),  # of another --loss-check-interval
+    ],
+)
+def test_checks_keep_to_their_share_of_the_time(
+    share: float | None, saved_interval: int | None, expected: list[tuple[int, bool]]
+) -> None:
+    """All ranks take the interval of rank 0."""
+    assert run_ranks(2, _pace_checks, share, saved_interval) == [expected, expected]
+
+
+def test_the_choice_leaves_the_checks_the_rest_of_their_time() -> None:
+    chosen = cast(Any, SimpleNamespace(seconds=0.5))
+    choice = AutoChoice(chosen, chosen, cast(Any, None), took_s=5.0)
+    assert check_share(None, 1000) == 0.02
+    assert check_share(choice, 1000) == pytest.approx(0.01)
+    assert check_share(choice, 100_000) == pytest.approx(0.0199)
+    assert check_share(dataclasses.replace(choice, took_s=9.9), 1000) == 0.002
