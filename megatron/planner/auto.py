@@ -115,7 +115,7 @@ class AutoChoice:
 
 
 class AutoSearch:
-    """The fastest sets of compressors, with and without settings that change no result, and the choice among them.
+    """The fastest sets of compressors, with and without other settings, and the choice among them.
 
     The search begins when ``sets`` or the reasons of a choice are read. A rank that only needs sets found by another
     rank does not search.

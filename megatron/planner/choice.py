@@ -40,6 +40,7 @@ class Choice:
         flush: whether a pipeline drains at the end of each step; otherwise passes of two steps take turns.
         specs: specs of ``--compress``.
         islands: number of islands, each with this layout.
+        two_stage: --moe-two-stage.
     """
 
     tp: int
@@ -59,6 +60,7 @@ class Choice:
     specs: tuple[str, ...] = ()
     islands: int = 1
     folded: bool = False
+    two_stage: Literal["auto", "on", "off"] = "auto"
 
     @property
     def world_size(self) -> int:
@@ -156,6 +158,7 @@ class Choice:
                 overlap_grad_reduce=self.overlap,
                 delay=self.delay,
                 no_pipeline_flush=not self.flush,
+                moe_two_stage=self.two_stage,
             ),
             recompute=self.recompute,
             training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),
@@ -224,4 +227,5 @@ def make_choice(config: RunConfig, devices: int) -> Choice:
         specs=tuple(config.compression.spec_texts),
         islands=islands,
         folded=parallel.folds_experts and config.model.has_experts,
+        two_stage=parallel.moe_two_stage,
     )

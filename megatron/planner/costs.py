@@ -264,15 +264,14 @@ class CostBook:
 
     def expert_levels(self, choice: Choice) -> Levels:
         """Wire and number of ranks of each stage of a two-stage dispatch; empty for a single-stage dispatch."""
-        setting = self.config.parallel.moe_two_stage
-        if choice.ep == 1 or setting == "off":
+        if choice.ep == 1 or choice.two_stage == "off":
             return {}
-        key = (EXPERTS, choice.mesh, choice.islands)
+        key = (EXPERTS, choice.mesh, choice.islands, choice.two_stage)
         if key not in self._levels:
             groups = list(choice.mesh.ep_groups())
             levels = level_wires(self.cluster.split_over_islands(choice.islands), groups, choice.world_size)
             (_, local_ranks), (_, nodes) = levels[Level.NODE], levels[Level.ACROSS]
-            self._levels[key] = levels if nodes > 1 and (local_ranks > 1 or setting == "on") else {}
+            self._levels[key] = levels if nodes > 1 and (local_ranks > 1 or choice.two_stage == "on") else {}
         return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:

@@ -127,6 +127,7 @@ def enumerate_choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[t
                     sequence_parallel=sequence_parallel,
                     overlap=dp > 1 and not config.parallel.delay,
                     delay=config.parallel.delay,
+                    two_stage=config.parallel.moe_two_stage,
                 )
                 for base in _enumerate_schedules(model.num_layers, plain):
                     if config.parallel.no_pipeline_flush and base.can_overlap_steps:

@@ -1,4 +1,4 @@
-"""Settings that change the speed of a run but not its results, which ``--compress auto`` may switch on."""
+"""Settings that ``--compress auto`` may switch on; they change the results of a run by rounding at most."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.planner.search import refusal_reason
 Settings = Mapping[str, bool | str]
 """Values by the names of their fields in ``ParallelConfig``."""
 
-FREE_SETTINGS: Settings = {"overlap_grad_reduce": True, "pipeline_schedule": AUTO}
+FREE_SETTINGS: Settings = {"overlap_grad_reduce": True, "pipeline_schedule": AUTO, "moe_two_stage": "on"}
 """The settings."""
 
-_CHOICE_FIELDS = {"overlap_grad_reduce": "overlap", "pipeline_schedule": "schedule"}
+_CHOICE_FIELDS = {"overlap_grad_reduce": "overlap", "pipeline_schedule": "schedule", "moe_two_stage": "two_stage"}
 """Fields of ``Choice`` by the names of the settings."""
 
 _SECTION = "parallel"
@@ -64,6 +64,7 @@ def list_free_settings(config: RunConfig, choice: Choice, flag_fields: Collectio
     concerns_run = {
         "overlap_grad_reduce": choice.dp > 1 and not choice.overlaps_reduction,
         "pipeline_schedule": is_plain and not is_compiled,
+        "moe_two_stage": choice.ep > 1 and choice.two_stage == "auto",
     }
     return drop_user_settings({name: value for name, value in FREE_SETTINGS.items() if concerns_run[name]}, flag_fields)
 

@@ -72,7 +72,7 @@ def choose_compressors(
     time_sets: TimeSets | None,
     log: Callable[[str], None],
 ) -> tuple[RunConfig, AutoChoice | None]:
-    """Choose the compressors of ``--compress auto``, and settings that change no result. A collective call.
+    """Choose the compressors of ``--compress auto``, and settings that are free of harm. A collective call.
 
     The planner predicts all sets of compressors with measured rates; then training steps are timed with the best and
     without any.

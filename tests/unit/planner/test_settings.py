@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import comb
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSet
 from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, list_free_settings
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
+from tests.unit.planner.test_experts import MOE
 
 NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
-OVERLAP, SCHEDULE = FREE_SETTINGS
+OVERLAP, SCHEDULE, TWO_STAGE = FREE_SETTINGS
 BOTH: dict[str, Any] = {"pipeline_model_parallel_size": 2, "ddp_bucket_size": 100_000}
 REPLICAS: dict[str, Any] = {"ddp_bucket_size": 100_000}
 
@@ -45,6 +47,9 @@ def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_t
     assert free(pipeline_model_parallel_size=8, pipeline_schedule="gpipe") == set()
     assert free(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2) == {OVERLAP}
     assert free(pipeline_model_parallel_size=8, delay=1, no_pipeline_flush=True) == set()
+    experts = small_run(model=MOE, parallel={"expert_model_parallel_size": 4})
+    assert set(list_free_settings(experts, predictor_of(experts)[1], ())) == {OVERLAP, TWO_STAGE}
+    assert TWO_STAGE not in list_free_settings(experts, predictor_of(experts)[1], ("parallel.moe_two_stage",))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,27 @@ def test_settings_come_before_compressors_that_cost_loss() -> None:
     saved_s = result.plain.seconds - result.chosen.seconds
     assert f"  --overlap-grad-reduce: predicted to save {saved_s:.3g} s, at no cost in loss" in text
     assert text.endswith("  the same by hand: --overlap-grad-reduce")
+
+
+def test_tokens_of_several_experts_on_a_node_are_sent_once() -> None:
+    """On slow links between nodes of one rank, where --moe-two-stage auto sends them to each expert; 8 experts of a
+    token are on 3.7 of 4 ranks."""
+    model = {"hidden_size": 256, "num_experts": [32], "expert_interval": 1, "moe_router_topk": 8}
+    config = small_run(model=model, parallel={"expert_model_parallel_size": 4})
+    cluster = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.1))
+    predictor, choice = predictor_of(config, cluster)
+    free_settings = list_free_settings(config, choice, ())
+    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
+    assert result.chosen.settings[TWO_STAGE] == "on"
+    assert "--moe-two-stage on" in result.chosen.flags
+    assert result.chosen.seconds < 0.95 * result.plain.seconds
+    sent = [each.prediction.sent["ep-dispatch-forward"] for each in (result.plain, result.chosen)]
+    tokens = 4 * (1 - comb(24, 8) / comb(32, 8))
+    assert sent[1] / sent[0] == pytest.approx(tokens / 8, rel=0.01)
+    nodes_of_two = dataclasses.replace(cluster, gpus_per_node=2)
+    predictor, choice = predictor_of(config, nodes_of_two)
+    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
+    assert TWO_STAGE not in result.chosen.settings  # they are already
 
 
 def test_settings_of_the_user_are_left_alone() -> None:
