@@ -187,6 +187,16 @@ def test_interleaved_chunks_are_ordered(tmp_path: Path) -> None:
     assert_same_weights(read_ours(saved), read_ours(tmp_path / "back"))
 
 
+class _Attribute:
+    """An attribute of a class, as Python 3.11.2 pickles the member of an enum."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
 def test_other_contents_of_a_file_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random states as numpy arrays, and enums of a package that is missing here."""
     saved = saved_model(tmp_path / "ours", {})
@@ -199,6 +209,7 @@ def test_other_contents_of_a_file_are_ignored(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, module.__name__, module)
         content["args"].model_type = ModelType["encoder_or_decoder"]
+        content["args"].attention_backend = _Attribute(ModelType, "encoder_or_decoder")
         content["np_rng_state"] = np.random.RandomState(3).get_state()
         torch.save(content, path)
     convert(classic, tmp_path / "back", "megatron-cc")
