@@ -166,8 +166,9 @@ class LossGuard:
         total = measurement.total(costs)
         # All ranks take the decision of rank 0: their sums may round differently.
         group = self._engines.topology.control.pg
-        interval = self._pace(iteration, check_start)
-        decision = take_from_rank_0(group, {**self._decide(costs, total, measurement), "interval": interval})
+        check_s = time.perf_counter() - check_start
+        paced = {"interval": self._pace(iteration, check_start, check_s), "check_s": check_s}
+        decision = take_from_rank_0(group, {**self._decide(costs, total, measurement), **paced})
         if decision["interval"] is not None:
             self.interval, self.is_paced = decision["interval"], True
         for name, count in decision["calm_checks"].items():
@@ -198,17 +199,18 @@ class LossGuard:
             "points": {point.value: cost for point, cost in costs.items()},
             "settings": {point.value: guarded.position for point, guarded in self._points.items()},
             "interval": self.interval,
+            "seconds": decision["check_s"],
         }
         return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
 
-    def _pace(self, iteration: int, check_start: float) -> int | None:
+    def _pace(self, iteration: int, check_start: float, check_s: float) -> int | None:
         """Iterations between later checks, so that they do not exceed their share of the time; None if that was decided
         before, or before the first step."""
         start, first_iteration = self._start
         if self.share is None or self.is_paced or not 0 <= first_iteration < iteration:
             return None
         step_s = (check_start - start) / (iteration - first_iteration)
-        least_interval = (time.perf_counter() - check_start) / (self.share * step_s)
+        least_interval = check_s / (self.share * step_s)
         return self._base_interval * max(math.ceil(least_interval / self._base_interval), 1)
 
     def _decide(self, costs: Mapping[Point, float], total: float, measurement: LossMeasurement) -> dict[str, Any]:
