@@ -81,9 +81,9 @@ def _describe_machine(result: AutoChoice) -> str:
     cluster, plain = result.search.predictor.cluster, result.plain.prediction
     nodes, links = cluster.gpus // cluster.gpus_per_node, []
     if nodes > 1:
-        links.append(f"{cluster.across.gbit_per_s:.3g} Gb/s and {cluster.across.latency_us:.3g} us between nodes")
+        links.append(f"{cluster.across.gbit_per_s:.3g} Gb/s and {cluster.across.latency_us:,.0f} us between nodes")
     if cluster.gpus_per_node > 1:
-        links.append(f"{cluster.inside.gbit_per_s:.3g} Gb/s and {cluster.inside.latency_us:.3g} us inside nodes")
+        links.append(f"{cluster.inside.gbit_per_s:.3g} Gb/s and {cluster.inside.latency_us:,.0f} us inside nodes")
     used_gib = plain.memory_bytes / 2**30
     memory = f"{cluster.device.memory_gib - used_gib:.3g} of {cluster.device.memory_gib:.3g} GiB"
     return f"  links: {', '.join(links) or 'none'}; memory left without compressors: {memory} (predicted)"

@@ -338,7 +338,7 @@ def test_the_report_names_each_point_and_the_flags() -> None:
     assert read_card_specs(card_specs, 150).keys() == _chosen(result).keys()
     for choice in result.points:
         assert f"\n  {choice.point.value} " in text
-    links = f"links: 0.05 Gb/s and {SLOW.across.latency_us:.3g} us between nodes; memory left without compressors: "
+    links = f"links: 0.05 Gb/s and {SLOW.across.latency_us:,.0f} us between nodes; memory left without compressors: "
     left_gib = SLOW.device.memory_gib - result.plain.prediction.memory_bytes / 2**30
     assert f"\n  {links}{left_gib:.3g} of {SLOW.device.memory_gib:.3g} GiB (predicted)\n" in text
     sent = format_bytes(result.plain.prediction.sent["pp-forward"])
