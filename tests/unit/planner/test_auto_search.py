@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from megatron.compression.points import EXPERT_POINTS
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.auto import AutoSearch
-from megatron.planner.candidates import read_ladders
+from megatron.planner.candidates import CandidateSpec, Ladders, read_ladders
+from megatron.planner.choice import Choice
 from megatron.planner.command import main
 from megatron.planner.compressor_search import WORTHWHILE, CompressorSearch
+from megatron.planner.predict import Predictor
 from megatron.planner.search import refusal_reason
 from tests.support.combinations import mark_repeats
 from tests.support.layer_codes import MODULE, TP_POINTS
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run, write_files
+from tests.unit.planner.test_auto import FakePredictor
 
 NODES = dataclasses.replace(CLUSTER, gpus_per_node=1)
 SLOW = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.05))
@@ -80,11 +84,8 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     ladders = {point: ladder[:2] for point, ladder in read_ladders(config, choice, SLOW).items()}
     search = CompressorSearch(predictor, choice, ladders, budget, memory_gib=40.0)
     seconds: dict[tuple[str, ...], float] = {}
-    for members in itertools.product(*([None, *ladder] for ladder in ladders.values())):
-        chosen = [member for member in members if member is not None]
-        if sum(member.increase for member in chosen) <= budget:
-            specs = tuple(member.spec for member in chosen)
-            seconds[specs] = predictor.predict(dataclasses.replace(choice, specs=specs)).seconds
+    for specs in _sets_within(ladders, budget):
+        seconds[specs] = predictor.predict(dataclasses.replace(choice, specs=specs)).seconds
     assert search.considered == len(seconds) > 20
     fastest = sorted(specs for specs in seconds if specs)
     fastest.sort(key=seconds.__getitem__)
@@ -93,6 +94,53 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     increases = {candidate.spec: candidate.increase for ladder in ladders.values() for candidate in ladder}
     lowest = min(sum(increases[spec] for spec in specs) for specs in within)
     assert AutoSearch([search]).choose().chosen.increase == pytest.approx(lowest)
+
+
+def _sets_within(ladders: Ladders, budget: float) -> Iterator[tuple[str, ...]]:
+    """The specs of all sets within a budget."""
+    for members in itertools.product(*([None, *ladder] for ladder in ladders.values())):
+        chosen = [member for member in members if member is not None]
+        if sum(member.increase for member in chosen) <= budget:
+            yield tuple(member.spec for member in chosen)
+
+
+TIGHT: dict[str, tuple[dict[str, tuple[float, float]], list[str]]] = {
+    "the fastest set has other than the fastest passes": (
+        {
+            "pp-forward=bold": (0.3, 0.5),
+            "pp-forward=mild": (0.27, 0.1),
+            "dp-grad=bold": (0.2, 0.4),
+            "dp-grad=mild": (0.15, 0.05),
+            "dp-grad=milder": (0.14, 0.04),
+        },
+        ["pp-forward=mild", "dp-grad=bold"],
+    ),
+    "the mildest of the fastest sets is the third": (
+        {
+            "pp-forward=bold": (0.3, 0.2),
+            "dp-grad=bold": (0.2, 0.3),
+            "dp-grad=mild": (0.199, 0.2),
+            "dp-grad=milder": (0.198, 0.1),
+        },
+        ["pp-forward=bold", "dp-grad=milder"],
+    ),
+}
+"""Seconds that specs save and their increases of the loss, and the specs to choose within a budget of 0.58%."""
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_the_search_is_exact_if_bounds_are_equal_to_the_times(name: str) -> None:
+    """Higher bounds would leave the set to choose out."""
+    specs, expected = TIGHT[name]
+    saved_s = {spec: saved for spec, (saved, _) in specs.items()}
+    ladders: dict[Point, list[CandidateSpec]] = {}
+    for spec, (_, increase) in specs.items():
+        ladders.setdefault(Point(spec.partition("=")[0]), []).append(CandidateSpec(spec, increase))
+    fake = cast(Predictor, FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0), slack=0.0))
+    search = CompressorSearch(fake, Choice(1, 1, 1), ladders, 0.58, 2.0)
+    seconds = sorted(1.0 - sum(saved_s[spec] for spec in each) for each in _sets_within(ladders, 0.58))
+    assert sorted(each.seconds for each in search.sets)[:2] == pytest.approx(seconds[:2])
+    assert AutoSearch([search]).choose().chosen.specs == expected
 
 
 @pytest.mark.slow
