@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +122,48 @@ def test_flags_that_only_some_ranks_have_count_on_all(prefix: Path, tmp_path: Pa
     for status, fields in run_ranks(2, _gather_flag_fields, flags, init=False):
         assert status == 0
         assert {"parallel.pipeline_schedule", "parallel.overlap_grad_reduce"} <= fields
+
+
+def _train_on_8_bits(flags: list[str]) -> tuple[int, str, list[int]]:
+    """Trains with a choice of 8-bit gradients. Returns the exit status, the output, and the steps after which the
+    expected time of a step is known."""
+    known = []
+
+    class WatchedCheck(StepTimeCheck):
+        def after_step(self, step: StepMetrics) -> Finding | None:
+            finding = super().after_step(step)
+            if self.expected_s_per_token is not None:
+                known.append(step.iteration)
+            return finding
+
+    def choose(config: RunConfig, topology: Topology, *_: Any) -> tuple[RunConfig, AutoChoice]:
+        chosen = SimpleNamespace(settings={}, seconds=1.0, trial_s=1.0, prediction=SimpleNamespace(seconds=1.0))
+        choice = SimpleNamespace(chosen=chosen, took_s=0.0)
+        specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"]
+        return with_choice(config, specs, {}, topology), cast(AutoChoice, choice)
+
+    run_segment.choose_compressors = choose  # type: ignore[assignment]
+    run_segment.StepTimeCheck = WatchedCheck  # type: ignore[misc]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = pretrain.main(flags)
+    return status, output.getvalue(), known
+
+
+def test_the_time_of_steps_is_measured_anew_after_a_check_has_changed_a_compressor(prefix: Path) -> None:
+    """It is known after 7 steps. A check after 8 steps turns a compressor off; one after 16 changes nothing."""
+    flags = tiny_flags(prefix, train_iters=18, compress=["auto"], max_loss_increase=1e-9, loss_check_interval=8)
+    results = run_ranks(2, _train_on_8_bits, flags, init=False)
+    assert results[-1][1].count("dp-grad goes on uncompressed") == 1
+    for status, _, known in results:
+        assert (status, known) == (0, [7, 8, 15, 16, 17, 18])
+
+
+@pytest.mark.parametrize(("split", "count"), [("100,0,0", 1), ("80,10,10", 0)])
+def test_a_run_says_if_it_checks_the_loss_on_training_samples(prefix: Path, split: str, count: int) -> None:
+    """Once, and not with validation data."""
+    flags = tiny_flags(prefix, train_iters=1, compress=["auto"], split=split)
+    results = run_ranks(2, _train_on_8_bits, flags, init=False)
+    assert [status for status, _, _ in results] == [0, 0]
+    note = "note: without validation data, --compress auto checks the loss on the last training samples\n"
+    assert "".join(text for _, text, _ in results).count(note) == count
