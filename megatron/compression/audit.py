@@ -86,26 +86,27 @@ class AuditedRounds(RoundCompressor):
     def __init__(self, inner: RoundCompressor, number: int, record: Record) -> None:
         super().__init__(inner.config)
         self.inner, self.traits, self.number, self.record = inner, inner.traits, number, record
+        self.audited: RoundCompressor = inner.audited if isinstance(inner, AuditedRounds) else inner
         self._intended: Tensor | None = None
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         copy_slice, residual = _slice_copier(x.shape, self.number), state.get(RESIDUAL)
         self._intended = copy_slice(x)
-        if isinstance(self.inner, ErrorFeedback) and residual is not None:
-            self._intended.add_(copy_slice(residual), alpha=self.inner.decay)
+        if isinstance(self.audited, ErrorFeedback) and residual is not None:
+            self._intended.add_(copy_slice(residual), alpha=self.audited.decay)
         aggregate = yield from self.inner.rounds(x, state, peers)
         return aggregate
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        copy_slice, inner, intended = _slice_copier(x.shape, self.number), self.inner, self._intended
+        copy_slice, audited, intended = _slice_copier(x.shape, self.number), self.audited, self._intended
         sent = None
         if aggregate.local is not None:
-            aggregated = isinstance(inner, ErrorFeedback) and inner.kind == "aggregate"
+            aggregated = isinstance(audited, ErrorFeedback) and audited.kind == "aggregate"
             contribution: Tensor | Approximation = aggregate.total if aggregated else aggregate.local
             sent = copy_slice(dense(contribution, x)) / (peers.size if aggregated else 1)
-        inner.finalize(x, aggregate, state, peers)
+        self.inner.finalize(x, aggregate, state, peers)
         if sent is not None and intended is not None:
-            residual = state.get(RESIDUAL) if isinstance(inner, ErrorFeedback) else None
+            residual = state.get(RESIDUAL) if isinstance(audited, ErrorFeedback) else None
             self.record(Sample(intended, sent, None if residual is None else copy_slice(residual)))
 
 
@@ -118,18 +119,19 @@ class AuditedCodec(Codec):
     def __init__(self, inner: Codec, number: int, record: Record) -> None:
         super().__init__(inner.config)
         self.inner, self.traits, self.number, self.record = inner, inner.traits, number, record
+        self.audited: Codec = inner.audited if isinstance(inner, AuditedCodec) else inner
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        inner = self.inner
+        audited = self.audited
         copy_part = _slice_copier(x.shape, self.number)
         residual = None
-        if isinstance(inner, ErrorFeedbackCodec):
-            copy_part = _mean_over_tokens if inner.mean else copy_part
-            residual = inner.fitting_residual(x.shape, state)
+        if isinstance(audited, ErrorFeedbackCodec):
+            copy_part = _mean_over_tokens if audited.mean else copy_part
+            residual = audited.fitting_residual(x.shape, state)
         intended = copy_part(x) if residual is None else copy_part(x) + copy_part(residual)
-        payload = inner.encode(x, state, key)
-        sent = copy_part(dense(inner.reconstruct(payload, x, state, key), x))
-        residual = state.get(RESIDUAL) if isinstance(inner, ErrorFeedbackCodec) else None
+        payload = self.inner.encode(x, state, key)
+        sent = copy_part(dense(audited.reconstruct(payload, x, state, key), x))
+        residual = state.get(RESIDUAL) if isinstance(audited, ErrorFeedbackCodec) else None
         self.record(Sample(intended, sent, None if residual is None else copy_part(residual)))
         return payload
 

@@ -48,6 +48,12 @@ class Point(enum.Enum):
         return self in (Point.PP_FWD, Point.TP_FWD, Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD)
 
     @property
+    def carries_gradients(self) -> bool:
+        """Whether the point carries gradients of a step: of parameters, or of activations in the backward pass."""
+        backward = (Point.PP_BWD, Point.TP_BWD, Point.EP_DISPATCH_BWD, Point.EP_COMBINE_BWD)
+        return self in (Point.DP_GRAD, Point.EMBED_GRAD, *backward)
+
+    @property
     def is_expert_point(self) -> bool:
         """Whether the point belongs to expert parallelism."""
         return self in EXPERT_POINTS

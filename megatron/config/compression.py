@@ -58,7 +58,8 @@ class CompressionConfig:
         100,
         "Iterations between checks of the loss cost of the compressors chosen by --compress auto. Above "
         "--max-loss-increase, one of them switches to a gentler setting; if the cost stays far below, it "
-        "switches back. Without this flag, fewer checks if they would take more than 2% of the run. 0: no checks.",
+        "switches back. Without this flag, a multiple of it if choice and checks would take more than 2% of the "
+        "run. 0: no checks during the run.",
         minimum=0,
         only_if=(_AUTO_CHOICE,),
     )

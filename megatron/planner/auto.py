@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from types import MappingProxyType
 
 from megatron.compression.points import Point
+from megatron.compression.spec import point_name
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
@@ -66,11 +67,28 @@ class MeasuredTraffic:
 
     Args:
         sent_bytes: bytes that a rank sends.
-        waited_s: seconds that a rank waits.
+        waits: share of the step that a rank waits for it.
     """
 
     sent_bytes: float
-    waited_s: float
+    waits: float
+
+
+@dataclass(frozen=True)
+class LossEstimate:
+    """Expected increase of the validation loss with a set, as estimated after its trial steps.
+
+    Args:
+        specs: specs that fit the budget: those of the set, or gentler settings.
+        increase: the expected increase with them, in percent.
+        measured: the part of it that was measured; None if nothing can be measured.
+        check_s: seconds of a check.
+    """
+
+    specs: Sequence[str]
+    increase: float
+    measured: float | None
+    check_s: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,8 @@ class AutoChoice:
         search: the search that found the sets.
         trials: sets whose iterations were timed; empty if the choice is by prediction.
         traffic: traffic of the trial steps without compressors, by point; empty if there were none.
+        estimate: the estimated loss of the chosen set; None if it has no compressors.
+        bolder_specs: specs of the set that was timed, if the chosen set has gentler ones; empty otherwise.
         took_s: seconds that the choice took.
     """
 
@@ -91,13 +111,15 @@ class AutoChoice:
     search: AutoSearch
     trials: Sequence[CompressorSet] = ()
     traffic: Mapping[Point, MeasuredTraffic] = field(default_factory=dict)
+    estimate: LossEstimate | None = None
+    bolder_specs: Sequence[str] = ()
     took_s: float = 0.0
 
     @cached_property
     def points(self) -> list[PointChoice]:
         """Choice at each point that has traffic and no spec of the user."""
         search = self.search.search_with(self.chosen.settings)
-        return [_explain(search, point, self.chosen, self.trials) for point in search.ladders]
+        return [_explain(search, point, self) for point in search.ladders]
 
     @cached_property
     def settings(self) -> list[SettingChoice]:
@@ -232,6 +254,21 @@ class AutoSearch:
         chosen = _lowest_increase_of_fastest([trial for trial in trials if trial.gains] or trials[:1] or self.sets)
         return AutoChoice((trials or self.sets)[0], chosen, self, trials)
 
+    def ease(self, result: AutoChoice, estimate: LossEstimate) -> AutoChoice:
+        """Choose gentler settings if the timed set does not fit the budget, as estimated; nothing if they gain too
+        little, by the time of the trial steps and predictions."""
+        timed, plain = result.chosen, result.plain
+        if list(estimate.specs) == timed.specs:
+            chosen = replace(timed, estimated_increase=estimate.increase)
+            return replace(result, chosen=chosen, estimate=estimate)
+        eased = self.find_set(estimate.specs, timed.settings)
+        eased_s = timed.seconds * eased.prediction.seconds / timed.prediction.seconds
+        result = replace(result, bolder_specs=timed.specs)
+        if eased_s > plain.seconds * (1 - WORTHWHILE):
+            return replace(result, chosen=plain)
+        chosen = replace(eased, trial_s=eased_s, gains=True, estimated_increase=estimate.increase)
+        return replace(result, chosen=chosen, estimate=estimate if chosen.candidates else None)
+
     def search_with(self, settings: Settings) -> CompressorSearch:
         """The search with some settings."""
         for search in self.searches:
@@ -250,10 +287,9 @@ class AutoSearch:
         return seconds[0] - seconds[1]
 
 
-def _explain(
-    search: CompressorSearch, point: Point, chosen: CompressorSet, trials: Sequence[CompressorSet]
-) -> PointChoice:
+def _explain(search: CompressorSearch, point: Point, result: AutoChoice) -> PointChoice:
     """Explain the choice at a point: its savings, or why nothing is chosen there."""
+    chosen = result.chosen
     seconds = chosen.prediction.seconds
     if point in chosen.candidates:
         without_point = {p: candidate for p, candidate in chosen.candidates.items() if p is not point}
@@ -272,7 +308,9 @@ def _explain(
         reason = f"{name} would save {saved_s:.3g} s, but does not fit into memory"
     elif fastest.increase > search.budget - chosen.increase:
         reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
-    elif any(point in trial.candidates for trial in trials):
+    elif point.value in map(point_name, result.bolder_specs):
+        reason = f"{name} would save {saved_s:.3g} s, but costs too much loss, as measured"
+    elif any(point in trial.candidates for trial in result.trials):
         reason = f"{name} was to save {saved_s:.3g} s, but trial steps do not confirm this"
     else:
         reason = f"{name} would save {saved_s:.3g} s, together with other points too little"

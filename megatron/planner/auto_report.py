@@ -33,10 +33,13 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     """
     before_s, after_s = result.plain.seconds, result.chosen.seconds
     excluded = ", without the cost of the specs that were given" if result.plain.prediction.choice.specs else ""
+    is_measured = bool(result.trials) and not result.bolder_specs
+    declared = sum(candidate.increase for candidate in result.chosen.candidates.values())
+    beside = " and after the trial steps" if result.chosen.increase > declared else ""
     lines = [
-        f"--compress auto: {'measured' if result.trials else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
+        f"--compress auto: {'measured' if is_measured else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
         f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.chosen.increase:.2f}% "
-        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT{excluded}"
+        f"higher (--max-loss-increase {budget:g}), as measured on a small GPT{beside}{excluded}"
     ]
     lines.append(_describe_machine(result))
     if result.points:
@@ -61,11 +64,13 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
         line = f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}"
-        if trial.measured_increase is not None and trial.candidates:
-            line += f"; loss at most {trial.measured_increase:.2f}% higher, measured together"
-        if trial.measured_increase is not None and trial.measured_increase > budget:
-            line += ": not chosen"
         lines.append(line)
+    if result.bolder_specs:
+        bolder, gentler = " ".join(result.bolder_specs), " ".join(result.chosen.specs) or "nothing"
+        lines.append(f"  {bolder} costs too much loss, as measured after the trial steps: the choice is {gentler}")
+    if result.estimate is not None and result.estimate.measured is not None:
+        measured = result.estimate.measured
+        lines.append(f"  loss with all points together, as measured after the trial steps: {measured:+.2f}%")
     lines += [f"  not switched on: {suggestion}" for suggestion in suggested]
     if not result.points:
         lines.append(f"  {NOTHING_TO_CHOOSE}")
@@ -85,7 +90,7 @@ def _describe_machine(result: AutoChoice) -> str:
     if cluster.gpus_per_node > 1:
         links.append(f"{cluster.inside.gbit_per_s:.3g} Gb/s and {cluster.inside.latency_us:,.0f} us inside nodes")
     used_gib = plain.memory_bytes / 2**30
-    memory = f"{cluster.device.memory_gib - used_gib:.3g} of {cluster.device.memory_gib:.3g} GiB"
+    memory = f"{max(cluster.device.memory_gib - used_gib, 0.0):.3g} of {cluster.device.memory_gib:.3g} GiB"
     return f"  links: {', '.join(links) or 'none'}; memory left without compressors: {memory} (predicted)"
 
 
@@ -97,4 +102,4 @@ def _describe_traffic(result: AutoChoice, point: Point) -> str:
     traffic = result.traffic.get(point)
     if traffic is None:
         return f"{format_bytes(0.0):>11} {0.0:>5.0%}"
-    return f"{format_bytes(traffic.sent_bytes):>11} {traffic.waited_s / result.plain.seconds:>5.0%}"
+    return f"{format_bytes(traffic.sent_bytes):>11} {traffic.waits:>5.0%}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.compression.api import SumTraits
 from megatron.compression.ladder import MAX_NOISE
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import named_points, read_specs
+from megatron.compression.spec import Spec, named_points, read_specs
 from megatron.config.check_compression import no_traffic_reason
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
@@ -68,14 +67,17 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
             continue
         for name in registry.names:
             for candidate in list_candidates(registry, name, point, config.model.hidden_size, length, boundaries):
-                traits = SumTraits()
-                if point.is_reduction:
-                    traits = read_specs([candidate.spec], registry, length)[point].make_rounds().traits
-                is_noisy = traits.quantizes and (candidate.residual or 0.0) > MAX_NOISE
-                is_possible = not is_noisy and (two_levels or not traits.levels)
-                if is_possible and accepts_candidate(config, choice, candidate):
+                spec = read_specs([candidate.spec], registry, length)[point]
+                fits_nodes = two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)
+                if fits_nodes and not is_noisy(candidate, spec) and accepts_candidate(config, choice, candidate):
                     ladders.setdefault(point, []).append(candidate)
     return ladders
+
+
+def is_noisy(candidate: CandidateSpec, spec: Spec) -> bool:
+    """Whether a compressor quantizes sums of gradients with more noise than ``MAX_NOISE``, as declared."""
+    quantizes = spec.point.is_reduction and spec.make_rounds().traits.quantizes
+    return quantizes and (candidate.residual or 0.0) > MAX_NOISE
 
 
 def accepts_candidate(config: RunConfig, choice: Choice, candidate: CandidateSpec) -> bool:

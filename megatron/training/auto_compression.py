@@ -30,10 +30,9 @@ from megatron.planner.settings import list_free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.planner.trials import num_sets_to_time
 from megatron.training.saved_choice import with_choice
-from megatron.training.schedule_choice import StageTimes
 from megatron.training.trial_steps import SetTime, predict_stages
 
-TimeSets = Callable[[Sequence[RunConfig], Sequence[float], Sequence[StageTimes | None], bool, float], Sequence[SetTime]]
+TimeSets = Callable[..., Sequence[SetTime]]
 
 
 def check_auto(config: RunConfig, world_size: int) -> None:
@@ -170,18 +169,23 @@ def _try_sets(
     trial_configs = [with_choice(config, contender.specs, contender.settings, topology) for contender in contenders]
     predicted_s = [contender.prediction.seconds for contender in contenders]
     stage_times = predict_stages(group, [each.prediction.choice for each in contenders], search.predictor)
-    set_times = time_sets(trial_configs, predicted_s, stage_times, not crowded, time.perf_counter() - start)
-    contenders = search.calibrate(contenders, [set_time.seconds for set_time in set_times])
-    trials = [
-        dataclasses.replace(
-            contender,
-            trial_s=set_time.seconds,
-            gains=set_time.gains and (set_time.increase or 0.0) <= config.compression.max_loss_increase,
-            measured_increase=set_time.increase,
-        )
-        for contender, set_time in zip(contenders, set_times, strict=True)
-    ]
-    return dataclasses.replace(search.choose(trials), traffic=set_times[0].traffic)
+    result: AutoChoice | None = None
+
+    def choose_set(set_times: Sequence[SetTime]) -> int | None:
+        nonlocal result
+        calibrated = search.calibrate(contenders, [set_time.seconds for set_time in set_times])
+        trials = [
+            dataclasses.replace(each, trial_s=set_time.seconds, gains=set_time.gains)
+            for each, set_time in zip(calibrated, set_times, strict=True)
+        ]
+        result = dataclasses.replace(search.choose(trials), traffic=set_times[0].traffic)
+        return trials.index(result.chosen) if result.chosen.candidates else None
+
+    spent_s = time.perf_counter() - start
+    set_times = time_sets(trial_configs, predicted_s, stage_times, not crowded, spent_s, choose_set)
+    estimate = next((set_time.estimate for set_time in set_times if set_time.estimate is not None), None)
+    assert result is not None
+    return result if estimate is None else search.ease(result, estimate)
 
 
 def _describe_cluster(topology: Topology, env: LaunchEnvironment) -> Cluster:

@@ -15,15 +15,17 @@ from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec, point_name, read_specs
+from megatron.config.compression import CompressionConfig
+from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.distributed.agreement import take_from_rank_0
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
 from megatron.planner.auto import AutoChoice
-from megatron.planner.candidates import list_candidates
+from megatron.planner.candidates import is_noisy, list_candidates
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
-from megatron.training.guarded_point import EXACT, GuardedPoint, LossMeasurement, guard_point
+from megatron.training.guarded_point import EXACT, MAX_BREAKS, GuardedPoint, LossMeasurement, guard_point
 from megatron.training.quantization_noise import NoiseProbe
 from megatron.training.run_plan import RunPlan
 from megatron.training.step import open_loader, take_full_batch
@@ -37,6 +39,12 @@ beside the other points. A setting is replaced when it exceeds all of it, so cos
 
 MAX_SHARE, _LEAST_SHARE = 0.02, 0.002
 """Share of a run's time for the choice of its compressors and their checks, and the least share for the checks."""
+
+_MAX_INTERVALS = 10
+"""Maximum number of default intervals between two checks: the check that was timed may have been slow by chance."""
+
+INTERVAL_FIELD = "compression.loss_check_interval"
+"""Dotted name of the field of ``--loss-check-interval``."""
 
 
 class LossGuard:
@@ -53,10 +61,8 @@ class LossGuard:
     budget, the point with the greatest increase takes the next gentler setting of its compressor, or exact traffic if
     there is none. What the forward points cost together beyond the sum of each counts for each of them. If instead
     ``CALM_CHECKS`` checks in a row find room for a point's next bolder setting, the point goes back to that setting:
-    never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice.
-
-    A run checks every ``--loss-check-interval`` iterations; if the first of these checks takes more than ``share``,
-    every multiple of that from then on.
+    never beyond the setting that was chosen, and not to a setting that has exceeded the budget twice, or was too noisy
+    or not finite once.
 
     Args:
         engines: engines of this rank.
@@ -64,14 +70,11 @@ class LossGuard:
         length: length of the run, for costs by length and warm-ups in fractions of it.
         saved: the value of ``state_dict`` in the checkpoint whose choice the run keeps, by point.
         due_at_start: whether a check is due before the first step: the compressors are new, but not the weights.
-        share: share of the run's time that the checks may take; None for any.
-        saved_interval: ``interval`` in the checkpoint, if a check had set it.
+        interval: iterations between checks; None for those of ``--loss-check-interval``.
 
     Attributes:
-        share: see above.
         checks: the checks so far.
         interval: iterations between checks.
-        is_paced: whether a check has set ``interval``.
     """
 
     def __init__(
@@ -81,16 +84,11 @@ class LossGuard:
         length: RunLength,
         saved: Mapping[str, Values] = MappingProxyType({}),
         due_at_start: bool = False,
-        share: float | None = None,
-        saved_interval: int | None = None,
+        interval: int | None = None,
     ) -> None:
         compression = engines.config.compression
-        self._base_interval, self._budget = compression.loss_check_interval, compression.max_loss_increase
-        self.interval, self.is_paced = self._base_interval, False
-        if share is not None and saved_interval and saved_interval % self._base_interval == 0:
-            self.interval, self.is_paced = saved_interval, True
-        self.share, self._start = share, (time.perf_counter(), -1)
-        self._noise = NoiseProbe(engines.topology, engines.ledger)
+        self._budget = compression.max_loss_increase
+        self.interval = compression.loss_check_interval if interval is None else interval
         self._engines = engines
         registry = build_registry(compression.compress_module)
         self.checks: list[LossCheck] = []
@@ -111,10 +109,16 @@ class LossGuard:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.
             settings = [(candidate, read(candidate.spec)) for candidate in ladder]
-            settings = [pair for pair in settings if _sums_in_levels(pair[1]) == _sums_in_levels(spec)]
+            settings = [
+                pair
+                for pair in settings
+                if _sums_in_levels(pair[1]) == _sums_in_levels(spec) and (pair[0].spec == text or not is_noisy(*pair))
+            ]
             self._points[point] = guard_point(settings, text, engines.plan.is_turned_off(point), saved.get(point.value))
             if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
                 self._forward_points.append(point)
+        gradient_points = [point for point in self._points if point.carries_gradients]
+        self._noise = NoiseProbe(engines.topology, engines.ledger, gradient_points)
         self.due_at_start = due_at_start and bool(self._points)
 
     @staticmethod
@@ -140,19 +144,11 @@ class LossGuard:
 
     def begin_step(self, iteration: int) -> None:
         """Prepare for a step (0-based): the check after it needs the noise of its gradients."""
-        if self._start[1] < 0:
-            self._start = time.perf_counter(), iteration
         self._noise.watch(self.is_due(iteration + 1))
 
     def watch_noise(self) -> None:
-        """Measure the noise of gradients in the next step, which an estimate follows."""
+        """Measure the noise of gradients in the next step, which a check follows."""
         self._noise.watch(True)
-
-    def estimate(self) -> float:
-        """Estimate the increase of the loss, in percent; infinite beyond ``MAX_NOISE``. A collective call, after
-        ``complete_steps``."""
-        costs, measurement = self._estimate_costs()
-        return measurement.total(costs)
 
     def check(self, iteration: int) -> Finding:
         """Estimate the increase of the loss; replace a compressor if it exceeds the budget, or has long been far below
@@ -161,57 +157,54 @@ class LossGuard:
         Args:
             iteration: number of iterations so far.
         """
-        check_start = time.perf_counter()
-        costs, measurement = self._estimate_costs()
+        start = time.perf_counter()
+        measurement = self._measure()
+        costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
+        costs |= {point: max(cost, costs[point]) for point, cost in measurement.costs.items()}
         total = measurement.total(costs)
-        # All ranks take the decision of rank 0: their sums may round differently.
-        group = self._engines.topology.control.pg
-        check_s = time.perf_counter() - check_start
-        paced = {"interval": self._pace(iteration, check_start, check_s), "check_s": check_s}
-        decision = take_from_rank_0(group, {**self._decide(costs, total, measurement), **paced})
-        if decision["interval"] is not None:
-            self.interval, self.is_paced = decision["interval"], True
+        # All ranks take the numbers and the decision of rank 0: their sums and clocks may differ.
+        decision = take_from_rank_0(
+            self._engines.topology.control.pg,
+            {
+                **self._decide(costs, total, measurement),
+                "points": {point.value: cost for point, cost in costs.items()},
+                "expected_increase": total,
+                "measured_increase": measurement.total(measurement.costs) if measurement.costs else None,
+                "joint_increase": measurement.joint_cost,
+                "seconds": time.perf_counter() - start,
+            },
+        )
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
+        costs_by_name, total = decision.pop("points"), decision.pop("expected_increase")
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
         self.checks.append(LossCheck(iteration, min(total, MAX_INCREASE), eased or ""))
         if eased or emboldened:
-            costs_text = ", ".join(f"{point.value} {cost:.2f}%" for point, cost in costs.items())
-            if total > sum(costs.values()):
+            costs_text = ", ".join(f"{name} {cost:.2f}%" for name, cost in costs_by_name.items())
+            if total > sum(costs_by_name.values()):
                 costs_text += f"; {' and '.join(point.value for point in measurement.joint_points)} together more"
             relation = "above" if eased else f"in {CALM_CHECKS} checks far below"
+            reason = (
+                f"the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} --max-loss-increase "
+                f"{self._budget:g}"
+                if math.isfinite(total)
+                else f"what {eased} sends is too noisy, or not finite"
+            )
             # Go to the next gentler setting, or the next bolder one.
             point = Point(eased or emboldened)
             guarded = self._points[point]
             if eased:
-                guarded.breaks[guarded.position] += 1
+                is_endless = math.isinf(costs_by_name[eased])
+                guarded.breaks[guarded.position] += MAX_BREAKS if is_endless else 1
             guarded.position += 1 if eased else -1
             self._use_setting(point, guarded.position)
             exact = guarded.candidate is EXACT
             change = "uncompressed" if exact else f"with {guarded.candidate.spec.partition('=')[2]}"
-            line = (
-                f"--compress auto: the loss is expected to be {total:.2f}% higher ({costs_text}), {relation} "
-                f"--max-loss-increase {self._budget:g}: {point.value} goes on {change}"
-            )
-        values = {
-            "expected_increase": total,
-            "joint_increase": measurement.joint_cost,
-            "points": {point.value: cost for point, cost in costs.items()},
-            "settings": {point.value: guarded.position for point, guarded in self._points.items()},
-            "interval": self.interval,
-            "seconds": decision["check_s"],
-        }
-        return Finding("loss_check", {**values, "eased": eased, "emboldened": emboldened}, line)
-
-    def _pace(self, iteration: int, check_start: float, check_s: float) -> int | None:
-        """Iterations between later checks, so that they do not exceed their share of the time; None if that was decided
-        before, or before the first step."""
-        start, first_iteration = self._start
-        if self.share is None or self.is_paced or not 0 <= first_iteration < iteration:
-            return None
-        step_s = (check_start - start) / (iteration - first_iteration)
-        least_interval = check_s / (self.share * step_s)
-        return self._base_interval * max(math.ceil(least_interval / self._base_interval), 1)
+            line = f"--compress auto: {reason}: {point.value} goes on {change}"
+        positions = {point.value: guarded.position for point, guarded in self._points.items()}
+        del decision["calm_checks"]
+        values = {"expected_increase": total, "points": costs_by_name, "settings": positions, "interval": self.interval}
+        return Finding("loss_check", {**values, **decision}, line)
 
     def _decide(self, costs: Mapping[Point, float], total: float, measurement: LossMeasurement) -> dict[str, Any]:
         """Decide which point takes a gentler or a bolder setting, if any, and count the calm checks of all points."""
@@ -246,19 +239,11 @@ class LossGuard:
         if position == len(settings):
             plan.substitute(point, None)
 
-    def _estimate_costs(self) -> tuple[dict[Point, float], LossMeasurement]:
-        """Expected increase at each point, the greater of declared and measured, and the measurement."""
-        measurement = self._measure()
-        costs = {point: guarded.candidate.increase for point, guarded in self._points.items()}
-        for point, cost in measurement.costs.items():
-            costs[point] = max(costs[point], cost)
-        return costs, measurement
-
     def _measure(self) -> LossMeasurement:
         """Measure the increase of the loss with the settings in use, and with the next bolder ones."""
         measurement = LossMeasurement(*self._residual_costs())
         self._noise.watch(False)
-        noise = self._noise.take_noise([point for point in self._points if not point.forward])
+        noise = self._noise.take_noise()
         measurement.costs |= {point: math.inf for point, ratio in noise.items() if ratio > MAX_NOISE}
         points = {point: self._points[point] for point in self._forward_points}
         compressed = [point for point, guarded in points.items() if guarded.candidate is not EXACT]
@@ -322,16 +307,31 @@ def _sums_in_levels(spec: Spec) -> bool:
     return spec.point.is_reduction and spec.make_rounds().traits.levels
 
 
-def check_share(choice: AutoChoice | None, iterations: int) -> float:
-    """Share of the run's time for the checks.
+def choose_interval(
+    config: RunConfig,
+    flag_fields: Collection[str],
+    choice: AutoChoice | None,
+    iterations: int,
+    saved_interval: int | None = None,
+) -> int:
+    """Choose the iterations between checks: those of ``--loss-check-interval``, or a multiple of its default if choice
+    and checks would otherwise take more than ``MAX_SHARE`` of the run.
 
     Args:
+        config: resolved configuration.
+        flag_fields: dotted names (``section.field``) of the fields that flags set.
         choice: the choice that was made now, if any.
         iterations: number of iterations that are left.
+        saved_interval: that of the checkpoint whose choice the run keeps.
     """
-    if choice is None:
-        return MAX_SHARE
-    return max(MAX_SHARE - choice.took_s / (iterations * choice.chosen.seconds), _LEAST_SHARE)
+    interval, default = config.compression.loss_check_interval, CompressionConfig().loss_check_interval
+    if interval != default or INTERVAL_FIELD in flag_fields:
+        return interval
+    if choice is None or choice.estimate is None:
+        return saved_interval if saved_interval and saved_interval % default == 0 else interval
+    share = max(MAX_SHARE - choice.took_s / (iterations * choice.chosen.seconds), _LEAST_SHARE)
+    checks_per_interval = choice.estimate.check_s / (share * interval * choice.chosen.seconds)
+    return interval * min(max(math.ceil(checks_per_interval), 1), _MAX_INTERVALS)
 
 
 def held_out_batches(engines: Engines, plan: RunPlan) -> list[Batch]:

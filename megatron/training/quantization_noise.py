@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -24,17 +24,18 @@ C = TypeVar("C", Codec, RoundCompressor)
 class NoiseProbe(Observer):
     """Norms of quantized gradients, and of their errors, from a sample of each message of a step.
 
-    Sums with error feedback are left out: their residual is the noise, and is measured in every step. Like the
-    certificate's samples, it joins the observers for single steps.
+    Sums with error feedback are left out: their residual is the noise. Like the certificate's samples, it joins the
+    observers for single steps.
 
     Args:
         topology, ledger: the ranks, and the ledger of this rank.
+        points: points of gradients, the same on all ranks.
     """
 
     launches_kernels = True
 
-    def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        self._topology, self._ledger = topology, ledger
+    def __init__(self, topology: Topology, ledger: Ledger, points: Sequence[Point]) -> None:
+        self._topology, self._ledger, self._points = topology, ledger, points
         self._samples = 0
         self._energies: dict[Point, Tensor] = {}
 
@@ -47,21 +48,18 @@ class NoiseProbe(Observer):
         elif not is_needed and self in observers:
             observers.remove(self)
 
-    def take_noise(self, points: Collection[Point]) -> dict[Point, float]:
+    def take_noise(self) -> dict[Point, float]:
         """Norm of the noise over that of the gradient since ``watch``, over all ranks, by point; without points that
         had no sample of finite gradients. Infinite if finite gradients were sent as other numbers. A collective call.
-
-        Args:
-            points: the same on all ranks.
         """
-        if not points:
+        if not self._points:
             return {}
         zeros = torch.zeros(2)
-        values = [float(x) for point in points for x in self._energies.get(point, zeros)]
+        values = [float(x) for point in self._points for x in self._energies.get(point, zeros)]
         self._energies.clear()
         rows = gather_rows(self._topology.control, self._ledger, values)
         sums = [sum(column) for column in zip(*rows, strict=True)]
-        pairs = zip(points, sums[::2], sums[1::2], strict=True)
+        pairs = zip(self._points, sums[::2], sums[1::2], strict=True)
         return {
             point: math.sqrt(noise / gradient) if math.isfinite(noise) else math.inf
             for point, gradient, noise in pairs
@@ -69,8 +67,9 @@ class NoiseProbe(Observer):
         }
 
     def audit(self, point: Point, compressor: C) -> C:
-        is_reported = isinstance(compressor, ErrorFeedback)
-        if point.forward or is_reported or not compressor.traits.quantizes or why_not_sampled(compressor) is not None:
+        audited = compressor.audited if isinstance(compressor, AuditedRounds | AuditedCodec) else compressor
+        is_sampled = audited.traits.quantizes and why_not_sampled(audited) is None
+        if point not in self._points or isinstance(audited, ErrorFeedback) or not is_sampled:
             return compressor
         self._samples += 1  # the next sample is of another part
         record = partial(self._record, point)

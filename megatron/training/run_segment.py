@@ -33,7 +33,7 @@ from megatron.training.auto_compression import choose_compressors
 from megatron.training.certificate import RunCertificate
 from megatron.training.compression_notes import compression_notes
 from megatron.training.islands import begin_rounds, folders_of_others, join_islands, reporting_refusal
-from megatron.training.loss_guard import LossGuard, check_share, held_out_batches
+from megatron.training.loss_guard import LossGuard, choose_interval, held_out_batches
 from megatron.training.machine_check import machine_notes
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
@@ -206,13 +206,11 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
                 parts.log("note: without validation data, --compress auto checks the loss on the last training samples")
             has_weights = saved is not None or parts.pretrained is not None
             due_at_start = run.choice is not None and has_weights
-            share = None
-            if "compression.loss_check_interval" not in parts.flag_fields:
-                iterations = plan.train_iters - (0 if saved is None else saved.progress.iteration)
-                share = checks.share or check_share(run.choice, iterations)
+            iterations = plan.train_iters - (0 if saved is None else saved.progress.iteration)
+            interval = choose_interval(config, parts.flag_fields, run.choice, iterations, checks.interval)
             guard = run_together(
                 topology.control.pg,
-                lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start, share, checks.interval),
+                lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start, interval),
             )
         certificate = None
         if config.checkpoint.certificate:

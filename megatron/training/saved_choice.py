@@ -86,8 +86,7 @@ def describe_choice(
         "max_loss_increase": compression.max_loss_increase,
         "adapts": compression.compress_adapt,
         "loss_checks": {} if loss_guard is None else loss_guard.state_dict(),
-        "loss_check_share": None if loss_guard is None else loss_guard.share,
-        "loss_check_interval": loss_guard.interval if loss_guard is not None and loss_guard.is_paced else None,
+        "loss_check_interval": None if loss_guard is None else loss_guard.interval,
         "s_per_token": None if time_check is None else time_check.expected_s_per_token,
         "step_tokens": None if time_check is None else time_check.expected_tokens,
     }
@@ -104,14 +103,12 @@ class SavedChecks:
 
     Args:
         loss: value of ``LossGuard.state_dict``, by point.
-        share: share of the run's time for the checks; None for earlier versions.
-        interval: iterations between checks; None if no check had set it.
+        interval: iterations between checks; None for earlier versions.
         s_per_token: expected seconds of a step over its tokens; None if they were not known yet.
         step_tokens: tokens of those steps; None if they are not known.
     """
 
     loss: Mapping[str, Values] = field(default_factory=dict)
-    share: float | None = None
     interval: int | None = None
     s_per_token: float | None = None
     step_tokens: int | None = None
@@ -134,7 +131,6 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
     loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
     return SavedChecks(
         loss,
-        choice.number("loss_check_share", minimum=0.0, maximum=1.0) if choice.has("loss_check_share") else None,
         choice.integer("loss_check_interval") if choice.has("loss_check_interval") else None,
         choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None,
         choice.integer("step_tokens", maximum=None) if choice.has("step_tokens") else None,

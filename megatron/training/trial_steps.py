@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
-from megatron.planner.auto import MeasuredTraffic
+from megatron.planner.auto import LossEstimate, MeasuredTraffic
 from megatron.planner.choice import Choice
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
@@ -31,6 +31,7 @@ from megatron.training.assembly import Engines, build_engines
 from megatron.training.flushless import complete_steps
 from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.run_plan import RunPlan
+from megatron.training.saved_choice import describe_choice, specs_in_use
 from megatron.training.schedule_choice import ScheduleChoice, StageTimes, list_times, make_pipeline
 from megatron.training.step import open_loader, take_full_batch, train_step
 from megatron.training.timers import Timers
@@ -43,15 +44,14 @@ class SetTime:
     Args:
         seconds: median seconds of a step, on the slowest rank.
         gains: whether the set certainly saves time.
-        increase: expected increase of the validation loss, in percent, as ``LossGuard`` estimates it after the trial
-            steps; None without compressors, and for sets that save no time.
         traffic: traffic in a step, by point.
+        estimate: the estimated loss with the set; None unless ``choose_set`` has chosen it.
     """
 
     seconds: float
     gains: bool
-    increase: float | None = None
     traffic: Mapping[Point, MeasuredTraffic] = field(default_factory=dict)
+    estimate: LossEstimate | None = None
 
 
 def time_sets(
@@ -65,6 +65,7 @@ def time_sets(
     stage_times: Sequence[StageTimes | None],
     all_at_once: bool,
     spent_s: float = 0.0,
+    choose_set: Callable[[Sequence[SetTime]], int | None] = lambda set_times: None,
 ) -> list[SetTime]:
     """Time training steps in new engines, past all warm-ups, in rounds of a step with each set. A collective call.
 
@@ -82,6 +83,7 @@ def time_sets(
         all_at_once: keep the engines of all sets; otherwise those of a set are built for each of its steps, and the
             first step of new engines is not timed.
         spent_s: seconds that the choice has taken so far.
+        choose_set: chooses the set whose loss is estimated by its number, or None; rank 0 decides.
 
     Returns:
         The time with each set; the same on all ranks.
@@ -117,13 +119,17 @@ def time_sets(
             trial.drop_engines()
         if finished:
             free_memory()
-    set_times = []
-    for number, trial in enumerate(trials):
-        increase = trial.estimate_increase() if number in gaining else None
-        set_times.append(SetTime(rounds.typical_s(number), number in gaining, increase, trial.mean_traffic()))
+    set_times = [
+        SetTime(rounds.typical_s(number), number in gaining, trial.mean_traffic())
+        for number, trial in enumerate(trials)
+    ]
+    chosen = take_from_rank_0(group, choose_set(set_times))
+    if chosen is not None:
+        set_times[chosen] = dataclasses.replace(set_times[chosen], estimate=trials[chosen].fit_to_budget())
+    for trial in trials:
         if trial.engines is not None:
             trial.drop_engines()
-            free_memory()
+    free_memory()
     return set_times
 
 
@@ -167,8 +173,9 @@ class SetTrial:
         self._plan, self._consumed_samples, self._stage_times = plan, consumed_samples, stage_times
         self.engines: Engines | None = None
         self._batches: Sequence[Batch] = ()
-        self._steps = self._timed_steps = 0
-        self._totals: Counter[tuple[Point, str]] = Counter()
+        self._steps = 0
+        self._warm_totals: Counter[str] = Counter()
+        self._first_totals: Counter[str] = Counter()
 
     def _take_step(self, engines: Engines) -> None:
         train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
@@ -194,32 +201,45 @@ class SetTrial:
         self._take_step(engines)
         engines.ledger.clock.synchronize()
         seconds = time.perf_counter() - start
-        for name, totals in engines.ledger.take_totals().items():
-            self._totals += Counter({(Point(name), field): totals[field] for field in ("wire_bytes", "waited_s")})
-        self._timed_steps += 1
+        # The first step of new engines warms up: it counts if there is no other.
+        totals = self._first_totals if self._steps == 1 else self._warm_totals
+        totals.update({"steps": 1, "seconds": seconds})
+        for name, point_totals in engines.ledger.take_totals().items():
+            totals.update({f"{field} {name}": point_totals[field] for field in ("wire_bytes", "waited_s")})
         return max(row[0] for row in gather_rows(control, Ledger(), [seconds]))
 
     def mean_traffic(self) -> dict[Point, MeasuredTraffic]:
         """Traffic of a timed step, averaged over the steps and the ranks, by point."""
-        keys = [(point, field) for point in Point for field in ("wire_bytes", "waited_s")]
-        rows = gather_rows(self._topology.control, Ledger(), [self._totals[key] for key in keys])
-        means = [sum(column) / len(column) / max(self._timed_steps, 1) for column in zip(*rows, strict=True)]
+        totals = self._warm_totals or self._first_totals
+        steps, seconds = max(totals["steps"], 1), totals["seconds"] or 1.0
+        values = [
+            value
+            for point in Point
+            for value in (totals[f"wire_bytes {point.value}"] / steps, totals[f"waited_s {point.value}"] / seconds)
+        ]
+        rows = gather_rows(self._topology.control, Ledger(), values)
+        means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
         pairs = zip(Point, means[::2], means[1::2], strict=True)
-        return {point: MeasuredTraffic(sent, waited) for point, sent, waited in pairs if sent or waited}
+        return {point: MeasuredTraffic(sent, waits) for point, sent, waits in pairs if sent or waits}
 
-    def estimate_increase(self) -> float:
-        """Estimate the increase of the validation loss in percent, as the run's own checks do: by the loss on held-out
-        samples, and by a step's residuals and noise of gradients."""
+    def fit_to_budget(self) -> LossEstimate:
+        """Replace compressors by gentler settings until the expected loss fits the budget, as the run's own checks do:
+        by the loss on held-out samples, and by the residuals and noise of gradients in a step before each check."""
         if self.engines is None:
             self.time_step()
         assert self.engines is not None
         engines, group = self.engines, self._topology.control.pg
         batches = run_together(group, lambda: held_out_batches(engines, self._plan))
         guard = run_together(group, lambda: LossGuard(engines, batches, self._length))
-        guard.watch_noise()
-        self._take_step(engines)
-        complete_steps(engines, Timers())
-        return take_from_rank_0(group, guard.estimate())
+        is_eased = True
+        while is_eased:
+            guard.watch_noise()
+            self._take_step(engines)
+            complete_steps(engines, Timers())
+            values = guard.check(0).values
+            is_eased = values["eased"] is not None
+        specs = specs_in_use(describe_choice(engines.config, engines.topology.layout, engines.plan))
+        return LossEstimate(specs, values["expected_increase"], values["measured_increase"], values["seconds"])
 
     def _choose_schedule(self, engines: Engines) -> None:
         if self._stage_times is not None:

@@ -62,7 +62,9 @@ def _time_with_little_memory(crowded_rank: int | None) -> bool:
 
     def time_sets(configs: Sequence[Any], *args: Any) -> list[SetTime]:
         together.append(args[2])
-        return [SetTime(1.0, False)] * len(configs)
+        set_times = [SetTime(1.0, False)] * len(configs)
+        assert args[4](set_times) is None  # nothing is chosen
+        return set_times
 
     _try_sets(engines.config, engines.topology, search, contenders, time_sets, 0.0)
     (is_together,) = together

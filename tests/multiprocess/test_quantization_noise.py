@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,16 +16,17 @@ from megatron.compression.ladder import MAX_NOISE
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.distributed.observer import Observer, SentMessage
-from megatron.planner.auto import AutoChoice
+from megatron.planner.auto import AutoChoice, LossEstimate
 from megatron.training import loss_guard, trial_steps
+from megatron.training.certificate import MessageSampler
 from megatron.training.evaluation import evaluate
-from megatron.training.loss_guard import LossGuard, check_share, held_out_batches
+from megatron.training.loss_guard import LossGuard, choose_interval, held_out_batches
 from megatron.training.quantization_noise import NoiseProbe
 from megatron.training.traffic import TrafficMeter
 from tests.multiprocess.test_loss_guard import FOUR_BITS, _auto, _guard
 from tests.multiprocess.test_trial_steps import _run_plan, _without
 from tests.support.spawn import run_ranks
-from tests.support.tiny import VOCAB, merge, tiny_engines, tiny_train
+from tests.support.tiny import VOCAB, merge, tiny_config, tiny_engines, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -79,16 +81,16 @@ def _measure_noise(bits: int) -> tuple[dict[Point, float], float, float, dict[Po
     """The noise by the probe, both energies by another observer of the same step, and the noise after a step more."""
     spec = f"pp-backward=fixpoint,bits={bits}"
     engines = tiny_engines(merge(STAGES, {"compression": {"compress": [spec, "pp-forward=fixpoint,bits=4"]}}))
-    probe, errors = NoiseProbe(engines.topology, engines.ledger), Errors()
+    probe, errors = NoiseProbe(engines.topology, engines.ledger, [Point.PP_BWD]), Errors()
     probe.watch(True)
     engines.ledger.observers.append(errors)
     tiny_train(engines, 1)
     probe.watch(False)
     assert Point.PP_FWD not in probe._energies
-    noise = probe.take_noise([Point.PP_BWD])
+    noise = probe.take_noise()
     gradient, error = errors.gradient, errors.error
     tiny_train(engines, 1, first=1)
-    return noise, gradient, error, probe.take_noise([Point.PP_BWD])
+    return noise, gradient, error, probe.take_noise()
 
 
 @pytest.mark.parametrize("bits", [2, 8])
@@ -106,7 +108,7 @@ def _check_messages(spec: str, module: str) -> list[tuple[float, str | None, str
     """Expected increase, eased point and its setting, of three checks whose budget allows anything finite."""
     engines = tiny_engines(merge(STAGES, _auto([spec], module, 100.0)))
     guard, checks = _guard(engines), []
-    guard.interval, guard.is_paced = 2, True
+    guard.interval = 2
     for step in range(6):
         guard.begin_step(step)
         tiny_train(engines, 1, first=step)
@@ -160,18 +162,20 @@ def test_a_residual_of_quantized_sums_is_their_noise(spec: str) -> None:
 
 
 def _try_specs(module: str, samples: int) -> list[Any]:
-    """Increase and traffic of trials with each set, and the increase by plain evaluations before the first step."""
+    """Times and estimates of trials with each set, and the increase by plain evaluations before the first step."""
     results = []
     for spec in ("pp-backward=noisy,lost=0.7", "pp-backward=noisy,lost=0.5", "pp-forward=fixpoint,bits=8"):
         engines = tiny_engines(merge(STAGES, _auto([spec], module, 100.0)))
         plan = _run_plan(engines.config, samples)
         run = engines.topology, VOCAB, RunLength(1000), plan, 0
+        configs, chosen_set = [_without(engines.config), engines.config], 1 if engines.topology.rank == 0 else 0
         set_times = {}
         for all_at_once in (True, False):
             rounds = trial_steps.TrialRounds
             trial_steps.TrialRounds = Gaining  # type: ignore[misc]
-            configs = [_without(engines.config), engines.config]
-            set_times[all_at_once] = trial_steps.time_sets(*run, configs, [1.0, 1.0], [None, None], all_at_once)
+            set_times[all_at_once] = trial_steps.time_sets(
+                *run, configs, [1.0, 1.0], [None, None], all_at_once, 0.0, partial(_choose_set, chosen_set)
+            )
             trial_steps.TrialRounds = rounds  # type: ignore[misc]
         batches = held_out_batches(engines, plan)
         engines.plan.evaluation_overrides = {Point.PP_FWD: True}
@@ -181,6 +185,10 @@ def _try_specs(module: str, samples: int) -> list[Any]:
         declared = LossGuard(engines, batches, RunLength(1000))._points[Point(spec.partition("=")[0])].candidate
         results.append((set_times, 100.0 * (compressed / exact - 1.0), declared.increase))
     return results
+
+
+def _choose_set(number: int, _: Any) -> int:
+    return number
 
 
 class Gaining(trial_steps.TrialRounds):
@@ -193,79 +201,114 @@ class Gaining(trial_steps.TrialRounds):
         return [1] if self._rounds else []
 
 
-def test_sets_that_gain_are_measured_after_their_trial_steps(tmp_path: Path) -> None:
-    """By the noise of their gradients, and by the loss with compressed messages, at the weights of the run's start."""
+def test_the_chosen_set_is_eased_after_its_trial_steps_until_it_fits(tmp_path: Path) -> None:
+    """By the noise of its gradients, and by the loss with compressed messages, at the weights of the run's start; rank
+    0 says which set is chosen."""
     module = tmp_path / "noisy.py"
     module.write_text(NOISY)
     first, second = run_ranks(2, _try_specs, str(module), 8)
     for results in (first, second):
         for set_times, _, _ in results:
-            for plain, _ in set_times.values():
-                assert plain.increase is None
+            for plain, chosen in set_times.values():
+                assert (plain.estimate, chosen.estimate is None) == (None, False)
                 assert {Point.PP_FWD, Point.PP_BWD} <= plain.traffic.keys()
                 # Each boundary of 4 micro-batches of 16 x 32 numbers is crossed by one of two ranks.
                 assert plain.traffic[Point.PP_BWD].sent_bytes == pytest.approx(4 * 16 * 32 * 4 / 2, rel=0.1)
-                assert any(traffic.waited_s > 0.0 for traffic in plain.traffic.values())
+                assert 0.0 < sum(traffic.waits for traffic in plain.traffic.values()) < 1.0
+                assert chosen.estimate.check_s > 0.0
         for all_at_once in (True, False):
             (noisy, _, _), (quiet, _, declared), (forward, increase, forward_declared) = results
-            assert noisy[all_at_once][1].increase == math.inf
-            assert quiet[all_at_once][1].increase == pytest.approx(declared)
-            assert forward[all_at_once][1].increase == pytest.approx(max(increase, forward_declared), rel=1e-6)
+            for set_times in (noisy, quiet):
+                estimate = set_times[all_at_once][1].estimate
+                assert estimate.specs == ["pp-backward=noisy,lost=0.5"]
+                assert estimate.increase == pytest.approx(declared)
+                assert estimate.measured is None
+            estimate = forward[all_at_once][1].estimate
+            assert estimate.specs == ["pp-forward=fixpoint,bits=8"]
+            assert estimate.increase == pytest.approx(max(increase, forward_declared), rel=1e-6)
+            assert estimate.measured == pytest.approx(increase, rel=1e-6)
     traffic = first[2][0][True][1].traffic
     assert traffic[Point.PP_FWD].sent_bytes < 0.4 * traffic[Point.PP_BWD].sent_bytes
-    assert [each[0][True][0].traffic for each in first] == [each[0][True][0].traffic for each in second]
+    assert [each[0] for each in first] == [each[0] for each in second]
 
 
-def _pace_checks(share: float | None, saved_interval: int | None) -> list[tuple[int, bool]]:
-    """Interval after a check at the start, and after checks that take 0.19 s, beside steps of 0.1 s."""
-    now = 0.0
-    loss_guard.time = cast(Any, SimpleNamespace(perf_counter=lambda: now))
-    engines = tiny_engines(_auto(["dp-grad=fixpoint,bits=8,error-feedback=on"], budget=100.0))
-    guard = LossGuard(engines, [], RunLength(1000), share=share, saved_interval=saved_interval)
-    residual_costs, intervals = guard._residual_costs, []
+def _delay_first_steps(samples: int) -> dict[Point, Any]:
+    """Traffic of trials in which rank 1 is late in the first step."""
+    engines = tiny_engines(merge(STAGES, _auto(["pp-forward=fixpoint,bits=8"])))
+    train_step, steps = trial_steps.train_step, 0
 
-    def take_long() -> Any:
-        nonlocal now
-        # Rank 1 measures other times.
-        now += 0.19 if engines.topology.rank == 0 else 5.0
-        return residual_costs()
+    def take_late(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        if steps == 0 and engines.topology.rank == 1:
+            time.sleep(0.5)
+        steps += 1
+        return train_step(*args, **kwargs)
 
-    guard._residual_costs = take_long  # type: ignore[method-assign]
-    guard.check(40)
-    intervals.append((guard.interval, guard.is_paced))
-    for step in range(40, 400):
-        guard.begin_step(step)
-        now += 0.1
-        if guard.is_due(step + 1):
-            guard.check(step + 1)
-            intervals.append((guard.interval, guard.is_paced))
-    loss_guard.time = time
-    return intervals
+    trial_steps.train_step = take_late
+    trial_steps.TrialRounds = Gaining  # type: ignore[misc]
+    run = engines.topology, VOCAB, RunLength(1000), _run_plan(engines.config, samples), 0
+    return dict(
+        trial_steps.time_sets(*run, [engines.config, engines.config], [1.0, 1.0], [None, None], True)[1].traffic
+    )
+
+
+def test_first_steps_do_not_count_as_waiting() -> None:
+    first, second = run_ranks(2, _delay_first_steps, 8)
+    assert first == second
+    assert sum(traffic.waits for traffic in first.values()) < 1.0
 
 
 @pytest.mark.parametrize(
-    ("share", "saved_interval", "expected"),
+    ("check_s", "took_s", "iterations", "interval"),
     [
-        (0.02, None, [(100, False), *[(100, True)] * 4]),  # 0.19 s of every 10 s
-        (0.005, None, [(100, False), (400, True), (400, True)]),
-        (0.007, None, [(100, False), (300, True), (300, True)]),
-        (None, None, [(100, False)] * 5),
-        (None, 300, [(100, False)] * 5),  # a new --loss-check-interval
-        (0.02, 300, [(300, True)] * 2),  # a resumed run keeps it
-        (0.02, 250, [(100, False), *[(100, True)] * 4]),  # of another --loss-check-interval
+        (0.9, 0.0, 1000, 100),  # 0.9 s of 50 s, with 2% left
+        (1.1, 0.0, 1000, 200),
+        (0.4, 5.0, 1000, 100),  # with 1%
+        (0.6, 5.0, 1000, 200),
+        (0.6, 5.0, 100_000, 100),  # with 1.99%
+        (0.4, 9.9, 1000, 400),  # 0.2% are left at least
+        (9.0, 9.9, 1000, 1000),  # and ten times the interval is the most
     ],
 )
-def test_checks_keep_to_their_share_of_the_time(
-    share: float | None, saved_interval: int | None, expected: list[tuple[int, bool]]
+def test_checks_leave_the_rest_of_the_run_its_time(
+    check_s: float, took_s: float, iterations: int, interval: int
 ) -> None:
-    """All ranks take the interval of rank 0."""
-    assert run_ranks(2, _pace_checks, share, saved_interval) == [expected, expected]
-
-
-def test_the_choice_leaves_the_checks_the_rest_of_their_time() -> None:
+    """Beside steps of 0.5 s. An interval of the user stands; a resumed run keeps that of the checkpoint."""
+    config = tiny_config({"compression": {"compress": ["auto"]}}, 1)
     chosen = cast(Any, SimpleNamespace(seconds=0.5))
-    choice = AutoChoice(chosen, chosen, cast(Any, None), took_s=5.0)
-    assert check_share(None, 1000) == 0.02
-    assert check_share(choice, 1000) == pytest.approx(0.01)
-    assert check_share(choice, 100_000) == pytest.approx(0.0199)
-    assert check_share(dataclasses.replace(choice, took_s=9.9), 1000) == 0.002
+    estimate = LossEstimate([], 0.1, None, check_s)
+    choice = AutoChoice(chosen, chosen, cast(Any, None), estimate=estimate, took_s=took_s)
+    assert choose_interval(config, (), choice, iterations) == interval
+    assert choose_interval(config, ("compression.loss_check_interval",), choice, iterations) == 100
+    by_file = tiny_config({"compression": {"compress": ["auto"], "loss_check_interval": 50}}, 1)
+    assert choose_interval(by_file, (), choice, iterations) == 50
+    assert choose_interval(config, (), None, iterations, interval) == interval
+    assert choose_interval(config, (), None, iterations, 250) == 100  # of another --loss-check-interval
+    assert choose_interval(config, (), dataclasses.replace(choice, estimate=None), iterations) == 100
+
+
+def _sample_beside_the_probe() -> list[Any]:
+    """Samples of a certificate in a step that a probe watches, in both orders of the observers."""
+    spec = "pp-backward=fixpoint,bits=4,error-feedback=lazy"
+    points = []
+    for is_first in (True, False):
+        engines = tiny_engines(merge(STAGES, {"compression": {"compress": [spec]}}))
+        probe, sampler = NoiseProbe(engines.topology, engines.ledger, [Point.PP_BWD]), None
+        for joins in ("probe", "sampler") if is_first else ("sampler", "probe"):
+            if joins == "probe":
+                probe.watch(True)
+            else:
+                sampler = MessageSampler(engines.ledger.observers)
+                sampler.join()
+        tiny_train(engines, 1)
+        assert sampler is not None
+        sampler.leave()
+        points.append([(*key, entry.worst_error) for key, entry in sampler.entries.items()])
+    return points
+
+
+def test_certificates_see_the_residual_beside_the_probe() -> None:
+    for points in zip(*run_ranks(2, _sample_beside_the_probe), strict=True):
+        ((name, has_residual, error),) = [point for of_rank in points for point in of_rank]
+        assert (name, has_residual) == ("pp-backward", True)
+        assert error < 1e-5

@@ -22,9 +22,11 @@ from megatron.training import pretrain, run_segment
 from megatron.training.assembly import Engines
 from megatron.training.loss_guard import LossGuard
 from megatron.training.metrics import StepMetrics
+from megatron.training.records import read_records
 from megatron.training.saved_choice import with_choice
 from megatron.training.saved_run import SavedRun
 from megatron.training.step_time_check import StepTimeCheck
+from tests.multiprocess.test_quantization_noise import NOISY
 from tests.multiprocess.test_resume import _losses
 from tests.support.corpus import tiny_flags
 from tests.support.spawn import run_ranks
@@ -40,6 +42,12 @@ class ImpatientCheck(StepTimeCheck):
         return None
 
 
+def _make_choice(took_s: float = 0.0, check_s: float = 0.0) -> AutoChoice:
+    """A choice with steps of a second."""
+    chosen = SimpleNamespace(settings={}, seconds=1.0)
+    return cast(AutoChoice, SimpleNamespace(chosen=chosen, took_s=took_s, estimate=SimpleNamespace(check_s=check_s)))
+
+
 def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     """Trains with choices of nothing, then of 8-bit gradients if they gain, and then of nothing. Returns the exit
     status, at each choice the buffers of engines that are left, and the samples that the trial steps begin with."""
@@ -52,8 +60,7 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
         remaining_iters = 12 - positions[-1] // 4
         assert (args[2], args[4].args[3].train_iters) == (remaining_iters, remaining_iters)
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"] if gains and len(buffers) == 2 else []
-        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}, seconds=1.0), took_s=0.06)
-        return with_choice(config, specs, {}, topology), cast(AutoChoice, chosen)
+        return with_choice(config, specs, {}, topology), _make_choice(took_s=0.06, check_s=2.0)
 
     def restore(engines: Engines, saved: SavedRun, chooses_again: bool, log: Callable[[str], None]) -> None:
         assert chooses_again
@@ -61,16 +68,16 @@ def _train(flags: list[str], gains: bool) -> tuple[int, list[int], list[int]]:
     class PacedGuard(LossGuard):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            shares.append(self.share)
+            intervals.append(self.interval)
 
-    shares: list[float | None] = []
+    intervals: list[int] = []
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
     run_segment.LossGuard = PacedGuard  # type: ignore[assignment, misc]
     run_segment.restore_schedule = restore
     status = pretrain.main(flags)
-    # The choice took 0.06 s of 8 remaining steps of a second.
-    assert shares == ([pytest.approx(0.02 - 0.06 / 8)] if gains and buffers else [])
+    # The choice took 0.06 s of 8 remaining steps of a second; 2 s of every 100 are more than the 1.25% that are left.
+    assert intervals == ([200] if gains and buffers else [])
     return status, buffers, positions
 
 
@@ -107,8 +114,7 @@ def _gather_flag_fields(flags: list[str]) -> tuple[int, set[str]]:
 
     def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
         fields.update(args[3])
-        chosen = SimpleNamespace(chosen=SimpleNamespace(settings={}, seconds=1.0), took_s=0.0)
-        return with_choice(config, [], {}, topology), cast(AutoChoice, chosen)
+        return with_choice(config, [], {}, topology), _make_choice()
 
     run_segment.choose_compressors = choose  # type: ignore[assignment]
     run_segment.StepTimeCheck = ImpatientCheck  # type: ignore[misc]
@@ -138,7 +144,7 @@ def _train_on_8_bits(flags: list[str]) -> tuple[int, str, list[int]]:
 
     def choose(config: RunConfig, topology: Topology, *_: Any) -> tuple[RunConfig, AutoChoice]:
         chosen = SimpleNamespace(settings={}, seconds=1.0, trial_s=1.0, prediction=SimpleNamespace(seconds=1.0))
-        choice = SimpleNamespace(chosen=chosen, took_s=0.0)
+        choice = SimpleNamespace(chosen=chosen, took_s=0.0, estimate=None)
         specs = ["dp-grad=fixpoint,bits=8,error-feedback=on"]
         return with_choice(config, specs, {}, topology), cast(AutoChoice, choice)
 
@@ -167,3 +173,47 @@ def test_a_run_says_if_it_checks_the_loss_on_training_samples(prefix: Path, spli
     assert [status for status, _, _ in results] == [0, 0]
     note = "note: without validation data, --compress auto checks the loss on the last training samples\n"
     assert "".join(text for _, text, _ in results).count(note) == count
+
+
+def _train_with_chosen(flags: list[str], spec: str) -> tuple[int, list[int]]:
+    """Trains with a chosen spec, or with that of the checkpoint. Returns the exit status and the checks' interval."""
+    intervals: list[int] = []
+
+    class RecordedGuard(LossGuard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            intervals.append(self.interval)
+
+    def choose(config: RunConfig, topology: Topology, *args: Any) -> tuple[RunConfig, AutoChoice]:
+        return with_choice(config, [spec], {}, topology), _make_choice(check_s=3.0)
+
+    run_segment.choose_compressors = choose  # type: ignore[assignment]
+    run_segment.LossGuard = RecordedGuard  # type: ignore[assignment, misc]
+    return pretrain.main(flags), intervals
+
+
+def test_noise_is_measured_in_the_steps_before_checks(prefix: Path, tmp_path: Path) -> None:
+    """70% of each number is lost, which no budget allows; then 50%."""
+    module, log = tmp_path / "noisy.py", tmp_path / "log.jsonl"
+    module.write_text(NOISY)
+    flags: dict[str, Any] = {"pipeline_model_parallel_size": 2, "compress": ["auto"], "max_loss_increase": 100}
+    checks = {"loss_check_interval": 2, "train_iters": 5, "log_json_file": log, "compress_module": module}
+    results = run_ranks(
+        2, _train_with_chosen, tiny_flags(prefix, **flags, **checks), "pp-backward=noisy,lost=0.7", init=False
+    )
+    assert results == [(0, [2]), (0, [2])]
+    first, second = [record for record in read_records(log) if record["kind"] == "loss_check"]
+    assert (first["iteration"], first["interval"], first["eased"]) == (2, 2, "pp-backward")
+    assert first["expected_increase"] is None  # infinite
+    assert (second["iteration"], second["eased"], second["settings"]) == (4, None, {"pp-backward": 1})
+    assert min(first["seconds"], second["seconds"]) > 0.0
+
+
+def test_a_resumed_run_keeps_the_interval_of_its_checks(prefix: Path, tmp_path: Path) -> None:
+    """3 s of every 100 steps of a second are more than 2%."""
+    spec = "dp-grad=fixpoint,bits=8,error-feedback=on"
+    folders = {"save": tmp_path, "load": tmp_path, "certificate": "false"}
+    flags: dict[str, Any] = {"compress": ["auto"], "train_iters": 6, **folders}
+    first = run_ranks(2, _train_with_chosen, tiny_flags(prefix, **flags, exit_interval=3), spec, init=False)
+    resumed = run_ranks(2, _train_with_chosen, tiny_flags(prefix, **flags), "chooses nothing", init=False)
+    assert first == resumed == [(0, [200])] * 2

@@ -24,7 +24,7 @@ from megatron.compression.plugins import build_registry
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.spec import point_name
 from megatron.config.memory import format_bytes
-from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, MeasuredTraffic, fit_together
+from megatron.planner.auto import TRIAL_MARGIN, AutoChoice, AutoSearch, LossEstimate, MeasuredTraffic, fit_together
 from megatron.planner.auto_report import report
 from megatron.planner.candidates import CandidateSpec, candidate_specs, filter_by_budget, read_ladders
 from megatron.planner.choice import Choice
@@ -353,16 +353,16 @@ def test_the_report_shows_what_was_measured() -> None:
     plain, mild, bold = search.contenders()
     trials = [
         dataclasses.replace(plain, trial_s=2.0),
-        dataclasses.replace(mild, trial_s=1.0, gains=True, measured_increase=0.7),
-        dataclasses.replace(bold, trial_s=0.9, measured_increase=1.5),
+        dataclasses.replace(mild, trial_s=1.0, gains=True, estimated_increase=0.7),
+        dataclasses.replace(bold, trial_s=0.9),
     ]
-    result = dataclasses.replace(search.choose(trials), traffic={Point.DP_GRAD: MeasuredTraffic(12.3e6, 1.2)})
-    text = report(result, 1.0)
+    estimate = LossEstimate(["dp-grad=mild"], 0.7, None, 1.0)
+    result = dataclasses.replace(search.choose(trials), estimate=estimate)
+    text = report(dataclasses.replace(result, traffic={Point.DP_GRAD: MeasuredTraffic(12.3e6, 0.6)}), 1.0)
     assert "validation loss at most 0.70% higher" in text
     assert "\n  point                sent a step waits  choice\n" in text
     assert "\n  dp-grad                  12.3 MB   60%  mild: predicted to save" in text
-    assert " dp-grad=mild; loss at most 0.70% higher, measured together\n" in text
-    assert " dp-grad=bold; loss at most 1.50% higher, measured together: not chosen\n" in text
+    assert "all points together" not in text  # nothing was measured
     idle = report(dataclasses.replace(result, traffic={Point.PP_FWD: MeasuredTraffic(1.0, 1.0)}), 1.0)
     assert "\n  dp-grad                  0 bytes    0%  mild" in idle
 

@@ -15,7 +15,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
-from megatron.planner.auto import AutoChoice, AutoSearch, MeasuredTraffic
+from megatron.planner.auto import AutoChoice, AutoSearch, LossEstimate, MeasuredTraffic
+from megatron.planner.auto_report import report
 from megatron.planner.candidates import CandidateSpec
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import CompressorSearch
@@ -71,7 +72,7 @@ def test_the_choice_of_a_checkpoint_is_kept_beside_the_users_specs() -> None:
 
 
 def test_the_settings_of_a_choice_are_kept_unless_the_user_gives_them() -> None:
-    choice = {**KEPT, "settings": ["overlap_grad_reduce", "pipeline_schedule"]}
+    choice: dict[str, Any] = {**KEPT, "settings": ["overlap_grad_reduce", "pipeline_schedule"]}
     config, _, lines = _choose(tiny_config(AUTO, 1), choice)
     assert (config.parallel.overlap_grad_reduce, config.parallel.pipeline_schedule) == (True, "auto")
     assert lines[0].endswith("dp-grad=fixpoint,bits=4 --overlap-grad-reduce --pipeline-schedule auto")
@@ -79,7 +80,7 @@ def test_the_settings_of_a_choice_are_kept_unless_the_user_gives_them() -> None:
     assert (config.parallel.overlap_grad_reduce, config.parallel.pipeline_schedule) == (True, "1f1b")
     assert lines[0].endswith("dp-grad=fixpoint,bits=4 --overlap-grad-reduce")
     described = describe_choice(config, single_process().layout, CompressionPlan({}), settings=FREE_SETTINGS)
-    assert described["settings"] == choice["settings"]
+    assert described["settings"] == [*choice["settings"], "moe_two_stage"]
     gpipe = {**AUTO, "parallel": {"pipeline_schedule": "gpipe"}}
     assert _choose(tiny_config(gpipe, 1), choice)[0].parallel.pipeline_schedule == "gpipe"
     with pytest.raises(UserError, match="settings: unknown lr"):
@@ -136,7 +137,6 @@ def test_a_checkpoint_has_the_chosen_specs_alone() -> None:
         "max_loss_increase": 0.5,
         "adapts": False,
         "loss_checks": {},
-        "loss_check_share": None,
         "loss_check_interval": None,
         "s_per_token": None,
         "step_tokens": None,
@@ -163,11 +163,11 @@ def test_the_results_of_checks_are_kept() -> None:
     config = _choose(tiny_config(AUTO, 1), KEPT)[0]
     entry = {"chosen": "dp-grad=fixpoint,bits=4", "breaks": [1], "calm_checks": 3}
     step_tokens = 15360 * 4096  # of DeepSeek-V3
-    steps = {"s_per_token": 0.25, "step_tokens": step_tokens, "loss_check_share": 0.01, "loss_check_interval": 300}
+    steps = {"s_per_token": 0.25, "step_tokens": step_tokens, "loss_check_interval": 300}
     saved = SimpleNamespace(common={CHOICE: {**KEPT, "loss_checks": {"dp-grad": entry}, **steps}})
     checks = restore_choice(cast(SavedRun, saved), config, CompressionPlan({}))
     assert (checks.s_per_token, checks.step_tokens) == (0.25, step_tokens)
-    assert (checks.share, checks.interval) == (0.01, 300)
+    assert checks.interval == 300
     assert {name: dict(values) for name, values in checks.loss.items()} == {"dp-grad": entry}
 
 
@@ -214,26 +214,49 @@ def test_models_that_are_not_planned_are_refused() -> None:
         check_auto(config, 1)
 
 
-@pytest.mark.parametrize(("increase", "chosen"), [(0.4, ["dp-grad=bold"]), (0.6, ["dp-grad=mild"]), (None, [])])
-def test_a_set_beyond_the_budget_as_measured_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch, increase: float | None, chosen: list[str]
+@pytest.mark.parametrize(
+    ("specs", "increase", "chosen"),
+    [
+        (["dp-grad=bold"], 0.4, ["dp-grad=bold"]),
+        (["dp-grad=mild"], 0.1, ["dp-grad=mild"]),
+        (["dp-grad=mildest"], 0.1, []),  # gains too little
+        ([], 0.0, []),
+    ],
+)
+def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str], increase: float, chosen: list[str]
 ) -> None:
-    """The next set that gains is; without one, nothing. The budget is 0.5%, of which 0.2% are declared."""
-    fake = FakePredictor({"dp-grad=mild": 0.3, "dp-grad=bold": 0.31}, {"dp-grad=mild": 0.0, "dp-grad=bold": 0.0})
-    ladder = [CandidateSpec("dp-grad=mild", 0.1), CandidateSpec("dp-grad=bold", 0.2)]
+    """Their time is that of the trial steps, in proportion to the predictions."""
+    saved_s = {"dp-grad=mildest": 0.32, "dp-grad=mild": 0.4, "dp-grad=bold": 0.6}
+    fake = FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0))
+    ladder = [CandidateSpec(spec, 0.1 * number) for number, spec in enumerate(saved_s)]
     sets = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 0.5, 2.0)
     search = AutoSearch([sets])
     monkeypatch.setattr(auto_compression, "with_choice", lambda config, specs, settings, topology: specs)
     traffic = {Point.DP_GRAD: MeasuredTraffic(1.0, 1.0)}
 
-    def time_sets(specs: Any, *_: Any) -> list[SetTime]:
-        assert specs == [[], ["dp-grad=mild"], ["dp-grad=bold"]]
-        mild = SetTime(0.8, increase is not None, 0.1)
-        return [SetTime(1.0, False, traffic=traffic), mild, SetTime(0.6, True, increase or 0.6)]
+    def time_sets(configs: Any, _p: Any, _s: Any, _a: Any, _t: Any, choose_set: Any) -> list[SetTime]:
+        assert configs == [[], ["dp-grad=bold"]]
+        set_times = [SetTime(1.0, False, traffic), SetTime(0.6, True)]
+        assert choose_set(set_times) == 1
+        estimate = LossEstimate(specs, increase, 0.05, 1.0)
+        return [set_times[0], SetTime(0.6, True, estimate=estimate)]
 
     config = tiny_config(AUTO, 1)
-    choice = auto_compression._try_sets(config, single_process(), search, search.contenders(), time_sets, 0.0)
+    choice = auto_compression._try_sets(config, single_process(), search, search.contenders(1), time_sets, 0.0)
     assert choice.chosen.specs == chosen
     assert choice.traffic == traffic
-    increases = {"dp-grad=bold": 0.4, "dp-grad=mild": 0.1}
-    assert choice.chosen.increase == sum(increases[spec] for spec in chosen)
+    text = report(choice, 0.5)
+    if specs == ["dp-grad=bold"]:
+        assert (choice.chosen.increase, list(choice.bolder_specs)) == (0.4, [])
+        assert "loss with all points together, as measured after the trial steps: +0.05%" in text
+        assert "as measured on a small GPT and after the trial steps" in text
+    else:
+        assert choice.bolder_specs == ["dp-grad=bold"]
+        result = " ".join(chosen) or "nothing"
+        assert f"dp-grad=bold costs too much loss, as measured after the trial steps: the choice is {result}" in text
+        assert choice.chosen.seconds == pytest.approx(0.6 * 0.6 / 0.4 if chosen else 1.0)
+        assert ("predicted 0.9 s an iteration, 1 s without" in text) == bool(chosen)
+    if not chosen:
+        assert "nothing: bold would save" in text
+        assert "but costs too much loss, as measured" in text
