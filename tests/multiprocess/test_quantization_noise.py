@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,11 +104,11 @@ def test_the_noise_is_the_error_of_the_gradients_that_were_sent(bits: int) -> No
 
 
 def _check_messages(spec: str, module: str) -> list[tuple[float, str | None, str]]:
-    """Expected increase, eased point and its setting, of three checks whose budget allows anything finite."""
+    """Expected increase, eased point and its setting, of eight checks whose budget allows anything finite."""
     engines = tiny_engines(merge(STAGES, _auto([spec], module, 100.0)))
     guard, checks = _guard(engines), []
     guard.interval = 2
-    for step in range(6):
+    for step in range(16):
         guard.begin_step(step)
         tiny_train(engines, 1, first=step)
         if guard.is_due(step + 1):
@@ -122,7 +121,7 @@ def _check_messages(spec: str, module: str) -> list[tuple[float, str | None, str
 
 @pytest.mark.parametrize("lost", ["0.7", "0.5", "0.7,rounds=off"])
 def test_noisy_messages_of_gradients_are_eased_whatever_the_budget(tmp_path: Path, lost: str) -> None:
-    """A codec that loses 70% of each number; not one that loses half, or that does not quantize."""
+    """A codec that loses 70% of each number, for good; not one that loses half, or that does not quantize."""
     module = tmp_path / "noisy.py"
     module.write_text(NOISY)
     spec = f"pp-backward=noisy,lost={lost}"
@@ -130,11 +129,11 @@ def test_noisy_messages_of_gradients_are_eased_whatever_the_budget(tmp_path: Pat
     assert first == second
     if lost == "0.7":
         assert 0.5 < MAX_NOISE < 0.7
-        assert [check[1] for check in first] == ["pp-backward", None, None]
-        assert [check[2] for check in first] == ["pp-backward=noisy,lost=0.5"] * 3
+        assert [check[1] for check in first] == ["pp-backward", *[None] * 7]
+        assert [check[2] for check in first] == ["pp-backward=noisy,lost=0.5"] * 8
         assert first[0][0] == math.inf
     else:
-        assert [check[1] for check in first] == [None] * 3
+        assert [check[1] for check in first] == [None] * 8
     assert all(cost < 100.0 for cost, eased, _ in first if eased is None)
 
 
@@ -232,30 +231,26 @@ def test_the_chosen_set_is_eased_after_its_trial_steps_until_it_fits(tmp_path: P
     assert [each[0] for each in first] == [each[0] for each in second]
 
 
-def _delay_first_steps(samples: int) -> dict[Point, Any]:
-    """Traffic of trials in which rank 1 is late in the first step."""
+def _time_two_steps(samples: int) -> tuple[dict[Point, Any], dict[Point, Any], float]:
+    """Traffic after one and after two steps of a trial, and the share of the second step that this rank waits."""
     engines = tiny_engines(merge(STAGES, _auto(["pp-forward=fixpoint,bits=8"])))
-    train_step, steps = trial_steps.train_step, 0
-
-    def take_late(*args: Any, **kwargs: Any) -> Any:
-        nonlocal steps
-        if steps == 0 and engines.topology.rank == 1:
-            time.sleep(0.5)
-        steps += 1
-        return train_step(*args, **kwargs)
-
-    trial_steps.train_step = take_late
-    trial_steps.TrialRounds = Gaining  # type: ignore[misc]
     run = engines.topology, VOCAB, RunLength(1000), _run_plan(engines.config, samples), 0
-    return dict(
-        trial_steps.time_sets(*run, [engines.config, engines.config], [1.0, 1.0], [None, None], True)[1].traffic
-    )
+    trial = trial_steps.SetTrial(*run, engines.config)
+    trial.time_step()
+    first = trial.mean_traffic()
+    trial.time_step()
+    assert trial._first_totals["steps"] == trial._warm_totals["steps"] == 1
+    waited_s = sum(value for key, value in trial._warm_totals.items() if key.startswith("waited_s"))
+    return first, trial.mean_traffic(), waited_s / trial._warm_totals["seconds"]
 
 
-def test_first_steps_do_not_count_as_waiting() -> None:
-    first, second = run_ranks(2, _delay_first_steps, 8)
-    assert first == second
-    assert sum(traffic.waits for traffic in first.values()) < 1.0
+def test_the_first_step_of_engines_counts_only_without_others() -> None:
+    results = run_ranks(2, _time_two_steps, 8)
+    first, second, _ = results[0]
+    assert first.keys() == second.keys()
+    assert sum(traffic.waits for traffic in second.values()) == pytest.approx((results[0][2] + results[1][2]) / 2)
+    assert first != second
+    assert first[Point.PP_BWD].sent_bytes == second[Point.PP_BWD].sent_bytes
 
 
 @pytest.mark.parametrize(
@@ -312,3 +307,34 @@ def test_certificates_see_the_residual_beside_the_probe() -> None:
         ((name, has_residual, error),) = [point for of_rank in points for point in of_rank]
         assert (name, has_residual) == ("pp-backward", True)
         assert error < 1e-5
+
+
+def _watch_sums() -> dict[Point, float]:
+    """Noise of sums with error feedback, by a probe that joins after a sampler."""
+    engines = tiny_engines({"compression": {"compress": [FOUR_BITS]}})
+    MessageSampler(engines.ledger.observers).join()
+    probe = NoiseProbe(engines.topology, engines.ledger, [Point.DP_GRAD])
+    probe.watch(True)
+    tiny_train(engines, 1)
+    return probe.take_noise()
+
+
+def test_sums_with_error_feedback_are_left_out_beside_a_sampler() -> None:
+    assert run_ranks(2, _watch_sums) == [{}, {}]
+
+
+def test_the_guard_skips_settings_that_are_too_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_guard, "is_noisy", lambda candidate, spec: "bits=8" in candidate.spec)
+    guard = _guard(tiny_engines(_auto([FOUR_BITS])))
+    assert [candidate.spec for candidate, _ in guard._points[Point.DP_GRAD].settings] == [FOUR_BITS]
+
+
+def test_points_of_gradients() -> None:
+    assert [point.value for point in Point if point.carries_gradients] == [
+        "pp-backward",
+        "dp-grad",
+        "embedding",
+        "tp-backward",
+        "ep-dispatch-backward",
+        "ep-combine-backward",
+    ]
