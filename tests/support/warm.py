@@ -41,8 +41,13 @@ socket.send_fds(link, [b"."], [0, 1, 2])
 link.sendall(json.dumps([words, os.getcwd(), dict(os.environ)]).encode() + b"\\n")
 answers = link.makefile()
 pid = int(answers.readline())
+def forward(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has ended, and its code is on the way
+        pass
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(number, forward)
 code = int(answers.readline())
 if code < 0:
     if -code not in (signal.SIGKILL, signal.SIGSTOP):  # they have no handler to reset
