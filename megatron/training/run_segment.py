@@ -20,7 +20,7 @@ from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.data.build import Datasets
 from megatron.diloco.membership import Islands
-from megatron.distributed.agreement import gather_texts, run_together
+from megatron.distributed.agreement import gather_texts, run_together, take_from_rank_0
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
@@ -207,7 +207,11 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
             has_weights = saved is not None or parts.pretrained is not None
             due_at_start = run.choice is not None and has_weights
             iterations = plan.train_iters - (0 if saved is None else saved.progress.iteration)
-            interval = choose_interval(config, parts.flag_fields, run.choice, iterations, checks.interval)
+            # The choice took each rank another time.
+            interval = take_from_rank_0(
+                topology.control.pg,
+                choose_interval(config, parts.flag_fields, run.choice, iterations, checks.interval),
+            )
             guard = run_together(
                 topology.control.pg,
                 lambda: LossGuard(engines, batches, parts.length, checks.loss, due_at_start, interval),
