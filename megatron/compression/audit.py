@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from megatron.compression.api import Aggregate, Codec, CodecTraits, Payload, Pee
 from megatron.compression.approximation import Approximation, dense
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.state import CompressorState
+
+C = TypeVar("C", Codec, RoundCompressor)
 
 SLICE = 1 << 16
 """Elements of a tensor that a sample copies."""
@@ -144,3 +147,10 @@ class AuditedCodec(Codec):
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
         return self.inner.decode(payload, shape, dtype, state, key)
+
+
+def audit(compressor: C, number: int, record: Record) -> C:
+    """Wrap a compressor, so that it records samples. See ``AuditedRounds``."""
+    if isinstance(compressor, Codec):
+        return AuditedCodec(compressor, number, record)
+    return AuditedRounds(compressor, number, record)

@@ -94,9 +94,10 @@ def _load(path: Path) -> TorchFile:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # not an archive: a file from before torch 1.6, or not a torch file; the loader reports which
         names = []
-    allowed += [(_Opaque, name) for name in names if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
     # Python 3.11.0 to 3.11.3 write the member of an enum as an attribute of its class.
-    allowed += [(_Opaque, name) for name in names if name in ("builtins.getattr", "__builtin__.getattr")]
+    getters = "builtins.getattr", "__builtin__.getattr"
+    packages = "megatron", "deepspeed", "apex"
+    allowed += [(_Opaque, name) for name in names if name.split(".")[0] in packages or name in getters]
     file = TorchFile(path, allowed)
     if not isinstance(file.content, dict) or not ("model" in file.content or "model0" in file.content):
         raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")

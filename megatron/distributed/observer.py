@@ -99,3 +99,25 @@ class Observer:
     def findings(self, iteration: int) -> Iterable[Finding]:
         """Reports of a step, counted from 1. Every rank must call it; the last rank's reports are written."""
         return ()
+
+
+class StepSampler(Observer):
+    """Base class of observers that sample compressed tensors in some steps.
+
+    They join the observers for these steps only, since observers slow every operation down.
+
+    Args:
+        observers: observers of the run.
+    """
+
+    launches_kernels = True
+
+    def __init__(self, observers: list[Observer]) -> None:
+        self._observers = observers
+
+    def watch(self, is_needed: bool) -> None:
+        """Sample the next step, or stop sampling."""
+        if is_needed and self not in self._observers:
+            self._observers.append(self)
+        elif not is_needed and self in self._observers:
+            self._observers.remove(self)

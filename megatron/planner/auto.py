@@ -115,6 +115,11 @@ class AutoChoice:
     bolder_specs: Sequence[str] = ()
     took_s: float = 0.0
 
+    @property
+    def increase(self) -> float:
+        """Largest expected increase of the validation loss, in percent, as declared or as estimated."""
+        return max(self.chosen.increase, 0.0 if self.estimate is None else self.estimate.increase)
+
     @cached_property
     def points(self) -> list[PointChoice]:
         """Choice at each point that has traffic and no spec of the user."""
@@ -259,14 +264,13 @@ class AutoSearch:
         little, by the time of the trial steps and predictions."""
         timed, plain = result.chosen, result.plain
         if list(estimate.specs) == timed.specs:
-            chosen = replace(timed, estimated_increase=estimate.increase)
-            return replace(result, chosen=chosen, estimate=estimate)
+            return replace(result, estimate=estimate)
         eased = self.find_set(estimate.specs, timed.settings)
         eased_s = timed.seconds * eased.prediction.seconds / timed.prediction.seconds
         result = replace(result, bolder_specs=timed.specs)
         if eased_s > plain.seconds * (1 - WORTHWHILE):
             return replace(result, chosen=plain)
-        chosen = replace(eased, trial_s=eased_s, gains=True, estimated_increase=estimate.increase)
+        chosen = replace(eased, trial_s=eased_s, gains=True)
         return replace(result, chosen=chosen, estimate=estimate if chosen.candidates else None)
 
     def search_with(self, settings: Settings) -> CompressorSearch:
@@ -306,7 +310,7 @@ def _explain(search: CompressorSearch, point: Point, result: AutoChoice) -> Poin
         reason = f"{name} would save {saved_s:.3g} s, too little"
     elif not search.fits({**chosen.candidates, point: fastest}):
         reason = f"{name} would save {saved_s:.3g} s, but does not fit into memory"
-    elif fastest.increase > search.budget - chosen.increase:
+    elif fastest.increase > search.budget - result.increase:
         reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
     elif point.value in map(point_name, result.bolder_specs):
         reason = f"{name} would save {saved_s:.3g} s, but costs too much loss, as measured"

@@ -34,11 +34,10 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     before_s, after_s = result.plain.seconds, result.chosen.seconds
     excluded = ", without the cost of the specs that were given" if result.plain.prediction.choice.specs else ""
     is_measured = bool(result.trials) and not result.bolder_specs
-    declared = sum(candidate.increase for candidate in result.chosen.candidates.values())
-    beside = " and after the trial steps" if result.chosen.increase > declared else ""
+    beside = " and after the trial steps" if result.increase > result.chosen.increase else ""
     lines = [
         f"--compress auto: {'measured' if is_measured else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
-        f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.chosen.increase:.2f}% "
+        f"s without: {before_s / after_s:.2f} times as fast; validation loss at most {result.increase:.2f}% "
         f"higher (--max-loss-increase {budget:g}), as measured on a small GPT{beside}{excluded}"
     ]
     lines.append(_describe_machine(result))
@@ -63,8 +62,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
         lines.append(f"  predictions are multiplied by {slowdown:.2f}, the median ratio of trial steps to predictions")
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
-        line = f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}"
-        lines.append(line)
+        lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}")
     if result.bolder_specs:
         bolder, gentler = " ".join(result.bolder_specs), " ".join(result.chosen.specs) or "nothing"
         lines.append(f"  {bolder} costs too much loss, as measured after the trial steps: the choice is {gentler}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.compression.api import SumTraits
 from megatron.compression.ladder import MAX_NOISE
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
@@ -68,16 +69,20 @@ def read_ladders(config: RunConfig, choice: Choice, cluster: Cluster) -> Ladders
         for name in registry.names:
             for candidate in list_candidates(registry, name, point, config.model.hidden_size, length, boundaries):
                 spec = read_specs([candidate.spec], registry, length)[point]
-                fits_nodes = two_levels or not (point.is_reduction and spec.make_rounds().traits.levels)
+                fits_nodes = two_levels or not sum_traits(spec).levels
                 if fits_nodes and not is_noisy(candidate, spec) and accepts_candidate(config, choice, candidate):
                     ladders.setdefault(point, []).append(candidate)
     return ladders
 
 
+def sum_traits(spec: Spec) -> SumTraits:
+    """Properties of a spec's sums; the defaults at points of messages."""
+    return spec.make_rounds().traits if spec.point.is_reduction else SumTraits()
+
+
 def is_noisy(candidate: CandidateSpec, spec: Spec) -> bool:
     """Whether a compressor quantizes sums of gradients with more noise than ``MAX_NOISE``, as declared."""
-    quantizes = spec.point.is_reduction and spec.make_rounds().traits.quantizes
-    return quantizes and (candidate.residual or 0.0) > MAX_NOISE
+    return sum_traits(spec).quantizes and (candidate.residual or 0.0) > MAX_NOISE
 
 
 def accepts_candidate(config: RunConfig, choice: Choice, candidate: CandidateSpec) -> bool:

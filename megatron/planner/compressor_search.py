@@ -44,8 +44,6 @@ class CompressorSet:
         settings: settings that the user has not set.
         trial_s: measured seconds of an iteration; None if none was run.
         gains: whether trial steps have shown that it saves ``WORTHWHILE`` of an iteration.
-        estimated_increase: largest expected increase of the validation loss as estimated after the trial steps, in
-            percent; None if it was not.
     """
 
     candidates: Mapping[Point, CandidateSpec]
@@ -53,12 +51,11 @@ class CompressorSet:
     settings: Settings = field(default_factory=dict)
     trial_s: float | None = None
     gains: bool = False
-    estimated_increase: float | None = None
 
     @property
     def increase(self) -> float:
-        """Largest expected increase of the validation loss, in percent: the sum over the points, or as estimated."""
-        return max(_total_increase(self.candidates), self.estimated_increase or 0.0)
+        """Largest expected increase of the validation loss, in percent: the sum over the points."""
+        return _total_increase(self.candidates)
 
     @property
     def seconds(self) -> float:

@@ -30,9 +30,13 @@ from megatron.planner.settings import list_free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.planner.trials import num_sets_to_time
 from megatron.training.saved_choice import with_choice
+from megatron.training.schedule_choice import StageTimes
 from megatron.training.trial_steps import SetTime, predict_stages
 
-TimeSets = Callable[..., Sequence[SetTime]]
+ChooseSet = Callable[[Sequence[SetTime]], int | None]
+TimeSets = Callable[
+    [Sequence[RunConfig], Sequence[float], Sequence[StageTimes | None], bool, float, ChooseSet], Sequence[SetTime]
+]
 
 
 def check_auto(config: RunConfig, world_size: int) -> None:
@@ -84,8 +88,8 @@ def choose_compressors(
         train_iters: iterations of the run.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
         time_sets: times training steps, given resolved configurations (the first without compressors), their predicted
-            times and those of their stages, whether to keep all engines at the same time, and the seconds that the
-            choice has taken so far. None if no step is left to take.
+            times and those of their stages, whether to keep all engines at the same time, the seconds that the choice
+            has taken so far, and a choice of the set whose loss is estimated. None if no step is left to take.
         log: prints lines for the user, on one rank.
 
     Returns:

@@ -18,14 +18,14 @@ from megatron.base.code_digest import code_digest
 from megatron.base.regular import fingerprint
 from megatron.checkpoint.certificate import AutoDecision, InputFile, SampledPoint, Statements, TrafficSpan
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
+from megatron.compression.audit import Sample, audit, why_not_sampled
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.config.run import run_sections
 from megatron.distributed.agreement import gather_texts
 from megatron.distributed.interfaces import SentCounts, read_sent
 from megatron.distributed.ledger import Ledger
-from megatron.distributed.observer import Observer
+from megatron.distributed.observer import Observer, StepSampler
 from megatron.distributed.topology import Topology
 from megatron.kernels.native import kernels_digest
 from megatron.planner.auto import AutoChoice
@@ -68,19 +68,14 @@ def is_sampled(iteration: int) -> bool:
     return iteration & (iteration - 1) == 0 or iteration % SAMPLING_INTERVAL == 0
 
 
-class MessageSampler(Observer):
-    """Sampler of a message of each compressed point in some steps. It joins the observers for these steps only.
-
-    Args:
-        observers: the observers of the run.
+class MessageSampler(StepSampler):
+    """Sampler of a message of each compressed point in some steps.
 
     ``entries`` are the samples so far, by point and whether its compressor keeps a residual.
     """
 
-    launches_kernels = True
-
     def __init__(self, observers: list[Observer]) -> None:
-        self._observers = observers
+        super().__init__(observers)
         self._steps = 0
         self._messages: Counter[Point] = Counter()
         self._messages_before: Counter[Point] = Counter()
@@ -92,12 +87,11 @@ class MessageSampler(Observer):
         self.leave()
         self._steps += 1
         self._messages_before, self._messages = self._messages, Counter()
-        self._observers.append(self)
+        self.watch(True)
 
     def leave(self) -> None:
         """Leave the observers, and evaluate the samples."""
-        if self in self._observers:
-            self._observers.remove(self)  # observers slow every operation down
+        self.watch(False)
         for point, sample in self._samples:
             error = sample.relative_error()
             if math.isfinite(error):  # otherwise the step is skipped
@@ -115,10 +109,7 @@ class MessageSampler(Observer):
         self._messages[point] += 1
         if number != self._steps % max(self._messages_before[point], 1):
             return compressor
-        record = partial(self._record, point)
-        if isinstance(compressor, Codec):
-            return AuditedCodec(compressor, self._steps, record)
-        return AuditedRounds(compressor, self._steps, record)
+        return audit(compressor, self._steps, partial(self._record, point))
 
     def _record(self, point: Point, sample: Sample) -> None:
         self._samples.append((point, sample))

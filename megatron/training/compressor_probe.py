@@ -8,30 +8,26 @@ from typing import TypeVar
 from torch import Tensor
 
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
+from megatron.compression.audit import Sample, audit, why_not_sampled
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.distributed.agreement import gather_texts
-from megatron.distributed.observer import Observer
+from megatron.distributed.observer import StepSampler
 from megatron.training.assembly import Engines
 
 C = TypeVar("C", Codec, RoundCompressor)
 
 
-class CompressorProbe(Observer):
+class CompressorProbe(StepSampler):
     """Samples of compressed finite numbers, in steps that follow a skipped step.
-
-    It joins the observers for these steps only, since observers slow every operation down.
 
     Args:
         engines: engines of this rank.
     """
 
-    launches_kernels = True
-
     def __init__(self, engines: Engines) -> None:
-        self._observers, self._plan = engines.ledger.observers, engines.plan
-        self._group = engines.topology.control.pg
+        super().__init__(engines.ledger.observers)
+        self._plan, self._group = engines.plan, engines.topology.control.pg
         self._samples = 0
         self._faults: dict[Point, Tensor] = {}
         self._faulty_point: Point | None = None
@@ -40,13 +36,6 @@ class CompressorProbe(Observer):
     def compressed_points(self) -> list[str]:
         """Points with a compressor."""
         return [point.value for point in self._plan.specs if self._plan.is_compressed(point)]
-
-    def watch(self, is_needed: bool) -> None:
-        """Sample the next step, or stop sampling."""
-        if is_needed and self not in self._observers:
-            self._observers.append(self)
-        elif not is_needed and self in self._observers:
-            self._observers.remove(self)
 
     def find_faulty_spec(self) -> str | None:
         """Find the compressor that turned finite numbers into others on any rank, as POINT=NAME. A collective call."""
@@ -58,11 +47,10 @@ class CompressorProbe(Observer):
         if isinstance(compressor, IdentityRounds) or why_not_sampled(compressor) is not None:
             return compressor
         self._samples += 1  # the next sample is of another part
-        if isinstance(compressor, Codec):
-            return AuditedCodec(compressor, self._samples, partial(self._record, point, False))
         # All ranks know that these gradients are finite; a residual that is not is the compressor's fault, too.
-        knows_input = compressor.finalizes and point in (Point.DP_GRAD, Point.EMBED_GRAD)
-        return AuditedRounds(compressor, self._samples, partial(self._record, point, knows_input))
+        is_final_sum = isinstance(compressor, RoundCompressor) and compressor.finalizes
+        knows_input = is_final_sum and point in (Point.DP_GRAD, Point.EMBED_GRAD)
+        return audit(compressor, self._samples, partial(self._record, point, knows_input))
 
     def _record(self, point: Point, knows_input: bool, sample: Sample) -> None:
         fault = ~sample.sent.isfinite().all()

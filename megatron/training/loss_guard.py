@@ -22,7 +22,7 @@ from megatron.distributed.agreement import take_from_rank_0
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
 from megatron.planner.auto import AutoChoice
-from megatron.planner.candidates import is_noisy, list_candidates
+from megatron.planner.candidates import is_noisy, list_candidates, sum_traits
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import evaluate
 from megatron.training.guarded_point import EXACT, MAX_BREAKS, GuardedPoint, LossMeasurement, guard_point
@@ -37,14 +37,11 @@ _CALM_SHARE = 2 / 3
 """A bolder setting has room if its measured increase of the loss is at most this share of the rest of the budget,
 beside the other points. A setting is replaced when it exceeds all of it, so costs in between change nothing."""
 
-MAX_SHARE, _LEAST_SHARE = 0.02, 0.002
+_MAX_SHARE, _LEAST_SHARE = 0.02, 0.002
 """Share of a run's time for the choice of its compressors and their checks, and the least share for the checks."""
 
 _MAX_INTERVALS = 10
 """Maximum number of default intervals between two checks: the check that was timed may have been slow by chance."""
-
-INTERVAL_FIELD = "compression.loss_check_interval"
-"""Dotted name of the field of ``--loss-check-interval``."""
 
 
 class LossGuard:
@@ -108,11 +105,11 @@ class LossGuard:
             if text not in [candidate.spec for candidate in ladder]:
                 continue  # an earlier version's setting, or one without further cost
             # Groups are split by node, or not, for the whole run.
-            settings = [(candidate, read(candidate.spec)) for candidate in ladder]
+            in_levels = sum_traits(spec).levels
             settings = [
                 pair
-                for pair in settings
-                if _sums_in_levels(pair[1]) == _sums_in_levels(spec) and (pair[0].spec == text or not is_noisy(*pair))
+                for pair in ((candidate, read(candidate.spec)) for candidate in ladder)
+                if sum_traits(pair[1]).levels == in_levels and (pair[0].spec == text or not is_noisy(*pair))
             ]
             self._points[point] = guard_point(settings, text, engines.plan.is_turned_off(point), saved.get(point.value))
             if measures_loss and point.forward and not spec.identity and not spec.remembered_samples:
@@ -163,21 +160,19 @@ class LossGuard:
         costs |= {point: max(cost, costs[point]) for point, cost in measurement.costs.items()}
         total = measurement.total(costs)
         # All ranks take the numbers and the decision of rank 0: their sums and clocks may differ.
-        decision = take_from_rank_0(
-            self._engines.topology.control.pg,
-            {
-                **self._decide(costs, total, measurement),
-                "points": {point.value: cost for point, cost in costs.items()},
-                "expected_increase": total,
-                "measured_increase": measurement.total(measurement.costs) if measurement.costs else None,
-                "joint_increase": measurement.joint_cost,
-                "seconds": time.perf_counter() - start,
-            },
-        )
+        numbers: dict[str, Any] = {
+            "expected_increase": total,
+            "points": {point.value: cost for point, cost in costs.items()},
+            "measured_increase": measurement.total(measurement.costs) if measurement.costs else None,
+            "joint_increase": measurement.joint_cost,
+            "seconds": time.perf_counter() - start,
+        }
+        group = self._engines.topology.control.pg
+        decision, numbers = take_from_rank_0(group, (self._decide(costs, total, measurement), numbers))
         for name, count in decision["calm_checks"].items():
             self._points[Point(name)].calm_checks = count
-        costs_by_name, total = decision.pop("points"), decision.pop("expected_increase")
         eased, emboldened, line = decision["eased"], decision["emboldened"], None
+        costs_by_name, total = numbers["points"], numbers["expected_increase"]
         self.checks.append(LossCheck(iteration, min(total, MAX_INCREASE), eased or ""))
         if eased or emboldened:
             costs_text = ", ".join(f"{name} {cost:.2f}%" for name, cost in costs_by_name.items())
@@ -202,9 +197,8 @@ class LossGuard:
             change = "uncompressed" if exact else f"with {guarded.candidate.spec.partition('=')[2]}"
             line = f"--compress auto: {reason}: {point.value} goes on {change}"
         positions = {point.value: guarded.position for point, guarded in self._points.items()}
-        del decision["calm_checks"]
-        values = {"expected_increase": total, "points": costs_by_name, "settings": positions, "interval": self.interval}
-        return Finding("loss_check", {**values, **decision}, line)
+        changes = {"settings": positions, "interval": self.interval, "eased": eased, "emboldened": emboldened}
+        return Finding("loss_check", {**numbers, **changes}, line)
 
     def _decide(self, costs: Mapping[Point, float], total: float, measurement: LossMeasurement) -> dict[str, Any]:
         """Decide which point takes a gentler or a bolder setting, if any, and count the calm checks of all points."""
@@ -289,7 +283,7 @@ class LossGuard:
             return {}, {Point.DP_GRAD: math.inf}
         if not math.isfinite(residual):
             return {Point.DP_GRAD: math.inf}, {Point.DP_GRAD: math.inf}
-        quantizes = guarded.settings[guarded.position][1].make_rounds().traits.quantizes
+        quantizes = sum_traits(guarded.settings[guarded.position][1]).quantizes
         if quantizes and residual > gradient * MAX_NOISE**2:
             return {Point.DP_GRAD: math.inf}, {Point.DP_GRAD: math.inf}
         ratio = residual / gradient / guarded.candidate.residual**2
@@ -302,11 +296,6 @@ def _increase(loss: float, exact_loss: float) -> float:
     return 100.0 * (loss / exact_loss - 1.0) if math.isfinite(loss) else math.inf
 
 
-def _sums_in_levels(spec: Spec) -> bool:
-    """Whether a compressor sums in two levels."""
-    return spec.point.is_reduction and spec.make_rounds().traits.levels
-
-
 def choose_interval(
     config: RunConfig,
     flag_fields: Collection[str],
@@ -315,7 +304,7 @@ def choose_interval(
     saved_interval: int | None = None,
 ) -> int:
     """Choose the iterations between checks: those of ``--loss-check-interval``, or a multiple of its default if choice
-    and checks would otherwise take more than ``MAX_SHARE`` of the run.
+    and checks would otherwise take more than ``_MAX_SHARE`` of the run.
 
     Args:
         config: resolved configuration.
@@ -325,11 +314,11 @@ def choose_interval(
         saved_interval: that of the checkpoint whose choice the run keeps.
     """
     interval, default = config.compression.loss_check_interval, CompressionConfig().loss_check_interval
-    if interval != default or INTERVAL_FIELD in flag_fields:
+    if interval != default or "compression.loss_check_interval" in flag_fields:
         return interval
     if choice is None or choice.estimate is None:
         return saved_interval if saved_interval and saved_interval % default == 0 else interval
-    share = max(MAX_SHARE - choice.took_s / (iterations * choice.chosen.seconds), _LEAST_SHARE)
+    share = max(_MAX_SHARE - choice.took_s / (iterations * choice.chosen.seconds), _LEAST_SHARE)
     checks_per_interval = choice.estimate.check_s / (share * interval * choice.chosen.seconds)
     return interval * min(max(math.ceil(checks_per_interval), 1), _MAX_INTERVALS)
 

@@ -11,42 +11,31 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, why_not_sampled
+from megatron.compression.audit import AuditedCodec, AuditedRounds, Sample, audit, why_not_sampled
 from megatron.compression.error_feedback import ErrorFeedback
 from megatron.compression.points import Point
 from megatron.distributed.ledger import Ledger, gather_rows
-from megatron.distributed.observer import Observer
+from megatron.distributed.observer import StepSampler
 from megatron.distributed.topology import Topology
 
 C = TypeVar("C", Codec, RoundCompressor)
 
 
-class NoiseProbe(Observer):
+class NoiseProbe(StepSampler):
     """Norms of quantized gradients, and of their errors, from a sample of each message of a step.
 
-    Sums with error feedback are left out: their residual is the noise. Like the certificate's samples, it joins the
-    observers for single steps.
+    Sums with error feedback are left out: their residual is the noise.
 
     Args:
         topology, ledger: the ranks, and the ledger of this rank.
         points: points of gradients, the same on all ranks.
     """
 
-    launches_kernels = True
-
     def __init__(self, topology: Topology, ledger: Ledger, points: Sequence[Point]) -> None:
+        super().__init__(ledger.observers)
         self._topology, self._ledger, self._points = topology, ledger, points
         self._samples = 0
         self._energies: dict[Point, Tensor] = {}
-
-    def watch(self, is_needed: bool) -> None:
-        """Sample the next step, or stop sampling."""
-        observers = self._ledger.observers
-        if is_needed and self not in observers:
-            self._energies.clear()
-            observers.append(self)
-        elif not is_needed and self in observers:
-            observers.remove(self)
 
     def take_noise(self) -> dict[Point, float]:
         """Norm of the noise over that of the gradient since ``watch``, over all ranks, by point; without points that
@@ -72,10 +61,7 @@ class NoiseProbe(Observer):
         if point not in self._points or isinstance(audited, ErrorFeedback) or not is_sampled:
             return compressor
         self._samples += 1  # the next sample is of another part
-        record = partial(self._record, point)
-        if isinstance(compressor, Codec):
-            return AuditedCodec(compressor, self._samples, record)
-        return AuditedRounds(compressor, self._samples, record)
+        return audit(compressor, self._samples, partial(self._record, point))
 
     def _record(self, point: Point, sample: Sample) -> None:
         energies = torch.stack([sample.intended.square().sum(), (sample.intended - sample.sent).square().sum()])

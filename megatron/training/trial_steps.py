@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,16 +108,11 @@ def time_sets(
                 trials[number].time_step()
             times[number] = trials[number].time_step()
             if not all_at_once:
-                trials[number].drop_engines()
-                free_memory()
+                _drop_engines([trials[number]])
         rounds.add(times, time.perf_counter() - start)
         numbers, gaining = take_from_rank_0(group, (rounds.next_round(), rounds.gaining()))
         needed = {*numbers, *gaining}
-        finished = [trial for number, trial in enumerate(trials) if trial.engines is not None and number not in needed]
-        for trial in finished:
-            trial.drop_engines()
-        if finished:
-            free_memory()
+        _drop_engines([trial for number, trial in enumerate(trials) if number not in needed])
     set_times = [
         SetTime(rounds.typical_s(number), number in gaining, trial.mean_traffic())
         for number, trial in enumerate(trials)
@@ -126,11 +120,17 @@ def time_sets(
     chosen = take_from_rank_0(group, choose_set(set_times))
     if chosen is not None:
         set_times[chosen] = dataclasses.replace(set_times[chosen], estimate=trials[chosen].fit_to_budget())
-    for trial in trials:
-        if trial.engines is not None:
-            trial.drop_engines()
-    free_memory()
+    _drop_engines(trials)
     return set_times
+
+
+def _drop_engines(trials: Sequence[SetTrial]) -> None:
+    """Drop the engines that trials have kept, and free their memory."""
+    kept = [trial for trial in trials if trial.engines is not None]
+    for trial in kept:
+        trial.drop_engines()
+    if kept:
+        free_memory()
 
 
 def predict_stages(
@@ -174,8 +174,8 @@ class SetTrial:
         self.engines: Engines | None = None
         self._batches: Sequence[Batch] = ()
         self._steps = 0
-        self._warm_totals: Counter[str] = Counter()
-        self._first_totals: Counter[str] = Counter()
+        self._first_step: dict[str, float] = {}  # of the latest engines
+        self._warm_steps: list[dict[str, float]] = []
 
     def _take_step(self, engines: Engines) -> None:
         train_step(engines, self._batches, engines.plan.warmup_iters + self._steps, lr=0.0, weight_decay=0.0)
@@ -200,27 +200,33 @@ class SetTrial:
         start = time.perf_counter()
         self._take_step(engines)
         engines.ledger.clock.synchronize()
-        seconds = time.perf_counter() - start
-        # The first step of new engines warms up: it counts if there is no other.
-        totals = self._first_totals if self._steps == 1 else self._warm_totals
-        totals.update({"steps": 1, "seconds": seconds})
-        for name, point_totals in engines.ledger.take_totals().items():
-            totals.update({f"{field} {name}": point_totals[field] for field in ("wire_bytes", "waited_s")})
-        return max(row[0] for row in gather_rows(control, Ledger(), [seconds]))
+        values = {"seconds": time.perf_counter() - start}
+        totals = engines.ledger.take_totals()
+        for point in Point:
+            for name in ("wire_bytes", "waited_s"):
+                values[f"{name} {point.value}"] = totals.get(point.value, {}).get(name, 0.0)
+        columns = list(zip(*gather_rows(control, Ledger(), list(values.values())), strict=True))
+        means = {name: sum(column) / len(column) for name, column in zip(values, columns, strict=True)}
+        if self._steps == 1:
+            self._first_step = means
+        else:
+            self._warm_steps.append(means)
+        return max(columns[0])
 
     def mean_traffic(self) -> dict[Point, MeasuredTraffic]:
-        """Traffic of a timed step, averaged over the steps and the ranks, by point."""
-        totals = self._warm_totals or self._first_totals
-        steps, seconds = max(totals["steps"], 1), totals["seconds"] or 1.0
-        values = [
-            value
+        """Traffic of a step, averaged over the steps, by point.
+
+        The first step of new engines, which warms up, counts only if there is no other.
+        """
+        steps = self._warm_steps or [self._first_step]
+        traffic = {
+            point: MeasuredTraffic(
+                sum(step[f"wire_bytes {point.value}"] for step in steps) / len(steps),
+                sum(step[f"waited_s {point.value}"] for step in steps) / sum(step["seconds"] for step in steps),
+            )
             for point in Point
-            for value in (totals[f"wire_bytes {point.value}"] / steps, totals[f"waited_s {point.value}"] / seconds)
-        ]
-        rows = gather_rows(self._topology.control, Ledger(), values)
-        means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
-        pairs = zip(Point, means[::2], means[1::2], strict=True)
-        return {point: MeasuredTraffic(sent, waits) for point, sent, waits in pairs if sent or waits}
+        }
+        return {point: each for point, each in traffic.items() if each.sent_bytes or each.waits}
 
     def fit_to_budget(self) -> LossEstimate:
         """Replace compressors by gentler settings until the expected loss fits the budget, as the run's own checks do:

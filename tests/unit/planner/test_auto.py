@@ -353,7 +353,7 @@ def test_the_report_shows_what_was_measured() -> None:
     plain, mild, bold = search.contenders()
     trials = [
         dataclasses.replace(plain, trial_s=2.0),
-        dataclasses.replace(mild, trial_s=1.0, gains=True, estimated_increase=0.7),
+        dataclasses.replace(mild, trial_s=1.0, gains=True),
         dataclasses.replace(bold, trial_s=0.9),
     ]
     estimate = LossEstimate(["dp-grad=mild"], 0.7, None, 1.0)

@@ -248,7 +248,7 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     assert choice.traffic == traffic
     text = report(choice, 0.5)
     if specs == ["dp-grad=bold"]:
-        assert (choice.chosen.increase, list(choice.bolder_specs)) == (0.4, [])
+        assert (choice.increase, list(choice.bolder_specs)) == (0.4, [])
         assert "loss with all points together, as measured after the trial steps: +0.05%" in text
         assert "as measured on a small GPT and after the trial steps" in text
     else:
