@@ -12,6 +12,7 @@ from megatron.training.assembly import Engines
 from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
 from megatron.training.coverage import coverage_notes
 from megatron.training.data_notes import data_notes
+from megatron.training.weight_records import weight_record_notes
 
 
 def log_config(
@@ -33,7 +34,7 @@ def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log:
     about_data = data_notes(engines.config, datasets) if engines.config.model.predicts_words else []
     for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes, *about_data):
         log(f"note: {note}")
-    for line in coverage_notes(engines):
+    for line in (*coverage_notes(engines), *weight_record_notes(engines)):
         log(line)
     log(summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, datasets))
 

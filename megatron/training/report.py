@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron.config.memory import format_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.ledger import gather_rows
 from megatron.distributed.observer import Finding
 from megatron.models.flops import benchmark_tflops, model_flops_per_sample, model_flops_utilization, model_tflops
-from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.training.assembly import Engines
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, format_controller_lines
@@ -171,17 +169,6 @@ class Reporter:
         self.sinks.step(step)
         samples_before = step.consumed_samples - step.global_batch_size
         self.forecast.step(samples_before, step.seconds_per_iteration, step.seq_length)
-        parallel, records = self.config.parallel, self.engines.pipeline.weight_grads
-        has_records = self.engines.channel is not None and parallel.pipeline_schedule in WITH_WEIGHT_PASSES
-        if self.forecast.done == 1 and has_records:
-            counts = [float(records.most_passes), float(records.most_bytes)]
-            rows = gather_rows(self.engines.topology.control, self.engines.ledger, counts)
-            most_passes, most_bytes = map(max, zip(*rows, strict=True))
-            if most_passes > 1:
-                self.line(
-                    f"weight gradients: up to {most_passes:.0f} backward passes of a stage wait for theirs, in up to "
-                    f"{format_bytes(most_bytes)} of records; --pipeline-max-weight-records limits them"
-                )
         self.report_if_due(step.iteration)
         if self.forecast.done == FIRST_ESTIMATE:
             progress, remaining_iterations = self.progress, self.train_iters - self.progress.iteration

@@ -44,14 +44,11 @@ class _Linear(torch.autograd.Function):
         comm: TensorComm | None = ctx.comm
         products: LinearProducts = ctx.products
         pending_gather = comm.start_gather(x_sbh, Point.TP_BWD) if comm is not None and comm.sequence_parallel else None
-        grad_x, grad_scales = products.grad_input(grad_sbo, weight, tuple(scales))
+        grad_x, grad_factor = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if pending_gather is None else pending_gather.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        grad_weight = store_grad(
-            ctx.weight,
-            (grad_sbo, full, *scales, *grad_scales),
-            lambda out, inputs: products.grad_weight(inputs[0], inputs[1], tuple(inputs[2:]), out),
-        )
+        factors = (*grad_factor, *products.input_factor(full, tuple(scales)))
+        grad_weight = store_grad(ctx.weight, factors, products.grad_weight)
         grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 
@@ -74,6 +71,7 @@ class _SplitLinear(ShardedModule):
         comm: tensor-parallel communication.
     """
 
+    weight: nn.Parameter
     splits_inputs: bool
     """Whether the layer is split by inputs, not by outputs."""
 
@@ -85,6 +83,11 @@ class _SplitLinear(ShardedModule):
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
         """Compute the matrix products in fp8 from now on (None: in the dtype of the parameters)."""
         self.products = make_products(recipe, self.comm, self.splits_inputs)
+
+    def record_bytes(self, tokens: float) -> float:
+        """Bytes of the factors of the weight's gradient, if ``WeightGrads`` records them for a number of tokens."""
+        num_numbers = tokens * sum(self.weight.flatten(0, -2).shape)
+        return num_numbers * (1 if self.products.records_8_bits else self.weight.itemsize)
 
     def _multiply(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
         """Compute x W^T + b, in fp8 if requested and possible for the sizes; ``comm`` as in ``_Linear``."""

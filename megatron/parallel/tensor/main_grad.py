@@ -34,15 +34,14 @@ class WeightGrads:
     """Weight gradients of backward passes that only record them, for weight passes that compute them later.
 
     The previous pipeline stage waits only for the gradients of inputs (zero bubble schedules, Qi et al. 2024, section
-    2). A record holds a layer's input, gathered under sequence parallelism, and the gradient of its output.
+    2). A record holds a layer's input, gathered under sequence parallelism, and the gradient of its output; their 8-bit
+    numbers where the weight's gradient is a product of these.
 
-    ``separate``: whether the schedule of this rank's running step has weight passes. ``most_passes`` and
-    ``most_bytes``: the largest number of recorded backward passes at the same time, and of bytes in their records.
+    ``separate``: whether the schedule of this rank's running step has weight passes.
     """
 
     def __init__(self) -> None:
         self.separate = False
-        self.most_passes = self.most_bytes = self._num_bytes = 0
         self._records: dict[Hashable, list[_Record]] = {}
         self._recording: list[_Record] | None = None
 
@@ -50,13 +49,11 @@ class WeightGrads:
         """Begin a step; forget the records of an abandoned step."""
         self.separate = separate
         self._records.clear()
-        self._num_bytes = 0
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
         """Record weight gradients inside the context, a backward pass, under a key."""
         self._recording = self._records[key] = []
-        self.most_passes = max(self.most_passes, len(self._records))
         try:
             yield
         finally:
@@ -68,8 +65,6 @@ class WeightGrads:
             return False
         # Without its history, an input keeps no other tensor of the graph alive.
         self._recording.append(_Record(main_grads, [x.detach() for x in inputs], compute))
-        self._num_bytes += sum(x.nbytes for x in inputs)
-        self.most_bytes = max(self.most_bytes, self._num_bytes)
         for main_grad in main_grads:
             main_grad.num_recorded += 1
         return True
@@ -87,7 +82,6 @@ class WeightGrads:
         while records:  # frees the memory of each record
             record = records.pop()
             add_grads(record.main_grads, record.inputs, record.compute)
-            self._num_bytes -= sum(x.nbytes for x in record.inputs)
             for main_grad in record.main_grads:
                 main_grad.num_recorded -= 1
                 main_grad.on_added()

@@ -7,8 +7,9 @@ of tensor-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from megatron.parallel.tensor.collectives import TensorComm
 
 Recipe = Literal["tensorwise", "rowwise"]
 Scales = tuple[Tensor, ...]
+Factor = tuple[Tensor, ...]
+"""A factor of the weight's gradient: a matrix of tokens' rows, or its 8-bit numbers (t, ...) and their scale."""
 
 
 class LinearProducts:
@@ -27,16 +30,24 @@ class LinearProducts:
     These are products in the dtype of the factors; subclasses have other formats.
     """
 
+    records_8_bits: ClassVar[bool] = False
+    """Whether the factors of the weight's gradient are 8-bit numbers."""
+
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         """x W^T + b, and the scales that the gradients' products need besides x and W."""
         return linear(x, weight_oi, bias_o), ()
 
-    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
-        """Gradient of x, and further scales that the weight's gradient needs."""
-        return _reshape_like(product(_rows(grad), weight_oi), grad), ()
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Factor]:
+        """Gradient of x, and the gradient of the output as a factor of the weight's gradient."""
+        return _reshape_like(product(_rows(grad), weight_oi), grad), (grad,)
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
-        """Gradient of W, with the scales from both methods above; may be written to ``space_oi``."""
+    def input_factor(self, x: Tensor, scales: Scales) -> Factor:
+        """x as a factor of the weight's gradient."""
+        return (x,)
+
+    def grad_weight(self, space_oi: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
+        """Gradient of W from the factors of ``grad_input`` and ``input_factor``; may be written to ``space_oi``."""
+        grad, x = factors
         return product(_rows(grad).t(), _rows(x), space_oi)
 
 
@@ -52,6 +63,7 @@ class TensorwiseProducts(LinearProducts):
         split_inputs: whether the layer is split by inputs instead of outputs.
     """
 
+    records_8_bits = True
     comm: TensorComm
     split_inputs: bool
 
@@ -61,18 +73,23 @@ class TensorwiseProducts(LinearProducts):
         quantized_x, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
         return _reshape_like(fp8.scaled_product(quantized_x, weight, bias_o, fast=True), x), scales
 
-    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Factor]:
         grad_to = _rows(grad)
         largest = fp8.largest(grad_to, by_rows=False)
         scale = fp8.scale_of(largest if self.split_inputs else self.comm.all_reduce_max_(largest), fp8.E5M2)
         quantized_grad = fp8.quantize(grad_to, scale, fp8.E5M2)
         product = fp8.scaled_product(quantized_grad, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
-        return _reshape_like(product, grad), (scale,)
+        return _reshape_like(product, grad), quantized_grad
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
-        x_scale, _, grad_scale = scales
-        quantized_grad = fp8.quantize(_rows(grad).t(), grad_scale, fp8.E5M2)
-        return fp8.scaled_product(quantized_grad, fp8.quantize(_rows(x).t(), x_scale, fp8.E4M3))
+    def input_factor(self, x: Tensor, scales: Scales) -> Factor:
+        return fp8.quantize(_rows(x), scales[0], fp8.E4M3)
+
+    def grad_weight(self, space_oi: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
+        grad_codes_to, grad_scale, x_codes_ti, x_scale = factors
+        return fp8.scaled_product(
+            fp8.Quantized(grad_codes_to.t().contiguous(), grad_scale),
+            fp8.Quantized(x_codes_ti.t().contiguous(), x_scale),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,9 +110,9 @@ class RowwiseProducts(LinearProducts):
         factors = self._quantize_factors(_rows(x), weight_oi, self.split_inputs)
         return _reshape_like(fp8.scaled_product(*factors, bias_o, fast=True), x), ()
 
-    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Factor]:
         factors = self._quantize_factors(_rows(grad), weight_oi.t(), not self.split_inputs)
-        return _reshape_like(fp8.scaled_product(*factors), grad), ()
+        return _reshape_like(fp8.scaled_product(*factors), grad), (grad,)
 
     def _quantize_factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
         """Quantize both factors of a product; ``split``: whether its inner dimension is split over the ranks."""

@@ -14,8 +14,11 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
 from megatron.kernels import fp8
 from megatron.models.gpt import GPTStage
+from megatron.parallel.data.buffer import FlatBuffer, NamedParam
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.main_grad import WeightGrads
+from megatron.parallel.tensor.shards import ParamSpec
 from tests.support.tiny import tiny_engines
 from tests.unit.kernels.test_fp8 import nearest, noise, scale
 
@@ -84,6 +87,28 @@ def test_all_products_use_the_rounded_numbers(recipe: Any, kind: str) -> None:
     _close(layer.weight.grad, (grad if rows else own_grad).double().t() @ (x if rows else own_x).double())
     if layer.bias is not None:
         _close(layer.bias.grad, grad.double().sum(0))
+
+
+@pytest.mark.parametrize(("recipe", "bytes_per_number"), [(None, 2), ("tensorwise", 1), ("rowwise", 2)])
+def test_weight_passes_take_the_numbers_of_their_product(recipe: Any, bytes_per_number: int) -> None:
+    """Records have 8 bits where the product has, and give the gradient of a backward pass without records."""
+    x, grad = noise(S * B, IN, 1).view(S, B, IN), noise(S * B, OUT, 2).view(S, B, OUT)
+    joint, recorded = _column(bias=False), _column(bias=False)
+    for layer in (joint, recorded):
+        layer.compute_in_fp8(recipe)
+    _gradients(joint, x, grad)
+    weight_grads, specs = WeightGrads(), [NamedParam("w", "w", ParamSpec((OUT, IN)), recorded.weight)]
+    buffer = FlatBuffer(specs, torch.bfloat16, single_process("cpu").dp, 1, weight_grads=weight_grads)
+    buffer.begin_grads()
+    weight_grads.begin_step(separate=True)
+    with weight_grads.recording(0):
+        _gradients(recorded, x, grad)
+    scales = 2 * 4 if recipe == "tensorwise" else 0
+    assert sum(x.nbytes for x in weight_grads.tensors(0)) == S * B * (IN + OUT) * bytes_per_number + scales
+    weight_grads.compute(0)
+    buffer.complete_grads()
+    assert joint.weight.grad is not None
+    assert torch.equal(buffer.grads_flat[: OUT * IN].view(OUT, IN), joint.weight.grad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -136,19 +136,6 @@ def test_records_of_an_abandoned_step_are_forgotten() -> None:
     torch.testing.assert_close(layers.grads(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_most_records_at_the_same_time_are_counted() -> None:
-    """Inputs and gradients of two layers, of at most two backward passes; those of an abandoned step do not count."""
-    layers = Layers(_linear, torch.float64, torch.float64)
-    layers.backward(0)
-    layers.weight_grads.begin_step(separate=True)
-    for number in range(3):
-        layers.backward(number)
-        if number:
-            layers.weight_grads.compute(number - 1)
-    assert layers.weight_grads.most_passes == 2
-    assert layers.weight_grads.most_bytes == 2 * 8 * TOKENS * (IN + OUT + OUT + OUT)
-
-
 def test_backward_computes_all_gradients_in_a_schedule_without_weight_passes() -> None:
     layers = Layers(_linear, torch.float64, torch.float64)
     layers.weight_grads.begin_step(separate=False)
