@@ -75,8 +75,8 @@ def test_all_products_use_the_rounded_numbers(recipe: Any, kind: str) -> None:
     else:
         layer = _column(bias=kind == "column")
     layer.compute_in_fp8(recipe)
-    # Tokens of very different magnitudes tell a scale per tensor from scales per row.
-    x, grad = noise(S * B, IN, 1) * torch.logspace(-3, 0, S * B).bfloat16().unsqueeze(1), noise(S * B, OUT, 2)
+    # Tokens of very different magnitudes tell a scale per tensor from scales per row; x and W have different scales.
+    x, grad = 16 * noise(S * B, IN, 1) * torch.logspace(-3, 0, S * B).bfloat16().unsqueeze(1), noise(S * B, OUT, 2)
     grad = grad * torch.logspace(0, -6, S * B).bfloat16().unsqueeze(1)
     out, grad_x = _gradients(layer, x.view(S, B, IN), grad.view(S, B, OUT))
     rows, w, e4m3 = recipe == "rowwise", layer.weight.detach(), torch.float8_e4m3fn
