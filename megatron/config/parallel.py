@@ -82,6 +82,14 @@ class ParallelConfig:
         only_if=(_STAGES,),
         common="layout",
     )
+    pipeline_cluster: str | None = derived(
+        "the first steps are measured",
+        "With --pipeline-schedule auto: file that describes the cluster (see tools/plan.py --cluster). The run then "
+        "starts with the order that is fastest by the planner's times for it.",
+        metavar="FILE",
+        contents="file",
+        only_if=(_STAGES, when("parallel.pipeline_schedule", "auto")),
+    )
     pipeline_max_in_flight: int | None = derived(
         "2 x stages - 1",
         "With --pipeline-schedule eager-1f1b or auto: maximum number of micro-batches in flight on a stage, "

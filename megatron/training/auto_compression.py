@@ -29,9 +29,10 @@ from megatron.planner.predict import Predictor
 from megatron.planner.settings import list_free_settings
 from megatron.planner.suggestions import suggestions
 from megatron.planner.trials import num_sets_to_time
+from megatron.training.planned_schedule import predict_stages
 from megatron.training.saved_choice import with_choice
 from megatron.training.schedule_choice import StageTimes
-from megatron.training.trial_steps import SetTime, predict_stages
+from megatron.training.trial_steps import SetTime
 
 ChooseSet = Callable[[Sequence[SetTime]], int | None]
 TimeSets = Callable[

@@ -48,6 +48,7 @@ from megatron.training.evaluation import test_sets, validation_sets
 from megatron.training.islands import adapt_to_island, reach_islands, reporting_refusal
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
+from megatron.training.planned_schedule import check_pipeline_cluster
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.run_plan import RunPlan, ScoreOutputs
@@ -107,6 +108,7 @@ def train(
     if job.score_outputs is not None and config.islands.several:
         raise UserError("--islands: a task is learned on one island; leave the flag out")
     check_auto(config, env.world_size)
+    check_pipeline_cluster(config, env.world_size)
     cuda = parallel.distributed_backend == "nccl"
     if config.training.deterministic_mode:
         make_deterministic(cuda=cuda)

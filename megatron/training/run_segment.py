@@ -36,6 +36,7 @@ from megatron.training.islands import begin_rounds, folders_of_others, join_isla
 from megatron.training.loss_guard import LossGuard, choose_interval, held_out_batches
 from megatron.training.machine_check import machine_notes
 from megatron.training.persistence import RunCheckpoints
+from megatron.training.planned_schedule import plan_schedule
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_card import write_run_card
@@ -182,6 +183,7 @@ def train_segment(parts: RunParts, run: ChosenRun) -> ExitReason:
         checks = restore_choice(saved, config, engines.plan) if saved is not None and run.is_kept else SavedChecks()
         if saved is not None:
             restore_schedule(engines, saved, run.choice is not None, rank_0_log(topology))
+        plan_schedule(engines, rank_0_log(topology))
         notes = compression_notes(
             config, plan.train_set, config.replicas(parts.env.world_size), parts.length, plan.train_iters
         )

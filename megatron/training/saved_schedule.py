@@ -90,7 +90,8 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
             log(f"pipeline schedule: keeps that of the checkpoint's run; with {micro_batches} micro-batches, {order}")
             return
         reason = "the saved times give another order in this version"
-    log(f"pipeline schedule: measured again, since {reason}")
+    again = "measured" if engines.config.parallel.pipeline_cluster is None else "planned"
+    log(f"pipeline schedule: {again} again, since {reason}")
 
 
 def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:

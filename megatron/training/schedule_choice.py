@@ -205,14 +205,11 @@ class ScheduleChoice(Observer):
             rows, round_trips_s = self._max_over_ranks(rows), self._max_over_ranks(round_trips_s)
         _divide_round_trips(rows, round_trips_s)
         measured = MeasuredPipeline(make_pipeline(rows.tolist(), engines.pipeline.limits))
-        candidates = measured.candidates(micro_batches)
-        fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in candidates[1:] if candidate.kind != AUTO]
         passes_s = torch.stack([rows[:, 0], rows[:, 1] - rows[:, 2], rows[:, 2]]).amax(1)
         slowest_s = [f"{name} {seconds:.3g} s" for name, seconds in zip(_PASSES, passes_s.tolist(), strict=True)]
         return measured, (
-            f"pipeline schedule: {candidates[0]}; predicted {candidates[0].seconds:.3g} s for the passes of a step "
-            f"({', '.join(fixed)}); measured on the slowest stage {', '.join(slowest_s)}, and on the slowest link "
-            f"{float(round_trips_s.max()):.3g} s there and back"
+            f"pipeline schedule: {describe_candidates(measured, micro_batches)}; measured on the slowest stage "
+            f"{', '.join(slowest_s)}, and on the slowest link {float(round_trips_s.max()):.3g} s there and back"
         )
 
     def _max_over_ranks(self, rows: torch.Tensor) -> torch.Tensor:
@@ -242,6 +239,13 @@ class ScheduleChoice(Observer):
             ledger.clock.synchronize()
             seconds.append(time.perf_counter() - start)
         return _median(seconds) if first else 0.0
+
+
+def describe_candidates(measured: MeasuredPipeline, micro_batches: int) -> str:
+    """Describe the fastest schedule of a step, and the predicted times of the fixed ones."""
+    fastest, *others = measured.candidates(micro_batches)
+    fixed = [f"{candidate} {candidate.seconds:.3g} s" for candidate in others if candidate.kind != AUTO]
+    return f"{fastest}; predicted {fastest.seconds:.3g} s for the passes of a step ({', '.join(fixed)})"
 
 
 def use_schedule(engines: Engines, schedule: MeasuredPipeline, micro_batches: int, expected_digest: str = "") -> bool:

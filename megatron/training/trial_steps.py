@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -20,18 +19,15 @@ from megatron.data.batch import Batch
 from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.distributed.ledger import Ledger, gather_rows
 from megatron.distributed.topology import Topology
-from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
+from megatron.parallel.pipeline.list_schedule import MeasuredPipeline
 from megatron.planner.auto import LossEstimate, MeasuredTraffic
-from megatron.planner.choice import Choice
-from megatron.planner.costs import wires_of
-from megatron.planner.predict import Predictor
 from megatron.planner.trials import TrialRounds
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.flushless import complete_steps
 from megatron.training.loss_guard import LossGuard, held_out_batches
 from megatron.training.run_plan import RunPlan
 from megatron.training.saved_choice import describe_choice, specs_in_use
-from megatron.training.schedule_choice import ScheduleChoice, StageTimes, list_times, make_pipeline
+from megatron.training.schedule_choice import ScheduleChoice, StageTimes, make_pipeline
 from megatron.training.step import open_loader, take_full_batch, train_step
 from megatron.training.timers import Timers
 
@@ -131,18 +127,6 @@ def _drop_engines(trials: Sequence[SetTrial]) -> None:
         trial.drop_engines()
     if kept:
         free_memory()
-
-
-def predict_stages(
-    group: dist.ProcessGroup | None, choices: Sequence[Choice], predictor: Predictor
-) -> list[StageTimes | None]:
-    """Predict the times of the stages with each choice whose schedule depends on them, None with others. A collective
-    call: all ranks get the times of rank 0."""
-    times: list[StageTimes | None] = [
-        list_times(predictor.pipeline(choice, wires_of(predictor.cluster, choice))) if choice.schedule == AUTO else None
-        for choice in choices
-    ]
-    return take_from_rank_0(group, times)
 
 
 class SetTrial:

@@ -1,0 +1,97 @@
+"""The schedule of ``--pipeline-schedule auto`` by predicted times of passes and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.config.run import RunConfig
+from megatron.distributed.agreement import run_together, take_from_rank_0
+from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
+from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
+from megatron.planner.cluster import Cluster, check_sites, format_assumed_rates, read_cluster
+from megatron.planner.costs import wires_of
+from megatron.planner.predict import Predictor
+from megatron.training.assembly import Engines
+from megatron.training.schedule_choice import (
+    ScheduleChoice,
+    StageTimes,
+    describe_candidates,
+    list_times,
+    make_pipeline,
+    use_schedule,
+)
+from megatron.training.step import count_micro_batches
+
+
+def check_pipeline_cluster(config: RunConfig, world_size: int) -> None:
+    """Check that the planner can predict a run on the cluster of ``--pipeline-cluster``.
+
+    Args:
+        config: resolved configuration.
+        world_size: number of processes of an island.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    path, remedy = config.parallel.pipeline_cluster, "leave the flag out, to measure the first steps"
+    if path is None:
+        return
+    if config.model.model_type in NOT_PLANNED:
+        raise UserError(f"--pipeline-cluster: the planner does not know {config.model.model_type} models; {remedy}")
+    try:
+        format_assumed_rates(path, _read_cluster(config, world_size))
+        resolve_for_planning(config, world_size * config.islands.islands)
+    except UserError as error:
+        raise UserError(f"--pipeline-cluster: {error}; or {remedy}") from error
+
+
+def plan_schedule(engines: Engines, log: Callable[[str], None]) -> None:
+    """Use the schedule that the planner predicts to be fastest on the cluster of ``--pipeline-cluster``, if the run has
+    none yet. A collective call.
+
+    Raises:
+        UserError: on every rank, when the run cannot be predicted, or ranks order the passes differently.
+    """
+    config, topology = engines.config, engines.topology
+    path = config.parallel.pipeline_cluster
+    if path is None or not ScheduleChoice.is_needed(engines):
+        return
+    group, world_size = topology.control.pg, topology.layout.world_size
+
+    def predict() -> StageTimes | None:
+        if topology.rank != 0:
+            return None
+        cluster = _read_cluster(config, world_size)
+        return _predict_times(make_choice(config, cluster.gpus), Predictor(config, cluster, engines.vocab_size))
+
+    times = take_from_rank_0(group, run_together(group, predict))
+    assert times is not None
+    micro_batches = count_micro_batches(engines)
+    schedule = MeasuredPipeline(make_pipeline(times, engines.pipeline.limits), is_final=True)
+    use_schedule(engines, schedule, micro_batches)
+    log(f"pipeline schedule: {describe_candidates(schedule, micro_batches)}, by the planner's times for {path}")
+
+
+def predict_stages(
+    group: dist.ProcessGroup | None, choices: Sequence[Choice], predictor: Predictor
+) -> list[StageTimes | None]:
+    """Predict the times of the stages with each choice whose schedule depends on them, None with others. A collective
+    call: all ranks get the times of rank 0."""
+    times = [_predict_times(choice, predictor) if choice.schedule == AUTO else None for choice in choices]
+    return take_from_rank_0(group, times)
+
+
+def _predict_times(choice: Choice, predictor: Predictor) -> StageTimes:
+    return list_times(predictor.pipeline(choice, wires_of(predictor.cluster, choice)))
+
+
+def _read_cluster(config: RunConfig, world_size: int) -> Cluster:
+    """Read the cluster, with as many devices as the run has."""
+    assert config.parallel.pipeline_cluster is not None
+    cluster = replace(read_cluster(config.parallel.pipeline_cluster), gpus=world_size * config.islands.islands)
+    check_sites(cluster)
+    return cluster

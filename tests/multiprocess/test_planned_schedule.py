@@ -1,0 +1,132 @@
+"""``--pipeline-cluster``: all ranks start with the order that the planner predicts to be fastest, which is kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
+from megatron.planner.choice import make_choice
+from megatron.planner.cluster import read_cluster
+from megatron.planner.costs import wires_of
+from megatron.planner.predict import Predictor
+from megatron.training.planned_schedule import check_pipeline_cluster, plan_schedule
+from megatron.training.schedule_choice import ScheduleChoice
+from tests.multiprocess.test_resume import _losses
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_flags
+from tests.support.spawn import run_ranks
+from tests.support.tiny import T5, merge, tiny_config, tiny_engines
+
+pytestmark = pytest.mark.multiprocess
+
+DEVICE = "device: {peak_tflops: 0.001, efficiency: 1.0, memory_gib: 4, memory_gbyte_per_s: 1, op_us: 0.001}\n"
+FAST_LINKS = "gpus: 4\ngpus_per_node: 1\n" + DEVICE + "across: {gbit_per_s: 100, latency_us: 1}\n"
+SLOW_LINKS = FAST_LINKS.replace("gbit_per_s: 100", "gbit_per_s: 0.001")
+
+
+def _four_stages(path: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"num_layers": 4},
+        "parallel": {
+            "pipeline_model_parallel_size": 4, "pipeline_schedule": AUTO, "pipeline_max_in_flight": 8,
+            "pipeline_cluster": str(path),
+        },
+        "training": {"micro_batch_size": 1, "global_batch_size": 8},
+    }  # fmt: skip
+
+
+def _plan(path: Path) -> tuple[bool, list[str], list[str], list[str]]:
+    engines, lines = tiny_engines(_four_stages(path)), list[str]()
+    plan_schedule(engines, lines.append)
+    order = engines.pipeline.get_timetable(AUTO, 8)
+    cluster, stage = read_cluster(path), engines.topology.coordinates.pp
+    predictor = Predictor(engines.config, cluster, engines.vocab_size)
+    choice = make_choice(engines.config, cluster.gpus)
+    pipeline = predictor.pipeline(choice, wires_of(cluster, choice))
+    fastest = rank_schedules(pipeline, 8)[0]
+    ops = [str(op) for op in fastest.schedules(pipeline, 8)[stage]]
+    used = engines.pipeline.measured
+    assert used is not None
+    used_ops = [str(op) for op in used.schedules(8)[stage]]
+    assert order.digest
+    return ScheduleChoice.is_needed(engines), lines, used_ops, ops
+
+
+def test_the_order_is_that_of_the_planner(tmp_path: Path) -> None:
+    """On every stage, and another one on other links."""
+    orders = {}
+    for name, text in (("fast", FAST_LINKS), ("slow", SLOW_LINKS)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        ranks = run_ranks(4, _plan, path)
+        for is_needed, lines, used_ops, ops in ranks:
+            assert not is_needed
+            assert used_ops == ops
+            assert len(lines) == 1
+            assert lines[0].endswith(f", by the planner's times for {path}")
+        orders[name] = [used_ops for _, _, used_ops, _ in ranks]
+    assert orders["fast"] != orders["slow"]
+
+
+def test_a_run_starts_with_the_planned_order_and_keeps_it(prefix: Path, tmp_path: Path) -> None:
+    """Losses are those of 1F1B to the last digit. A resumed run plans again only for another file."""
+    for name, text in (("fast", FAST_LINKS), ("slow", SLOW_LINKS)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    run = {"num_layers": 4, "global_batch_size": 8, "pipeline_model_parallel_size": 4, "train_iters": 4}
+    auto = {"pipeline_schedule": AUTO, "pipeline_max_in_flight": 8}
+
+    def train(log: str, **flags: Any) -> str:
+        argv = tiny_flags(prefix, **{**run, "log_json_file": tmp_path / log, **flags})
+        return run_cli(4, ["pretrain_gpt.py", *argv]).check().stdout
+
+    train("1f1b.jsonl")
+    folder = tmp_path / "saved"
+    fast, slow = ({**auto, "pipeline_cluster": tmp_path / f"{name}.yaml"} for name in ("fast", "slow"))
+    planned = train("first.jsonl", **fast, save=folder, exit_interval=2)
+    assert re.findall(r"^pipeline schedule: (\S+)", planned, re.M)
+    assert "by the planner's times" in planned
+    assert "measured on the slowest stage" not in planned
+    resumed = train("second.jsonl", **fast, load=folder)
+    assert "pipeline schedule: keeps that of the checkpoint's run" in resumed
+    assert "by the planner's times" not in resumed
+    losses = {**_losses(tmp_path / "first.jsonl"), **_losses(tmp_path / "second.jsonl")}
+    assert losses == _losses(tmp_path / "1f1b.jsonl")
+    other = train("third.jsonl", **slow, load=folder)
+    assert "pipeline schedule: planned again, since --pipeline-cluster: other values than in the" in other
+    assert "by the planner's times" in other
+
+
+PROBLEMS: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
+    "no device": ("gpus: 4\n", {}, "no device; add device: "),
+    "no number": (FAST_LINKS.replace("gbit_per_s: 100", "gbit_per_s: many"), {}, "gbit_per_s must be a positive"),
+    "t5": (FAST_LINKS, T5, "--pipeline-cluster: the planner does not know t5 models"),
+    "recomputation": (
+        FAST_LINKS,
+        {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
+        "--recompute-method block and --recompute-num-layers are not planned",
+    ),
+    "sites": (FAST_LINKS + "sites: 3\n", {}, "do not divide into equal sites"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_cluster_that_cannot_be_planned_is_one_error(problem: str, tmp_path: Path) -> None:
+    text, changes, expected = PROBLEMS[problem]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    config = tiny_config(merge(_four_stages(path), changes), 4)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_pipeline_cluster(config, 4)
+
+
+def test_a_missing_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
+    flags = {"num_layers": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": AUTO}
+    result = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **flags, pipeline_cluster=tmp_path / "none.yaml")])
+    assert result.returncode != 0
+    assert "none.yaml" in result.stderr
+    assert "Traceback" not in result.stderr
