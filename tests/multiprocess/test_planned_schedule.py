@@ -110,7 +110,7 @@ PROBLEMS: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
         {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
         "--recompute-method block and --recompute-num-layers are not planned",
     ),
-    "sites": (FAST_LINKS + "sites: 3\n", {}, "do not divide into equal sites"),
+    "sites of the run": (FAST_LINKS.replace("gpus: 4", "gpus: 6") + "sites: 3\n", {}, "do not divide into equal sites"),
 }
 
 
@@ -124,9 +124,15 @@ def test_a_cluster_that_cannot_be_planned_is_one_error(problem: str, tmp_path: P
         check_pipeline_cluster(config, 4)
 
 
-def test_a_missing_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "problem"), [(None, "cluster.yaml"), ("gpus: 2\n", "no device; add device")])
+def test_a_file_that_cannot_be_used_ends_the_run(
+    content: str | None, problem: str, prefix: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    if content is not None:
+        path.write_text(content)
     flags = {"num_layers": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": AUTO}
-    result = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **flags, pipeline_cluster=tmp_path / "none.yaml")])
+    result = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **flags, pipeline_cluster=path)])
     assert result.returncode != 0
-    assert "none.yaml" in result.stderr
+    assert problem in result.stderr
     assert "Traceback" not in result.stderr
