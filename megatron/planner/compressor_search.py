@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import MappingProxyType
 
-from megatron.compression.points import Point
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.candidates import CandidateSpec, Ladders, filter_by_budget
 from megatron.planner.choice import Choice
-from megatron.planner.costs import INNER_POINTS
+from megatron.planner.costs import TP_POINTS
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.settings import Settings, apply_settings, flags_of
 
@@ -27,11 +30,24 @@ MAX_TRIALS = 2
 The planner is less accurate about the gain of compression than about differences between compressors.
 """
 
-_PASS_POINTS = (Point.PP_FWD, Point.PP_BWD, *INNER_POINTS)
-"""Points whose traffic is part of the forward and backward passes."""
+PASS_GROUPS: Sequence[tuple[Point, ...]] = (
+    (Point.PP_FWD,),
+    (Point.PP_BWD,),
+    TP_POINTS,
+    *((point,) for point in EXPERT_POINTS),
+)
+"""Points whose traffic is part of the passes; changes of ``Predictor.pass_bounds_s`` add up over the groups."""
+
+_PASS_POINTS = [point for group in PASS_GROUPS for point in group]
+
+_BEAM, _BEAM_TRIALS = 256, 8
+"""Number of combinations of passes with low bounds that the search begins with, and of those that are predicted."""
 
 _ROUNDING = 1e-9
 """Share by which rounding may raise a lower bound."""
+
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,18 @@ class CompressorSet:
 
 
 @dataclass(frozen=True)
-class _PartialSet:
-    """Compressors of some points, with a lower bound on the seconds that depend on them."""
+class _PartialSets:
+    """Sets of candidates at some points that may be part of a set to find.
 
-    candidates: Mapping[Point, CandidateSpec]
-    bound_s: float
+    Args:
+        members: the sets.
+        bounds_s: for each, a lower bound on the seconds that depend on it.
+        increases: for each, the increase of the validation loss, in percent.
+    """
+
+    members: Sequence[Mapping[Point, CandidateSpec]]
+    bounds_s: Floats
+    increases: Floats
 
 
 class CompressorSearch:
@@ -92,13 +115,17 @@ class CompressorSearch:
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
         settings: settings that the run has beside those of the user.
 
-    ``sets`` are found by exact branch and bound, since there may be 100,000 sets. The compressors inside layers and of
-    pipeline messages determine the passes of an iteration; for each combination of them, ``Predictor.lower_bound``
-    bounds their seconds in any order of passes. Compressors of the other points only determine what follows the last
-    pass, bounded by ``Predictor.least_update_s``. So the sum of two bounds is below the seconds of every set that
-    consists of the two parts, and parts whose sum exceeds the seconds of the sets found so far are left out.
-    Combinations at fewer points have no bound of their own: messages share links, so that a compressor that makes a
-    message faster can delay another one.
+    ``sets`` are found by exact branch and bound, since there may be 8 ** 11 sets. The compressors inside layers and of
+    pipeline messages determine the passes of an iteration, whose seconds in any order are bounded by the largest of
+    ``Predictor.pass_bounds_s``. What a compressor changes in each of these bounds does not depend on the compressors of
+    other points, so the bounds of all sets are sums; and with the largest savings at the points that are still open,
+    those of all sets that a part of them can become. Compressors of the other points only determine what follows the
+    last pass, bounded by ``Predictor.least_update_s``, for those that the rest of the budget allows. So the sum of both
+    bounds is below the seconds of every set with these parts. Parts are left out whose sum exceeds the seconds of known
+    sets, at first of a few with low bounds.
+
+    The order of the passes depends on all compressors of messages: these share links, so that a compressor that makes
+    a message faster can delay another one. Therefore only bounds are added up; seconds are those of a simulation.
     """
 
     def __init__(
@@ -114,7 +141,7 @@ class CompressorSearch:
         self._choice = apply_settings(choice, settings)
         self.ladders = filter_by_budget(ladders, budget)
         self._memory_limit = max(memory_gib * 2**30, predictor.memory_bytes(self._choice))
-        self._passes_s = cache(lambda number: predictor.passes_s(self.apply(self._passes[number].candidates)))
+        self._passes_s = cache(lambda number: predictor.passes_s(self.apply(self._passes.members[number])))
 
     @cached_property
     def sets(self) -> list[CompressorSet]:
@@ -131,28 +158,107 @@ class CompressorSearch:
             selected = [lowest_set, *(candidates for candidates in selected if candidates != lowest_set)]
         return [self.predict_set({}), *map(self.predict_set, selected)]
 
-    @property
+    @cached_property
     def considered(self) -> int:
         """Number of sets within the budget."""
-        return len(self._by_increase)
+        points = list(self.ladders)
+        halves = (self._list_increases(points[: len(points) // 2]), self._list_increases(points[len(points) // 2 :]))
+        first, second = (np.sort(increases) for increases in halves)
+        return int(np.searchsorted(first, self.budget * (1 + _ROUNDING) - second, side="right").sum())
+
+    def _list_increases(self, points: Sequence[Point]) -> Floats:
+        """Increases of all sets of candidates at some points."""
+        increases = np.zeros(1)
+        for point in points:
+            steps = np.array([0.0, *(candidate.increase for candidate in self.ladders[point])])
+            increases = np.add.outer(increases, steps).ravel()
+        return increases
 
     @cached_property
-    def _passes(self) -> list[_PartialSet]:
-        return self._combine_candidates(self.predictor.lower_bound, lambda point: point in _PASS_POINTS)
+    def _updates(self) -> _PartialSets:
+        points = [point for point in self.ladders if point not in _PASS_POINTS]
+        members = self._combine(points)
+        members = sorted(members, key=lambda each: self.predictor.least_update_s(self.apply(each)))
+        bounds_s = [self.predictor.least_update_s(self.apply(each)) * (1 - _ROUNDING) for each in members]
+        return _PartialSets(members, np.array(bounds_s), np.array(list(map(_total_increase, members))))
 
     @cached_property
-    def _updates(self) -> list[_PartialSet]:
-        return self._combine_candidates(self.predictor.least_update_s, lambda point: point not in _PASS_POINTS)
+    def _passes(self) -> _PartialSets:
+        """Passes of the sets that may be as fast as the fastest ones found among few of them."""
+        seconds_s = [math.inf] * MAX_TRIALS
+        few, update_increases = self._combine_passes(width=_BEAM), self._updates.increases
+        for passes, increase in list(zip(few.members, few.increases, strict=True))[:_BEAM_TRIALS]:
+            second = int(np.argmax(update_increases <= self.budget - increase))  # the one with the lowest bound
+            candidates = self._in_order({**passes, **self._updates.members[second]})
+            if candidates and _total_increase(candidates) <= self.budget and self.fits(candidates):
+                seconds_s.append(self.seconds(candidates))
+        seconds_s.sort()
+        limit_s = max(seconds_s[0] / (1 - WORTHWHILE), seconds_s[MAX_TRIALS - 1])
+        return self._combine_passes(limit_s=limit_s * (1 + _ROUNDING))
+
+    def _combine_passes(self, limit_s: float = math.inf, width: int | None = None) -> _PartialSets:
+        """Combine candidates at the points of passes, in the order of the bounds of the fastest sets with them.
+
+        Args:
+            limit_s: seconds above which sets are left out.
+            width: number of combinations to keep at each point, those with the lowest bounds; None for all.
+        """
+        bounds, chosen, increases = self._pass_bounds[np.newaxis], np.zeros((1, 0), dtype=np.int16), np.zeros(1)
+        totals_s = np.zeros(1)
+        for number, (members, change) in enumerate(self._pass_options):
+            steps = np.array(list(map(_total_increase, members)))
+            sums = np.add.outer(increases, steps)
+            kept, added = np.nonzero(sums <= self.budget * (1 + _ROUNDING))
+            increases, bounds = sums[kept, added], bounds[kept] + change[added]
+            open_savings = sum(later.min(axis=0) for _, later in self._pass_options[number + 1 :])
+            totals_s = (bounds + open_savings).max(axis=1) * (1 - _ROUNDING) + self._least_update_s(increases)
+            order = np.argsort(totals_s, kind="stable")[:width]
+            order = order[totals_s[order] <= limit_s]
+            totals_s, increases, bounds = totals_s[order], increases[order], bounds[order]
+            chosen = np.column_stack((chosen[kept[order]], added[order]))
+        sets = [
+            {
+                point: each
+                for (members, _), n in zip(self._pass_options, row, strict=True)
+                for point, each in members[n].items()
+            }
+            for row in chosen
+        ]
+        return _PartialSets(sets, bounds.max(axis=1) * (1 - _ROUNDING), increases)
 
     @cached_property
-    def _by_increase(self) -> list[tuple[float, int, int]]:
-        """Increases of all sets within the budget, ascending, with the numbers of their two parts."""
-        return sorted(
-            (increase, first, second)
-            for first, passes in enumerate(self._passes)
-            for second, update in enumerate(self._updates)
-            if (increase := _total_increase(self._merge(passes, update))) <= self.budget
-        )
+    def _pass_bounds(self) -> Floats:
+        """Bounds on the seconds of the passes without candidates."""
+        return np.array(self.predictor.pass_bounds_s(self.apply({})))
+
+    @cached_property
+    def _pass_options(self) -> list[tuple[Sequence[Mapping[Point, CandidateSpec]], Floats]]:
+        """Sets of candidates at each group of points, and what they change in each of the bounds."""
+        groups = [self._combine([point for point in self.ladders if point in group]) for group in PASS_GROUPS]
+        return [
+            (
+                members,
+                np.array([self.predictor.pass_bounds_s(self.apply(each)) for each in members]) - self._pass_bounds,
+            )
+            for members in groups
+        ]
+
+    def _least_update_s(self, increases: Floats) -> Floats:
+        """Lower bounds on the seconds after passes with these increases: with what the budget leaves."""
+        updates = self._updates
+        order = np.argsort(updates.increases, kind="stable")
+        least_s = np.minimum.accumulate(updates.bounds_s[order])
+        remaining = self.budget * (1 + 2 * _ROUNDING) - increases
+        result: Floats = least_s[np.searchsorted(updates.increases[order], remaining, side="right") - 1]
+        return result
+
+    def _combine(self, points: Sequence[Point]) -> list[dict[Point, CandidateSpec]]:
+        """Combine candidates at some points in all ways within the budget."""
+        combinations: list[dict[Point, CandidateSpec]] = [{}]
+        for point in points:
+            extended = ({**smaller, point: candidate} for smaller in combinations for candidate in self.ladders[point])
+            combinations += [each for each in extended if _total_increase(each) <= self.budget * (1 + _ROUNDING)]
+        return combinations
 
     def predict_set(self, candidates: Mapping[Point, CandidateSpec]) -> CompressorSet:
         """Predict an iteration with some candidates."""
@@ -168,21 +274,13 @@ class CompressorSearch:
         specs = (candidate.spec for candidate in candidates.values())
         return replace(self._choice, specs=(*self._choice.specs, *specs))
 
-    def _combine_candidates(
-        self, bound_s: Callable[[Choice], float], belongs: Callable[[Point], bool]
-    ) -> list[_PartialSet]:
-        """Combine candidates at some points in all ways within the budget; in the order of their bounds."""
-        combinations: list[dict[Point, CandidateSpec]] = [{}]
-        for point in filter(belongs, self.ladders):
-            extended = ({**smaller, point: candidate} for smaller in combinations for candidate in self.ladders[point])
-            combinations += [each for each in extended if _total_increase(each) <= self.budget]
-        partial_sets = [_PartialSet(each, bound_s(self.apply(each)) * (1 - _ROUNDING)) for each in combinations]
-        return sorted(partial_sets, key=lambda partial_set: partial_set.bound_s)
-
-    def _merge(self, passes: _PartialSet, update: _PartialSet) -> dict[Point, CandidateSpec]:
-        """Merge the candidates of two partial sets, in the order of the points."""
-        candidates = {**passes.candidates, **update.candidates}
+    def _in_order(self, candidates: Mapping[Point, CandidateSpec]) -> dict[Point, CandidateSpec]:
+        """The candidates in the order of the points."""
         return {point: candidates[point] for point in self.ladders if point in candidates}
+
+    def _merge(self, first: int, second: int) -> dict[Point, CandidateSpec]:
+        """Merge the candidates of the passes and of the update with these numbers."""
+        return self._in_order({**self._passes.members[first], **self._updates.members[second]})
 
     def fits(self, candidates: Mapping[Point, CandidateSpec]) -> bool:
         """Whether a set fits into memory."""
@@ -191,15 +289,16 @@ class CompressorSearch:
     def _find_fastest(self) -> list[tuple[float, dict[Point, CandidateSpec]]]:
         """Find up to ``MAX_TRIALS`` of the fastest sets with their seconds, the fastest first."""
         fastest: list[tuple[float, dict[Point, CandidateSpec]]] = []
-        limit_s = math.inf
-        for number, passes in enumerate(self._passes):
-            if passes.bound_s + self._updates[0].bound_s >= limit_s:
+        limit_s, updates_s = math.inf, self._updates.bounds_s.tolist()
+        totals_s = self._passes.bounds_s + self._least_update_s(self._passes.increases)
+        for first in range(len(totals_s)):
+            if totals_s[first] >= limit_s:
                 break
-            passes_s = self._passes_s(number) * (1 - _ROUNDING)
-            for update in self._updates:
-                if passes_s + update.bound_s >= limit_s:
+            passes_s = self._passes_s(first) * (1 - _ROUNDING)
+            for second, update_s in enumerate(updates_s):
+                if passes_s + update_s >= limit_s:
                     break
-                candidates = self._merge(passes, update)
+                candidates = self._merge(first, second)
                 if not candidates or _total_increase(candidates) > self.budget:
                     continue
                 seconds = self.seconds(candidates)
@@ -214,18 +313,22 @@ class CompressorSearch:
         """Find the set with the lowest increase among those as fast as the fastest; of several, the fastest."""
         lowest_set: dict[Point, CandidateSpec] = {}
         lowest_set_s, limit_s, lowest = math.inf, fastest_s / (1 - WORTHWHILE), math.inf
-        for increase, first, second in self._by_increase:
-            if increase > lowest:
+        passes, updates = self._passes, self._updates
+        increases = np.add.outer(passes.increases, updates.increases)
+        is_possible = np.add.outer(passes.bounds_s, updates.bounds_s) <= limit_s
+        firsts, seconds_ = np.nonzero(is_possible & (increases <= self.budget * (1 + _ROUNDING)))
+        for number in np.argsort(increases[firsts, seconds_], kind="stable"):
+            first, second = int(firsts[number]), int(seconds_[number])
+            if increases[first, second] > lowest:
                 break
-            passes, update = self._passes[first], self._updates[second]
-            if passes.bound_s + update.bound_s > limit_s:
+            if self._passes_s(first) * (1 - _ROUNDING) + updates.bounds_s[second] > limit_s:
                 continue
-            if self._passes_s(first) * (1 - _ROUNDING) + update.bound_s > limit_s:
+            candidates = self._merge(first, second)
+            if not candidates or _total_increase(candidates) > self.budget:
                 continue
-            candidates = self._merge(passes, update)
-            seconds = self.seconds(candidates) if candidates else math.inf
+            seconds = self.seconds(candidates)
             if seconds * (1 - WORTHWHILE) <= fastest_s and seconds < lowest_set_s and self.fits(candidates):
-                lowest_set, lowest_set_s, lowest = candidates, seconds, increase
+                lowest_set, lowest_set_s, lowest = candidates, seconds, float(increases[first, second])
         return lowest_set
 
     def seconds(self, candidates: Mapping[Point, CandidateSpec]) -> float:

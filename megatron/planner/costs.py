@@ -135,7 +135,7 @@ class CostBook:
         return choice.tp, choice.sequence_parallel, *of_experts
 
     def coding(self, choice: Choice, *points: Point) -> float:
-        """Largest correction of the compressors at the points."""
+        """Largest correction of the specs that serve the points."""
         corrections = [self.cluster.correction(CODING + text) for text in self.spec_texts(choice, *points)]
         return max(corrections, default=1.0)
 
@@ -164,7 +164,13 @@ class CostBook:
             return self._get_or_compute(key, texts, lambda: self._combined_piece(choice, name, balanced, texts))
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
         return self._get_or_compute(
-            key, texts, lambda: self._make_pieces(choice, specs, expert_load=expert_load).piece(name)
+            key,
+            texts,
+            lambda: (
+                self._make_pieces(choice, specs, expert_load=expert_load)
+                .piece(name)
+                .with_coding(self.coding(choice, *points))
+            ),
         )
 
     def _combined_piece(self, choice: Choice, name: str, balanced: bool, texts: Sequence[str]) -> PieceCost:

@@ -79,6 +79,13 @@ class PieceCost:
     tied_shape: tuple[int, ...] = ()
     params: Sequence[NamedParam] = ()
 
+    def with_coding(self, factor: float) -> PieceCost:
+        """Costs with encoding and decoding that takes ``factor`` times as long."""
+        forward, backward, weight = (
+            replace(tally, coding_s=tally.coding_s * factor) for tally in (self.forward, self.backward, self.weight)
+        )
+        return replace(self, forward=forward, backward=backward, weight=weight)
+
     def with_changes(self, changed: Sequence[PieceCost]) -> PieceCost:
         """Costs with several compressors, from the costs with each of them alone.
 

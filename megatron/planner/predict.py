@@ -11,6 +11,7 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.models.flops import model_tflops
 from megatron.models.stages import padded_vocab_size
+from megatron.parallel.pipeline.bounds import list_bounds
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES, ZERO_BUBBLE_V
 from megatron.parallel.pipeline.simulate import Pipeline, RankTimes
 from megatron.planner.choice import Choice
@@ -98,13 +99,21 @@ class Predictor(Stages):
         super().__init__(config, cluster, vocab_size, imbalance)
         self.slowdown = 1.0
         self._pipelines: dict[Choice, Pipeline] = {}
-        self._bounds: dict[tuple[Choice, int], float] = {}
+        self._bounds: dict[tuple[Choice, int], list[float]] = {}
         self._times: dict[Choice, Sequence[RankTimes]] = {}
         self._memory: dict[Choice, float] = {}
         self.outer = OuterCosts(self)
 
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
+        return max(self.pass_bounds_s(choice))
+
+    def pass_bounds_s(self, choice: Choice) -> list[float]:
+        """Lower bounds on the seconds of a choice's passes.
+
+        The changes that compressors of different points make to each of them add up; except those at the two
+        tensor-parallel points, whose collectives may together hide behind the gradients of weights.
+        """
         # The bound holds for any order of passes; reduction and optimizer only add time.
         schedule: Literal["zb-v", "zb-h1", "1f1b"] = "zb-h1" if choice.schedule in WITH_WEIGHT_PASSES else "1f1b"
         schedule = "zb-v" if choice.in_v_form else schedule
@@ -113,8 +122,8 @@ class Predictor(Stages):
         if key not in self._bounds:
             if passes_only not in self._pipelines:
                 self._pipelines[passes_only] = self.pipeline(passes_only, wires_of(self.cluster, passes_only))
-            self._bounds[key] = self._pipelines[passes_only].lower_bound(choice.micro_batches, choice.flush)
-        return self._bounds[key] * self.slowdown
+            self._bounds[key] = list_bounds(self._pipelines[passes_only], choice.micro_batches, choice.flush)
+        return [bound_s * self.slowdown for bound_s in self._bounds[key]]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
         """Simulated pipeline times, cached for all choices that differ only in their reductions."""

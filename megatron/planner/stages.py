@@ -122,7 +122,6 @@ class Stages:
             tensor_s = coding_s = experts_s = weight_s = 0.0
             for direction, tally in (("forward", piece.forward), ("backward", piece.backward)):
                 computed = tally.seconds * self.cluster.correction(f"{kind_of(name)} {direction}")
-                coding = tally.coding_s * self.book.coding(choice, *INNER_POINTS)
                 tp_collectives = [each for each in tally.collectives if not each.of_experts]
                 ep_collectives = [each for each in tally.collectives if each.of_experts]
                 tp_s = collective_seconds(tp_collectives, wires.tp, choice.tp) * self.cluster.correction(
@@ -137,9 +136,9 @@ class Stages:
                 ):
                     # Half of the collectives of a region overlap with the products of its weights' gradients.
                     hidden = min(tp_s / 2, computed / 2)
-                pass_s.append(computed + coding + tp_s - hidden + ep_s)
+                pass_s.append(computed + tally.coding_s + tp_s - hidden + ep_s)
                 tensor_s += tp_s - hidden
-                coding_s += coding
+                coding_s += tally.coding_s
                 experts_s += ep_s
             if separate:
                 weight_s = piece.weight.seconds * self.cluster.correction(f"{kind_of(name)} backward")

@@ -99,23 +99,6 @@ class Pipeline:
         """Places of the virtual stages."""
         return Layout(pp=self.stages, chunks=self.chunks, v_shaped=self.kind == ZERO_BUBBLE_V)
 
-    def lower_bound(self, micro_batches: int, flush: bool = True) -> float:
-        """Lower bound on the step time over all orders of operations, in seconds.
-
-        A rank computes all micro-batches after the first forward has passed the preceding ranks; the last backward,
-        without weight gradients, passes these ranks again. Without ``flush``, other steps run at these times.
-        """
-        bound = forth_s = back_s = 0.0
-        for rank in range(self.stages):
-            virtual_stages = self.layout.virtual_stages(rank)
-            compute_s = sum(self.forward_s[stage] + self.backward_s[stage] for stage in virtual_stages)
-            late_s = back_s - micro_batches * sum(self.weight_s[stage] for stage in virtual_stages)
-            bound = max(bound, micro_batches * compute_s + (forth_s + max(late_s, 0.0) if flush else 0.0))
-            if rank < self.stages - 1:
-                forth_s += self.forward_s[rank] + self.hops(True, rank, False).seconds
-                back_s += self.backward_s[rank] - self.weight_s[rank] + self.hops(False, rank, True).seconds
-        return bound
-
     def run(self, micro_batches: int) -> list[RankTimes]:
         """Simulate a step; return the times of every rank."""
         if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _MAX_FULL_FORWARDS:

@@ -56,8 +56,8 @@ class FakePredictor:
     def passes_s(self, choice: Choice) -> float:
         return 0.65 - self._saved_s(choice, "pp-", "tp-", "ep-")
 
-    def lower_bound(self, choice: Choice) -> float:
-        return (1.0 - self.slack) * self.passes_s(choice)
+    def pass_bounds_s(self, choice: Choice) -> list[float]:
+        return [(1.0 - self.slack) * self.passes_s(choice)]
 
     def least_update_s(self, choice: Choice) -> float:
         return (1.0 - self.slack) * (0.35 - self._saved_s(choice, "dp-", "embedding", "param-"))

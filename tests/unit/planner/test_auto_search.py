@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.planner.auto import AutoSearch
 from megatron.planner.candidates import CandidateSpec, Ladders, read_ladders
 from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster
 from megatron.planner.command import main
-from megatron.planner.compressor_search import WORTHWHILE, CompressorSearch
+from megatron.planner.compressor_search import PASS_GROUPS, WORTHWHILE, CompressorSearch
 from megatron.planner.predict import Predictor
 from megatron.planner.search import refusal_reason
 from tests.support.combinations import mark_repeats
@@ -65,6 +67,38 @@ def test_bounds_of_the_parts_of_an_iteration_are_below_it(name: str) -> None:
             assert seconds == predictor.predict(compressed).seconds
             assert 0.0 < predictor.lower_bound(compressed) <= passes_s * (1 + 1e-9)
             assert 0.0 < predictor.least_update_s(compressed) <= (seconds - passes_s) * (1 + 1e-9)
+
+
+SPECS_OF_PASSES = [
+    "pp-forward=fixpoint,bits=4",
+    "pp-backward=lowrank,rank=4",
+    "tp-forward=fixpoint",
+    "tp-backward=fixpoint,bits=4",
+    *(f"{point.value}=fixpoint,bits={bits}" for point, bits in zip(EXPERT_POINTS, (2, 4, 6, 8), strict=True)),
+]
+
+
+@pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)])
+def test_changes_of_the_bounds_add_up(schedule: str, chunks: int, cluster: Cluster) -> None:
+    """Over the groups of points, also with measured rates of compressors."""
+    parallel = {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
+        "pipeline_schedule": schedule, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }  # fmt: skip
+    config = small_run(model={"hidden_size": 256, "num_experts": [4]}, parallel=parallel)
+    corrections = {f"coding {spec}": 1.5 + number for number, spec in enumerate(SPECS_OF_PASSES)}
+    predictor, choice = predictor_of(config, dataclasses.replace(cluster, corrections=corrections))
+
+    def bounds_s(specs: Sequence[str]) -> Any:
+        return np.array(predictor.pass_bounds_s(dataclasses.replace(choice, specs=tuple(specs))))
+
+    plain = bounds_s([])
+    groups = [[spec for spec in SPECS_OF_PASSES if Point(spec.partition("=")[0]) in group] for group in PASS_GROUPS]
+    assert all(groups)
+    added = plain + sum(bounds_s(group) - plain for group in groups)
+    np.testing.assert_allclose(bounds_s(SPECS_OF_PASSES), added, rtol=1e-9)
+    assert not np.allclose(added, plain, rtol=1e-2)
 
 
 def test_the_bound_holds_if_a_rank_reduces_fast_and_another_updates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
