@@ -19,6 +19,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.command import main
 from megatron.planner.compressor_search import PASS_GROUPS, WORTHWHILE, CompressorSearch
+from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from megatron.planner.search import refusal_reason
 from tests.support.combinations import mark_repeats
@@ -80,13 +81,15 @@ SPECS_OF_PASSES = [
 
 @pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow", "fast"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)])
-def test_changes_of_the_bounds_add_up(schedule: str, chunks: int, cluster: Cluster) -> None:
+@pytest.mark.parametrize("granularity", [None, "full"])
+def test_changes_of_the_bounds_add_up(schedule: str, chunks: int, granularity: str | None, cluster: Cluster) -> None:
     """Over the groups of points, also with measured rates of compressors."""
     parallel = {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2,
         "pipeline_schedule": schedule, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }  # fmt: skip
-    config = small_run(model={"hidden_size": 256, "num_experts": [4]}, parallel=parallel)
+    recompute = {"recompute_granularity": granularity}
+    config = small_run(model={"hidden_size": 256, "num_experts": [4]}, parallel=parallel, recompute=recompute)
     corrections = {f"coding {spec}": 1.5 + number for number, spec in enumerate(SPECS_OF_PASSES)}
     predictor, choice = predictor_of(config, dataclasses.replace(cluster, corrections=corrections))
 
@@ -99,6 +102,24 @@ def test_changes_of_the_bounds_add_up(schedule: str, chunks: int, cluster: Clust
     added = plain + sum(bounds_s(group) - plain for group in groups)
     np.testing.assert_allclose(bounds_s(SPECS_OF_PASSES), added, rtol=1e-9)
     assert not np.allclose(added, plain, rtol=1e-2)
+
+
+def test_each_compressor_inside_layers_has_its_own_measured_rate() -> None:
+    specs = ("tp-forward=fixpoint", "tp-backward=fixpoint,bits=4", "ep-dispatch-forward=fixpoint")
+    parallel = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    config = small_run(model={"hidden_size": 256, "num_experts": [4]}, parallel=parallel)
+    factors = dict(zip(specs, (2.0, 3.0, 5.0), strict=True))
+
+    def coding_s(used: Sequence[str], corrected: bool) -> float:
+        corrections = {f"coding {spec}": factor for spec, factor in factors.items()} if corrected else {}
+        predictor, choice = predictor_of(config, dataclasses.replace(SLOW, corrections=corrections))
+        choice = dataclasses.replace(choice, specs=tuple(used))
+        passes = predictor.passes(choice, wires_of(predictor.cluster, choice))
+        return sum(each.coding_s for each in passes.values())
+
+    plain_s = coding_s([], corrected=False)
+    added_s = sum(factor * coding_s([spec], corrected=False) - plain_s for spec, factor in factors.items())
+    assert coding_s(specs, corrected=True) == pytest.approx(plain_s + added_s)
 
 
 def test_the_bound_holds_if_a_rank_reduces_fast_and_another_updates_fast(monkeypatch: pytest.MonkeyPatch) -> None:

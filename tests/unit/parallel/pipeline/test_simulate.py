@@ -135,6 +135,20 @@ def test_no_step_is_shorter_than_its_bound(kind: str, stages: int, count: int, s
     assert lower_bound(pipeline, count) <= max(time.end for time in pipeline.run(count)) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("hop", "bound_s"),
+    [
+        (FREE, 10 * 3.0 + 1.0),  # of the last stage, after the first forward of the other
+        (Hop(encode_s=2.0), 10 * (3.0 + 2.0) + 1.0 + 2.0),
+        (Hop(decode_s=2.0), 10 * (3.0 + 2.0) + 1.0),
+        (Hop(transfer_s=9.0), 10 * 9.0 + 1.0 + 9.0),
+    ],
+)
+def test_bounds_count_coding_and_transfers(hop: Hop, bound_s: float) -> None:
+    pipeline = Pipeline("zb-h1", [1.0] * 2, [2.0] * 2, [1.0] * 2, 2, lambda *_: hop)
+    assert lower_bound(pipeline, 10) == pytest.approx(bound_s)
+
+
 def test_a_slow_link_is_shared_by_both_directions() -> None:
     """The middle of three stages sends activations and gradients through the same interface."""
     hop = Hop(transfer_s=1.0)
