@@ -79,7 +79,11 @@ SPECS_OF_PASSES = [
 ]
 
 
-@pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow", "fast"])
+HIDING = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=5))
+"""Links over which some tensor-parallel collectives hide behind gradients of weights only if they are compressed."""
+
+
+@pytest.mark.parametrize("cluster", [SLOW, HIDING, FAST], ids=["slow", "hiding", "fast"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("gpipe", 1)])
 @pytest.mark.parametrize("granularity", [None, "full"])
 def test_changes_of_the_bounds_add_up(schedule: str, chunks: int, granularity: str | None, cluster: Cluster) -> None:
