@@ -79,7 +79,7 @@ SPECS_OF_PASSES = [
 ]
 
 
-HIDING = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=5))
+HIDING = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=1))
 """Links over which some tensor-parallel collectives hide behind gradients of weights only if they are compressed."""
 
 
