@@ -13,6 +13,7 @@ from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.list_schedule import AUTO
 from megatron.parallel.pipeline.schedule import ZERO_BUBBLE_V, has_weight_passes
 
 NOT_PLANNED = ("t5", "deberta")
@@ -153,6 +154,7 @@ class Choice:
                 virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
                 num_layers_per_virtual_pipeline_stage=None,
                 pipeline_schedule=self.schedule,
+                pipeline_cluster=config.parallel.pipeline_cluster if self.schedule == AUTO else None,
                 sequence_parallel=self.sequence_parallel,
                 use_distributed_optimizer=self.sharded,
                 overlap_grad_reduce=self.overlap,

@@ -77,6 +77,11 @@ def held_by_rank(
         warm_up = warm_ups_without_flush(kind, pp, micro_batches, limits)[rank]
         operations = one_f_one_b(warm_up, warm_up + 1)
         operations = add_weight_passes(operations, rank) if separate else operations
+    return count_held(operations, chunks)
+
+
+def count_held(operations: Sequence[PipelineOp], chunks: int) -> frozenset[HeldCounts]:
+    """Return all combinations of activations and records that a rank holds at the same time in a step."""
     records_per_backward = any(op.computation is Pass.WEIGHT for op in operations)
     activations, records = [0] * chunks, [0] * chunks
     held_counts = set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from megatron.training.assembly import Engines
 from megatron.training.schedule_choice import (
+    MAX_SECONDS,
     ScheduleChoice,
     StageTimes,
     describe_candidates,
@@ -38,8 +40,10 @@ def check_pipeline_cluster(config: RunConfig, world_size: int) -> None:
         UserError: when it cannot.
     """
     path, remedy = config.parallel.pipeline_cluster, "leave the flag out, to measure the first steps"
-    if path is None:
+    if path is None or config.parallel.pipeline_schedule != AUTO or config.parallel.pipeline_model_parallel_size == 1:
         return
+    if config.compression.is_auto:
+        raise UserError("--pipeline-cluster: --compress auto measures the links, and plans for these; leave one out")
     if config.model.model_type in NOT_PLANNED:
         raise UserError(f"--pipeline-cluster: the planner does not know {config.model.model_type} models; {remedy}")
     try:
@@ -66,14 +70,31 @@ def plan_schedule(engines: Engines, log: Callable[[str], None]) -> None:
         if topology.rank != 0:
             return None
         cluster = _read_cluster(config, world_size)
-        return _predict_times(make_choice(config, cluster.gpus), Predictor(config, cluster, engines.vocab_size))
+        if note := format_assumed_rates(path, cluster):
+            log(note.rstrip())
+        times = _predict_times(make_choice(config, cluster.gpus), Predictor(config, cluster, engines.vocab_size))
+        if not all(0.0 <= seconds <= MAX_SECONDS for row in times for seconds in row):
+            raise UserError(
+                f"--pipeline-cluster: by the rates in {path}, a pass or a message takes over {MAX_SECONDS:g} s; "
+                "correct them"
+            )
+        return times
 
     times = take_from_rank_0(group, run_together(group, predict))
     assert times is not None
-    micro_batches = count_micro_batches(engines)
-    schedule = MeasuredPipeline(make_pipeline(times, engines.pipeline.limits), is_final=True)
+    micro_batches, description = count_micro_batches(engines), describe_cluster(config, world_size)
+    schedule = MeasuredPipeline(make_pipeline(times, engines.pipeline.limits), is_final=True, cluster=description)
     use_schedule(engines, schedule, micro_batches)
     log(f"pipeline schedule: {describe_candidates(schedule, micro_batches)}, by the planner's times for {path}")
+
+
+def describe_cluster(config: RunConfig, world_size: int) -> dict[str, Any] | None:
+    """Describe the cluster of ``--pipeline-cluster``; None without the flag.
+
+    Raises:
+        UserError: when the file cannot be read.
+    """
+    return None if config.parallel.pipeline_cluster is None else asdict(_read_cluster(config, world_size))
 
 
 def predict_stages(

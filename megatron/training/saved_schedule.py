@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,26 @@ from megatron.compression.spec import expand_spec, point_name
 from megatron.distributed.agreement import gather_texts, run_together
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
 from megatron.training.assembly import Engines
+from megatron.training.planned_schedule import describe_cluster
 from megatron.training.saved_run import SavedRun
-from megatron.training.schedule_choice import COLUMNS, ScheduleChoice, list_times, make_pipeline, use_schedule
+from megatron.training.schedule_choice import (
+    COLUMNS,
+    MAX_SECONDS,
+    ScheduleChoice,
+    list_times,
+    make_pipeline,
+    use_schedule,
+)
 from megatron.training.step import count_micro_batches
 
 SCHEDULE = "pipeline_schedule"
 """Name of the schedule among the values of a checkpoint."""
 _REMEDY = "load another checkpoint, or name a schedule with --pipeline-schedule"
-_SECONDS = ValueType(element=float, minimum=0.0, maximum=1e6)
-_WITHOUT_EFFECT = ("pipeline_schedule", "local_rank", "distributed_timeout_minutes", "peer_timeout_seconds")
-"""Fields of the compared sections that change no times; the schedule is that of this choice."""
+_SECONDS = ValueType(element=float, minimum=0.0, maximum=MAX_SECONDS)
+_NOT_COMPARED = (
+    "pipeline_schedule", "pipeline_cluster", "local_rank", "distributed_timeout_minutes", "peer_timeout_seconds"
+)  # fmt: skip
+"""Fields of the compared sections that change no times, or that are compared by themselves."""
 _POINTS_IN_PASSES = (Point.PP_FWD, Point.PP_BWD, Point.TP_FWD, Point.TP_BWD, *EXPERT_POINTS)
 
 
@@ -39,8 +49,8 @@ def gather_devices(engines: Engines) -> list[str]:
 
 
 def describe_schedule(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:
-    """Describe the chosen schedule for checkpoints: the measured times of the stages, the conditions under which they
-    were measured, and the hash of the order. Empty before the choice, and with other schedules.
+    """Describe the chosen schedule for checkpoints: the measured or predicted times of the stages, the conditions under
+    which they hold, and the hash of the order. Empty before the choice, and with other schedules.
 
     Args:
         engines: this rank's engines.
@@ -52,7 +62,7 @@ def describe_schedule(engines: Engines, devices: Sequence[str]) -> dict[str, Any
     return {
         "times": list_times(measured.pipeline),
         "with_lists": measured.with_lists,
-        "conditions": _list_conditions(engines, devices),
+        "conditions": _list_conditions(engines, devices, measured.cluster),
         "digest": engines.pipeline.get_timetable(AUTO, count_micro_batches(engines)).digest,
     }
 
@@ -76,7 +86,8 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
     if not description:
         return
     values, reason, micro_batches = Values(description, location, _REMEDY), "", count_micro_batches(engines)
-    conditions = _list_conditions(engines, gather_devices(engines))
+    cluster = run_together(control, lambda: describe_cluster(engines.config, engines.topology.layout.world_size))
+    conditions = _list_conditions(engines, gather_devices(engines), cluster)
     saved_conditions = run_together(control, lambda: values.table("conditions"))
     changed = [name for name, value in conditions.items() if saved_conditions.get(name) != value]
     if chooses_again:
@@ -84,18 +95,18 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
     elif changed:
         reason = f"{', '.join(changed)}: other values than in the checkpoint's run"
     else:
-        schedule, digest = run_together(control, lambda: _read_schedule(values, engines))
+        schedule, digest = run_together(control, lambda: _read_schedule(values, engines, cluster))
         if use_schedule(engines, schedule, micro_batches, digest):
             order = schedule.candidates(micro_batches)[0]
             log(f"pipeline schedule: keeps that of the checkpoint's run; with {micro_batches} micro-batches, {order}")
             return
         reason = "the saved times give another order in this version"
-    again = "measured" if engines.config.parallel.pipeline_cluster is None else "planned"
+    again = "measured" if cluster is None else "planned"
     log(f"pipeline schedule: {again} again, since {reason}")
 
 
-def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]:
-    """List what the measured times, and the choice by them, depend on: JSON values by flag, equal on all ranks."""
+def _list_conditions(engines: Engines, devices: Sequence[str], cluster: Mapping[str, Any] | None) -> dict[str, Any]:
+    """List what the times, and the choice by them, depend on: JSON values by flag, equal on all ranks."""
     config, plan = engines.config, engines.plan
     specs = {point_name(spec): spec for text in config.compression.spec_texts for spec in expand_spec(text)}
     specs |= {point.value: text for point, text in plan.substitutes.items()}
@@ -104,11 +115,12 @@ def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]
         f"--{field.flag}": getattr(values, field.name)
         for section, values in sections.items()
         for field in field_options(section, type(values))
-        if field.name not in _WITHOUT_EFFECT
+        if field.name not in _NOT_COMPARED
     }
     return {
         "the number of ranks": engines.topology.layout.world_size,
         "the devices": list(devices) if len(set(devices)) > 1 else devices[0],
+        "--pipeline-cluster": cluster,
         "--micro-batch-size": config.training.micro_batch_size,
         "--global-batch-size": config.training.global_batch_size,
         "--seq-length": config.model.seq_length,
@@ -121,8 +133,8 @@ def _list_conditions(engines: Engines, devices: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _read_schedule(values: Values, engines: Engines) -> tuple[MeasuredPipeline, str]:
-    """Read a measured pipeline, and the hash of its order.
+def _read_schedule(values: Values, engines: Engines, cluster: Mapping[str, Any] | None) -> tuple[MeasuredPipeline, str]:
+    """Read a pipeline's times, and the hash of its order.
 
     Raises:
         UserError: when they are damaged.
@@ -135,4 +147,5 @@ def _read_schedule(values: Values, engines: Engines) -> tuple[MeasuredPipeline, 
     except UserError as error:
         raise values.wrong(str(error)) from None
     pipeline = make_pipeline(times, engines.pipeline.limits)
-    return MeasuredPipeline(pipeline, values.flag("with_lists"), is_final=True), values.text("digest")
+    schedule = MeasuredPipeline(pipeline, values.flag("with_lists"), is_final=True, cluster=cluster)
+    return schedule, values.text("digest")

@@ -38,6 +38,9 @@ _PASSES = ("forward", "backward", "weight")
 _FORWARD_MESSAGE, _BACKWARD_MESSAGE, _LATENCY, COLUMNS = 7, 8, 9, 10
 """Columns of ``StageTimes``, and their number."""
 
+MAX_SECONDS = 1e6
+"""Largest time of a stage."""
+
 StageTimes = Sequence[Sequence[float]]
 """A row of times of each stage of a pipeline with a chunk on each, in seconds.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from megatron.config.memory import format_bytes
+from megatron.config.training import batch_schedule
 from megatron.distributed.ledger import gather_rows
 from megatron.models.attention import CrossAttention
 from megatron.models.block import DecoderLayer
@@ -14,14 +15,15 @@ from megatron.models.experts import Experts
 from megatron.models.stage import Stage
 from megatron.parallel.pipeline.schedule import WITH_WEIGHT_PASSES
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.planner.footprint import held_by_rank
+from megatron.planner.footprint import count_held, held_by_rank
 from megatron.training.assembly import Engines
-from megatron.training.step import count_micro_batches
 
 
 def weight_record_notes(engines: Engines) -> list[str]:
     """Say how many backward passes may wait for their weight gradients, and in how much memory. A collective call."""
-    if engines.channel is None or engines.config.parallel.pipeline_schedule not in WITH_WEIGHT_PASSES:
+    config = engines.config
+    has_weight_passes = engines.channel is not None and config.parallel.pipeline_schedule in WITH_WEIGHT_PASSES
+    if config.validation.skip_train or not has_weight_passes:
         return []
     rows = gather_rows(engines.topology.control, engines.ledger, list(estimate_records(engines)))
     most_passes, most_bytes = map(max, zip(*rows, strict=True))
@@ -35,14 +37,18 @@ def estimate_records(engines: Engines) -> tuple[float, float]:
     """Estimate the largest number of backward passes on this rank that wait for their weight gradients at the same
     time, and the largest number of bytes in their records.
 
-    Under ``--pipeline-schedule auto``, as many as its limits allow. The bytes are those of full sequences, and of
-    experts with equal loads.
+    Before the choice of ``--pipeline-schedule auto``, as many as its limits allow. The steps are those of the largest
+    batch. The bytes are those of full sequences, and of experts with equal loads.
     """
-    parallel, layout = engines.config.parallel, engines.topology.layout
-    held_counts = held_by_rank(
-        parallel.pipeline_schedule, layout.pp, engines.topology.coordinates.pp, layout.chunks,
-        count_micro_batches(engines), engines.pipeline.limits,
-    )  # fmt: skip
+    training, layout, stage = engines.config.training, engines.topology.layout, engines.topology.coordinates.pp
+    largest_batch = max(batch_schedule(training, engines.config.model.seq_length).sizes)
+    micro_batches = largest_batch // (training.micro_batch_size * engines.topology.dp.size)
+    chosen = engines.pipeline.measured
+    if chosen is not None and chosen.is_final:
+        held_counts = count_held(chosen.schedules(micro_batches)[stage], layout.chunks)
+    else:
+        schedule = engines.config.parallel.pipeline_schedule
+        held_counts = held_by_rank(schedule, layout.pp, stage, layout.chunks, micro_batches, engines.pipeline.limits)
     chunk_bytes = [sum(_list_record_bytes(stage, engines)) for stage in engines.stages]
     records_by_chunk = [[records for _, records in counts] for counts in held_counts]
     most_bytes = max(
@@ -63,7 +69,8 @@ def _list_record_bytes(stage: Stage, engines: Engines) -> Iterator[float]:
             rows_of[module.key_value] = tokens
         elif isinstance(module, Experts):
             sharing_ranks = module.comm.size if module.expert_comm.folded else 1
-            expert_rows = tokens * model.moe_router_topk / (module.local * sharing_ranks)
+            kept_share = min(1.0, model.moe_expert_capacity_factor or 1.0)
+            expert_rows = kept_share * tokens * model.moe_router_topk / (module.local * sharing_ranks)
             rows_of |= dict.fromkeys(module.experts.modules(), expert_rows)
     for module in stage.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):

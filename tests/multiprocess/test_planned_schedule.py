@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.parallel.pipeline.list_schedule import AUTO, rank_schedules
+from megatron.parallel.pipeline.schedule import Pass
 from megatron.planner.choice import make_choice
 from megatron.planner.cluster import read_cluster
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from megatron.training.planned_schedule import check_pipeline_cluster, plan_schedule
 from megatron.training.schedule_choice import ScheduleChoice
+from megatron.training.weight_records import estimate_records
 from tests.multiprocess.test_resume import _losses
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags
@@ -101,6 +104,44 @@ def test_a_run_starts_with_the_planned_order_and_keeps_it(prefix: Path, tmp_path
     assert "by the planner's times" in other
 
 
+def test_another_cluster_in_the_same_file_is_planned_again(prefix: Path, tmp_path: Path) -> None:
+    path, folder = tmp_path / "cluster.yaml", tmp_path / "saved"
+    flags = {
+        "pipeline_model_parallel_size": 2, "pipeline_schedule": AUTO, "pipeline_cluster": path, "train_iters": 2,
+    }  # fmt: skip
+    path.write_text("device: {peak_tflops: 1}\n")
+
+    def train(**more: Any) -> str:
+        return run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **flags, **more)]).check().stdout
+
+    first = train(save=folder, exit_interval=1)
+    assert re.search(r"^note: .* lacks some rates; these defaults are assumed: device efficiency", first, re.M)
+    path.write_text("device: {peak_tflops: 2}\n")
+    assert "pipeline schedule: planned again, since --pipeline-cluster: other values" in train(load=folder)
+
+
+def _count_records(path: Path) -> tuple[float, int]:
+    """Estimated number of backward passes whose weight gradients wait, and that in the planned order."""
+    engines, waiting, most = tiny_engines(_four_stages(path)), 0, 0
+    plan_schedule(engines, lambda line: None)
+    assert engines.pipeline.measured is not None
+    ops = engines.pipeline.measured.schedules(8)[engines.topology.coordinates.pp]
+    has_weight_passes = any(op.computation is Pass.WEIGHT for op in ops)
+    for op in ops:
+        waiting += (op.computation is Pass.BACKWARD and has_weight_passes) - (op.computation is Pass.WEIGHT)
+        most = max(most, waiting)
+    return estimate_records(engines)[0], most
+
+
+def test_records_are_those_of_the_planned_order(tmp_path: Path) -> None:
+    """Not as many as the limits of auto allow."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(SLOW_LINKS)
+    ranks = run_ranks(4, _count_records, path)
+    assert all(estimated == most for estimated, most in ranks)
+    assert max(most for _, most in ranks) < 8
+
+
 PROBLEMS: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
     "no device": ("gpus: 4\n", {}, "no device; add device: "),
     "no number": (FAST_LINKS.replace("gbit_per_s: 100", "gbit_per_s: many"), {}, "gbit_per_s must be a positive"),
@@ -110,6 +151,8 @@ PROBLEMS: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
         {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
         "--recompute-method block and --recompute-num-layers are not planned",
     ),
+    "auto": (FAST_LINKS, {"compression": {"compress": ["auto"]}}, "--compress auto measures the links"),
+    "endless": (json.dumps({"device": {"peak_tflops": 10**400}}), {}, "must be a positive"),
     "sites of the run": (FAST_LINKS.replace("gpus: 4", "gpus: 6") + "sites: 3\n", {}, "do not divide into equal sites"),
 }
 
@@ -117,14 +160,27 @@ PROBLEMS: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_cluster_that_cannot_be_planned_is_one_error(problem: str, tmp_path: Path) -> None:
     text, changes, expected = PROBLEMS[problem]
-    path = tmp_path / "cluster.yaml"
+    path = tmp_path / f"cluster.{'json' if text.startswith('{') else 'yaml'}"
     path.write_text(text)
     config = tiny_config(merge(_four_stages(path), changes), 4)
     with pytest.raises(UserError, match=re.escape(expected)):
         check_pipeline_cluster(config, 4)
 
 
-@pytest.mark.parametrize(("content", "problem"), [(None, "cluster.yaml"), ("gpus: 2\n", "no device; add device")])
+def test_a_flag_without_an_effect_is_not_checked(tmp_path: Path) -> None:
+    for parallel in ({"pipeline_schedule": "1f1b"}, {"pipeline_model_parallel_size": 1}):
+        changes = merge(_four_stages(tmp_path / "none.yaml"), {"parallel": parallel})
+        check_pipeline_cluster(tiny_config(merge(changes, {"parallel": {"pipeline_max_in_flight": None}}), 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cluster.yaml"),
+        ("gpus: 2\n", "no device; add device"),
+        (FAST_LINKS.replace("gbit_per_s: 100", "gbit_per_s: 1.0e-12"), "takes over 1e+06 s; correct them"),
+    ],
+)
 def test_a_file_that_cannot_be_used_ends_the_run(
     content: str | None, problem: str, prefix: Path, tmp_path: Path
 ) -> None:

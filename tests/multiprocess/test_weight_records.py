@@ -51,6 +51,10 @@ def _zero_bubble(pp: int, schedule: str = "zb-h1", tp: int = 1, **more: Any) -> 
     }
 
 
+MOE = {"model": {"num_experts": [4], "moe_router_topk": 2}}
+SHRINKING_BATCH = {
+    "train_iters": None, "train_samples": 64, "global_batch_size": None, "step_batch_size_schedule": "0:16 16:8",
+}  # fmt: skip
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, merge(_zero_bubble(4), {"model": {"num_layers": 4}})),
     "pp4, a record": (4, merge(_zero_bubble(4, pipeline_max_weight_records=1), {"model": {"num_layers": 4}})),
@@ -62,6 +66,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "t5": (2, merge(_zero_bubble(2), T5)),
     "t5, tp2": (4, merge(_zero_bubble(2, tp=2), T5)),
     "bert": (2, merge(_zero_bubble(2), {"model": {"model_type": "bert"}})),
+    "largest batch": (4, merge(_zero_bubble(4), {"model": {"num_layers": 4}, "training": SHRINKING_BATCH})),
+    "fp8 of experts": (2, merge(_zero_bubble(2), {"precision": {"bf16": True, "fp8": "tensorwise"}}, MOE)),
+    "fp8, 12 tokens": (
+        2,
+        merge(_zero_bubble(2), {"precision": {"bf16": True, "fp8": "tensorwise"}, "model": {"seq_length": 6}}),
+    ),
     "fp8": (2, merge(_zero_bubble(2), {"precision": {"bf16": True, "fp8": "tensorwise"}})),
 }
 
@@ -74,17 +84,17 @@ def test_the_estimate_is_what_steps_record(case: str) -> None:
         assert estimated == pytest.approx(measured, rel=5e-3)
 
 
-EXPERTS = {"model": {"num_experts": [4], "moe_router_topk": 2}}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "ep2": {"expert_model_parallel_size": 2},
-    "folded": {"tp": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
-    "tp2": {"tp": 2},
+    "ep2": {"parallel": {"expert_model_parallel_size": 2}},
+    "folded": _zero_bubble(2, tp=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2),
+    "tp2": _zero_bubble(2, tp=2),
+    "capacity": {"model": {"moe_expert_capacity_factor": 0.5}},
 }
 
 
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 def test_ranks_estimate_the_mean_of_their_records_with_experts(case: str) -> None:
-    ranks = run_ranks(4, _measure, merge(_zero_bubble(2, **WITH_EXPERTS[case]), EXPERTS))
+    ranks = run_ranks(4, _measure, merge(_zero_bubble(2), MOE, WITH_EXPERTS[case]))
     estimated, measured = ([sum(column) for column in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True))
     # Ranks have unequal loads, at different times.
     assert estimated == pytest.approx(measured, rel=0.05)

@@ -6,8 +6,9 @@ CrossPipe (2025) also chooses the order of passes by the times of passes and mes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_schedule, most_in_flight
 from megatron.parallel.pipeline.simulate import HasInput, ListedOrder, PassOrder, Pipeline, RankTimes
@@ -159,12 +160,20 @@ class MeasuredPipeline:
         pipeline: measured times, the same on all ranks.
         with_lists: whether to consider schedules of the list scheduler, beside the fixed ones.
         is_final: whether all further steps of the run use it.
+        cluster: description of the cluster for which the times were predicted; None if they were measured.
     """
 
-    def __init__(self, pipeline: Pipeline, with_lists: bool = True, is_final: bool = False) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        with_lists: bool = True,
+        is_final: bool = False,
+        cluster: Mapping[str, Any] | None = None,
+    ) -> None:
         self.pipeline = pipeline
         self.with_lists = with_lists
         self.is_final = is_final
+        self.cluster = cluster
         self._candidates: dict[int, list[Candidate]] = {}
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:

@@ -86,8 +86,9 @@ class _SplitLinear(ShardedModule):
 
     def record_bytes(self, tokens: float) -> float:
         """Bytes of the factors of the weight's gradient, if ``WeightGrads`` records them for a number of tokens."""
-        num_numbers = tokens * sum(self.weight.flatten(0, -2).shape)
-        return num_numbers * (1 if self.products.records_8_bits else self.weight.itemsize)
+        shape = self.weight.flatten(0, -2).shape
+        is_8_bit = self.products.records_8_bits and not self.specs["weight"].of_expert and fits(round(tokens), *shape)
+        return tokens * sum(shape) * (1 if is_8_bit else self.weight.itemsize)
 
     def _multiply(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
         """Compute x W^T + b, in fp8 if requested and possible for the sizes; ``comm`` as in ``_Linear``."""
