@@ -16,6 +16,7 @@ from megatron.planner.candidates import read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSet
 from megatron.planner.settings import FREE_SETTINGS, apply_settings, find_settings, list_free_settings
+from tests.support.tiny import tiny_config
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 from tests.unit.planner.test_experts import MOE
 
@@ -219,3 +220,9 @@ def test_settings_that_save_less_than_counts_stay_off() -> None:
             dataclasses.replace(same, settings={}),
         ]
         assert search.choose(trials).chosen.settings == expected
+
+
+def test_only_the_schedule_auto_keeps_the_cluster_of_the_run() -> None:
+    config = tiny_config({"parallel": {"pipeline_cluster": "cluster.yaml"}}, 1)
+    for schedule, expected in (("auto", "cluster.yaml"), ("zb-h1", None)):
+        assert Choice(1, 2, 1, schedule=schedule).configure(config).parallel.pipeline_cluster == expected
