@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.ladder import Rung
+from megatron.compression.fixpoint_ladder import LADDER
 from megatron.compression.message import Format, FormatCodec, ScaledCodes
 from megatron.compression.options import MAX_SEED, opt
 from megatron.compression.points import Point
@@ -342,49 +342,6 @@ class FixpointRounds(TwoStepSum):
         return _levels_problem(self.config) if point in (Point.TP_FWD, Point.TP_BWD) else ""
 
 
-_LADDER = {
-    Point.PP_FWD: (
-        Rung("bits=8", {250: (0.011, -0.01, 0.0), 1000: (0.003, 0.077, 0.008)}),
-        Rung(
-            "bits=4,grid=minmax,scale-dtype=bf16,rotation=64", {250: (0.181, 0.215, 0.264), 1000: (0.307, 0.224, 0.329)}
-        ),
-    ),
-    Point.PP_BWD: (
-        Rung("bits=6", {250: (0.035, 0.011, 0.012), 1000: (-0.012, -0.029, -0.001)}),
-        Rung("bits=4,rotation=64", {250: (0.035, 0.006, 0.151), 1000: (-0.087, 0.177, 0.012)}),
-    ),
-    Point.DP_GRAD: (
-        Rung(
-            "bits=8,error-feedback=on",
-            {250: (0.048, 0.027, 0.016), 1000: (0.124, -0.042, 0.044)},
-            residual=0.0089,
-        ),
-        Rung(
-            "bits=4,error-feedback=on",
-            {250: (0.307, 0.083, 0.137), 1000: (0.268, 0.118, 0.38)},
-            residual=0.161,
-        ),
-        Rung(
-            "levels=8/4,error-feedback=on",
-            {250: (0.267, 0.145, -0.036), 1000: (0.222, 0.174, 0.138)},
-            residual=0.174,
-        ),
-        Rung(
-            "bits=2,rotation=64,error-feedback=on",
-            {250: (2.199, 1.897, 3.16), 1000: (1.134, 1.805, 1.405)},
-            residual=0.683,
-        ),
-    ),
-    Point.PARAM_GATHER: (Rung("bits=4,group=2048", {250: (-0.01, 0.012, 0.104), 1000: (0.061, 0.013, -0.038)}),),
-    Point.TP_FWD: (Rung("bits=8", {1000: (-0.038, -0.018, 0.038)}),),
-    Point.TP_BWD: (Rung("bits=8", {1000: (0.085, 0.063, -0.109)}),),
-    Point.EP_DISPATCH_FWD: (Rung("bits=8", {1000: (-0.004, 0.083, -0.282)}),),
-    Point.EP_DISPATCH_BWD: (Rung("bits=8", {1000: (0.207, -0.24, -0.136)}),),
-    Point.EP_COMBINE_FWD: (Rung("bits=8", {1000: (0.334, -0.106, -0.325)}),),
-    Point.EP_COMBINE_BWD: (Rung("bits=8", {1000: (0.316, 0.008, -0.041)}),),
-}
-
-
 def register(registry: Registry) -> None:
     """Register ``fixpoint``."""
     registry.register(
@@ -395,6 +352,6 @@ def register(registry: Registry) -> None:
             rounds=FixpointRounds,
             source="AQ-SGD's stateless quantizer, Wang et al. 2022; with levels, SDP4Bit, Jia et al. 2024",
             example="pp-forward=fixpoint,bits=4",
-            ladder=_LADDER,
+            ladder=LADDER,
         ),
     )
