@@ -46,7 +46,6 @@ _BEAM, _BEAM_TRIALS = 256, 8
 _ROUNDING = 1e-9
 """Share by which rounding may raise a lower bound."""
 
-
 Floats = NDArray[np.float64]
 
 
@@ -115,8 +114,8 @@ class CompressorSearch:
         memory_gib: memory of a device. If the run exceeds it without compressors, sets may not exceed that.
         settings: settings that the run has beside those of the user.
 
-    ``sets`` are found by exact branch and bound, since there may be 8 ** 11 sets. The compressors inside layers and of
-    pipeline messages determine the passes of an iteration, whose seconds in any order are bounded by the largest of
+    ``sets`` are found by exact branch and bound, since there may be billions of sets. The compressors inside layers and
+    of pipeline messages determine the passes of an iteration, whose seconds in any order are bounded by the largest of
     ``Predictor.pass_bounds_s``. What a compressor changes in each of these bounds does not depend on the compressors of
     other points, so the bounds of all sets are sums; and with the largest savings at the points that are still open,
     those of all sets that a part of them can become. Compressors of the other points only determine what follows the
@@ -316,9 +315,9 @@ class CompressorSearch:
         passes, updates = self._passes, self._updates
         increases = np.add.outer(passes.increases, updates.increases)
         is_possible = np.add.outer(passes.bounds_s, updates.bounds_s) <= limit_s
-        firsts, seconds_ = np.nonzero(is_possible & (increases <= self.budget * (1 + _ROUNDING)))
-        for number in np.argsort(increases[firsts, seconds_], kind="stable"):
-            first, second = int(firsts[number]), int(seconds_[number])
+        first_numbers, second_numbers = np.nonzero(is_possible & (increases <= self.budget * (1 + _ROUNDING)))
+        for number in np.argsort(increases[first_numbers, second_numbers], kind="stable"):
+            first, second = int(first_numbers[number]), int(second_numbers[number])
             if increases[first, second] > lowest:
                 break
             if self._passes_s(first) * (1 - _ROUNDING) + updates.bounds_s[second] > limit_s:
