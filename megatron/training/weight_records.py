@@ -27,8 +27,9 @@ def weight_record_notes(engines: Engines) -> list[str]:
         return []
     rows = gather_rows(engines.topology.control, engines.ledger, list(estimate_records(engines)))
     most_passes, most_bytes = map(max, zip(*rows, strict=True))
+    passes_wait = "pass of a stage waits" if most_passes == 1 else "passes of a stage wait"
     return [
-        f"weight gradients: up to {most_passes:.0f} backward passes of a stage wait for theirs, in about "
+        f"weight gradients: up to {most_passes:.0f} backward {passes_wait} for theirs, in about "
         f"{format_bytes(most_bytes)} of records; --pipeline-max-weight-records limits them"
     ]
 
