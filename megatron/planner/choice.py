@@ -206,6 +206,26 @@ def resolve_for_planning(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
+def check_planned(config: RunConfig, gpus: int, flag: str, remedy: str) -> None:
+    """Check that a run that needs predictions can be predicted.
+
+    Args:
+        config: resolved configuration.
+        gpus: number of devices.
+        flag: the flag that needs predictions.
+        remedy: alternative to the flag.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    if config.model.model_type in NOT_PLANNED:
+        raise UserError(f"{flag}: the planner does not know {config.model.model_type} models; {remedy}")
+    try:
+        resolve_for_planning(config, gpus)
+    except UserError as error:
+        raise UserError(f"{flag}: cannot predict this run ({error}); {remedy}") from error
+
+
 def make_choice(config: RunConfig, devices: int) -> Choice:
     """Make the choice of a resolved configuration on ``devices`` devices, which islands share."""
     parallel, training, islands = config.parallel, config.training, config.islands.islands

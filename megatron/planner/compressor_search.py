@@ -177,9 +177,10 @@ class CompressorSearch:
     def _updates(self) -> _PartialSets:
         points = [point for point in self.ladders if point not in _PASS_POINTS]
         members = self._combine(points)
-        members = sorted(members, key=lambda each: self.predictor.least_update_s(self.apply(each)))
-        bounds_s = [self.predictor.least_update_s(self.apply(each)) * (1 - _ROUNDING) for each in members]
-        return _PartialSets(members, np.array(bounds_s), np.array(list(map(_total_increase, members))))
+        bounds_s = np.array([self.predictor.least_update_s(self.apply(each)) for each in members])
+        order = np.argsort(bounds_s, kind="stable")
+        members = [members[number] for number in order]
+        return _PartialSets(members, bounds_s[order] * (1 - _ROUNDING), np.array(list(map(_total_increase, members))))
 
     @cached_property
     def _passes(self) -> _PartialSets:

@@ -21,7 +21,7 @@ from megatron.distributed.topology import Topology
 from megatron.planner.auto import NOTHING_TO_CHOOSE, AutoChoice, AutoSearch, fit_together
 from megatron.planner.auto_report import report
 from megatron.planner.candidates import candidate_specs, filter_by_budget, read_ladders
-from megatron.planner.choice import NOT_PLANNED, make_choice, resolve_for_planning
+from megatron.planner.choice import check_planned, make_choice
 from megatron.planner.cluster import Cluster, Device
 from megatron.planner.compressor_search import CompressorSet
 from megatron.planner.measure import fill_in_measured, measure_all
@@ -54,12 +54,7 @@ def check_auto(config: RunConfig, world_size: int) -> None:
         return
     if config.islands.several:
         raise UserError("--compress auto: chooses within one island only, and islands must not differ; name the specs")
-    if config.model.model_type in NOT_PLANNED:
-        raise UserError(f"--compress auto: the planner does not know {config.model.model_type} models; name the specs")
-    try:
-        resolve_for_planning(config, world_size)
-    except UserError as error:
-        raise UserError(f"--compress auto: cannot predict this run ({error}); name the specs") from error
+    check_planned(config, world_size, "--compress auto", "name the specs")
     if config.compression.compress_adapt and (config.checkpoint.save is None or config.checkpoint.no_save_optim):
         raise UserError(
             "--compress-adapt: the run saves itself before it chooses again; give --save, and leave --no-save-optim out"

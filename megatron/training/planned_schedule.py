@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.parallel.pipeline.list_schedule import AUTO, MeasuredPipeline
-from megatron.planner.choice import NOT_PLANNED, Choice, make_choice, resolve_for_planning
+from megatron.planner.choice import Choice, check_planned, make_choice
 from megatron.planner.cluster import Cluster, check_sites, format_assumed_rates, read_cluster
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
@@ -44,13 +44,8 @@ def check_pipeline_cluster(config: RunConfig, world_size: int) -> None:
         return
     if config.compression.is_auto:
         raise UserError("--pipeline-cluster: --compress auto measures the links, and plans for these; leave one out")
-    if config.model.model_type in NOT_PLANNED:
-        raise UserError(f"--pipeline-cluster: the planner does not know {config.model.model_type} models; {remedy}")
-    try:
-        format_assumed_rates(path, _read_cluster(config, world_size))
-        resolve_for_planning(config, world_size * config.islands.islands)
-    except UserError as error:
-        raise UserError(f"--pipeline-cluster: {error}; or {remedy}") from error
+    check_planned(config, world_size * config.islands.islands, "--pipeline-cluster", remedy)
+    format_assumed_rates(path, _read_cluster(config, world_size))  # which checks that there is a device
 
 
 def plan_schedule(engines: Engines, log: Callable[[str], None]) -> None:
@@ -66,9 +61,9 @@ def plan_schedule(engines: Engines, log: Callable[[str], None]) -> None:
         return
     group, world_size = topology.control.pg, topology.layout.world_size
 
-    def predict() -> StageTimes | None:
+    def predict() -> tuple[StageTimes, dict[str, Any]]:
         if topology.rank != 0:
-            return None
+            return [], {}
         cluster = _read_cluster(config, world_size)
         if note := format_assumed_rates(path, cluster):
             log(note.rstrip())
@@ -78,11 +73,10 @@ def plan_schedule(engines: Engines, log: Callable[[str], None]) -> None:
                 f"--pipeline-cluster: by the rates in {path}, a pass or a message takes over {MAX_SECONDS:g} s; "
                 "correct them"
             )
-        return times
+        return times, asdict(cluster)
 
-    times = take_from_rank_0(group, run_together(group, predict))
-    assert times is not None
-    micro_batches, description = count_micro_batches(engines), describe_cluster(config, world_size)
+    times, description = take_from_rank_0(group, run_together(group, predict))
+    micro_batches = count_micro_batches(engines)
     schedule = MeasuredPipeline(make_pipeline(times, engines.pipeline.limits), is_final=True, cluster=description)
     use_schedule(engines, schedule, micro_batches)
     log(f"pipeline schedule: {describe_candidates(schedule, micro_batches)}, by the planner's times for {path}")

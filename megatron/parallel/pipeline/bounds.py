@@ -54,11 +54,6 @@ def list_bounds(pipeline: Pipeline, micro_batches: int, flush: bool = True) -> l
     return bounds
 
 
-def lower_bound(pipeline: Pipeline, micro_batches: int, flush: bool = True) -> float:
-    """Largest lower bound on the step time, in seconds."""
-    return max(list_bounds(pipeline, micro_batches, flush))
-
-
 def _list_traffic(pipeline: Pipeline) -> Sequence[_Traffic]:
     """List the messages of a micro-batch, by rank."""
     layout = pipeline.layout
