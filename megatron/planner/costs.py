@@ -191,7 +191,8 @@ class CostBook:
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self.spec_texts(choice, Point.DP_GRAD) if covered else ()
         # Reduced by the fused embedding all-reduce, or with the embedding on the same rank.
-        fused = self.fused(choice) or (self.tied and not choice.splits_tie and name == HEAD)
+        fused = name in (EMBEDDING, HEAD) and self.fused(choice)
+        fused = fused or (self.tied and not choice.splits_tie and name == HEAD)
         size = choice.expert_dp if experts_only else choice.dp
         if size == 1:
             return ReductionCost()

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
-from megatron.distributed.agreement import run_together
+from megatron.distributed.agreement import run_together, take_from_rank_0
 from megatron.distributed.clock import clock_of
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger, gather_rows
@@ -224,13 +224,18 @@ class Corrections:
         factors["optimizer"] = 1.0 / measure_rate(update, self.backend.recorder().synchronize) / computed
         return factors
 
-    def measure_coding(self, text: str) -> float:
+    def predict_coding(self, text: str) -> float:
+        """Predict the seconds of a compressor's encoding and decoding, without its factor."""
+        return run_dry((text,), lambda: self._sum_coding(text, DryBackend(self.device)))
+
+    def measure_coding(self, text: str, predicted_s: float) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
+        real_s = self._sum_coding(text, self.backend)
+        return real_s / predicted_s if predicted_s and real_s else 1.0
+
+    def _sum_coding(self, text: str, backend: DryBackend) -> float:
         specs = self.book.specs(dataclasses.replace(self.choice, specs=(text,)))  # experts=default stands for several
-        dry_backend = DryBackend(self.device)
-        dry_s = run_dry((text,), lambda: sum(self._coding_s(*entry, dry_backend) for entry in specs.items()))
-        real_s = sum(self._coding_s(*entry, self.backend) for entry in specs.items())
-        return real_s / dry_s if dry_s and real_s else 1.0
+        return sum(self._coding_s(*entry, backend) for entry in specs.items())
 
     def _coding_s(self, point: Point, spec: Spec, backend: DryBackend) -> float:
         pieces = self._pieces({point: spec}, backend)
@@ -292,7 +297,13 @@ def measure_all(
     cluster = fill_in_measured(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
     corrections = Corrections(config, vocab_size, choice, cluster, backend)
     values |= run_together(pg, corrections.measure_parts)
-    values |= run_together(pg, lambda: {CODING + text: corrections.measure_coding(text) for text in specs})
+    # Predicted on one rank, since the others may share its processors.
+    is_first = topology is None or topology.rank == 0
+    predicted = run_together(pg, lambda: [corrections.predict_coding(text) for text in specs] if is_first else [])
+    predicted_s = dict(zip(specs, take_from_rank_0(pg, predicted), strict=True))
+    values |= run_together(
+        pg, lambda: {CODING + text: corrections.measure_coding(text, predicted_s[text]) for text in specs}
+    )
     return _combine_over_ranks(values, topology)
 
 

@@ -46,6 +46,10 @@ _ERRORS_TO_GIVE_UP, _ERRORS_TO_GIVE_UP_AS_PREDICTED = 0.5, 1.0
 Choosing compressors that cost time is worse than missing a small gain.
 """
 
+_BEYOND_PREDICTION_ERROR = 0.15
+"""Predicted share of an iteration that is more than the planner's usual error. Such a gain can be certain by the second
+round alone if there is no time for a third."""
+
 _PREDICTION_ERROR, _PREDICTION_ERROR_SHARE = 0.1, 0.5
 """Assumed standard error of the logarithm of a predicted gain: the larger of a number and a share of it.
 
@@ -146,10 +150,11 @@ class TrialRounds:
         if not log_gains:
             return False
         predicted_share = self._predicted_share(number)
+        has_ended = len(log_gains) > 1 and self._takes_too_long([*self._rounds[-1].keys() | {number, 0}])
         is_settled = len(log_gains) > 1 and (
             len(log_gains) >= _SETTLED_ROUNDS_AS_PREDICTED
             or _total_seconds(self._rounds) >= _SETTLED_SECONDS
-            or self._takes_too_long([*self._rounds[-1].keys() | {number, 0}])
+            or has_ended
         )
         if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE
@@ -158,7 +163,8 @@ class TrialRounds:
         else:
             return False
         errors = _ERRORS_TO_GAIN_AS_PREDICTED if self._is_gain_predicted(number) else _ERRORS_TO_GAIN
-        for values in [log_gains, log_gains[1:]] if len(log_gains) > 2 else [log_gains]:
+        ignores_first = len(log_gains) > 2 or (has_ended and predicted_share >= _BEYOND_PREDICTION_ERROR)
+        for values in [log_gains, log_gains[1:]] if ignores_first else [log_gains]:
             gain, error = self._estimate_gain(number, values)
             if gain - errors * error >= _log_gain(least):
                 return True

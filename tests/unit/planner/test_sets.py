@@ -76,7 +76,7 @@ OUTER = (
 def test_coding_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
-    assert 0 < corrections.measure_coding(spec) < math.inf
+    assert 0 < corrections.measure_coding(spec, corrections.predict_coding(spec)) < math.inf
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
