@@ -55,7 +55,10 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
             lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
         else:
             was_tried = any(setting.flag in trial.flags for trial in result.trials)
-            reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
+            if result.bolder_specs:
+                reason = "with gentler compressors too little"
+            else:
+                reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
             lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
     if result.trials:
         slowdown = result.search.predictor.slowdown

@@ -15,7 +15,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.distributed.topology import single_process
-from megatron.planner.auto import AutoChoice, AutoSearch, LossEstimate, MeasuredTraffic
+from megatron.planner.auto import AutoChoice, AutoSearch, LossEstimate, MeasuredTraffic, SettingChoice
 from megatron.planner.auto_report import report
 from megatron.planner.candidates import CandidateSpec
 from megatron.planner.choice import Choice
@@ -260,3 +260,5 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     if not chosen:
         assert "nothing: bold would save" in text
         assert "but costs too much loss, as measured" in text
+        vars(choice)["settings"] = [SettingChoice("--overlap-grad-reduce", 0.1, is_on=False)]
+        assert "--overlap-grad-reduce was to save 0.1 s, but with gentler compressors too little" in report(choice, 0.5)
