@@ -28,14 +28,12 @@ class Position:
         iteration: training iteration, 0-based; -1 in evaluation.
         boundary: boundary between two virtual stages, by the number of the earlier stage.
         micro_batch: index of the micro-batch in the step.
-        num_micro_batches: number of micro-batches in the step.
         epilogue: whether the message follows the sender's last forward of the step, so that no computation hides it.
     """
 
     iteration: int
     boundary: int
     micro_batch: int
-    num_micro_batches: int
     epilogue: bool = False
 
 

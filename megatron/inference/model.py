@@ -94,14 +94,14 @@ class LoadedModel:
             b, s = tokens_bs.shape
             self.channel.shapes = [torch.Size((s, b, self.config.model.hidden_size))] * (self.topology.layout.pp - 1)
         if self.channel is not None and not stage_part.first:
-            message = Message(self.channel.forward, Position(-1, pp_rank - 1, 0, 1), None)
+            message = Message(self.channel.forward, Position(-1, pp_rank - 1, 0), None)
             # Shapes vary between calls, so any kernel launch may load a new kernel: launch none during a receive.
             self.channel.post([message])
             self.channel.wait_for_posted()
             x = self.channel.recv(message)
         x_sbh: Tensor = self.stage(x, context)
         if self.channel is not None and not stage_part.last:
-            self.channel.send(Message(self.channel.forward, Position(-1, pp_rank, 0, 1), None), x_sbh)
+            self.channel.send(Message(self.channel.forward, Position(-1, pp_rank, 0), None), x_sbh)
             # This may be the rank's last call; the message must be sent before the process exits.
             self.channel.flush()
             return None

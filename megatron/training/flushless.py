@@ -56,7 +56,6 @@ def step_without_flush(
             table,
             programs,
             iteration,
-            len(batches),
             loss_grad,
             update.after_forwards,
             pipeline_span(timers, ledger),

@@ -126,7 +126,6 @@ def train_step(
             table,
             programs,
             iteration,
-            len(batches),
             loss_grad,
             launch_signatures(engines, batches, length),
             pipeline_span(timers, ledger),
@@ -193,7 +192,7 @@ def evaluation_step(
     table = engines.pipeline.get_timetable(None, len(batches))
     signatures = [("evaluation", len(batches), length, batch_shapes(batches)), *engines.comm.launch_signature(length)]
     signatures += expert_signatures(engines)
-    engines.pipeline.run(table, programs, -1, len(batches), None, signatures)
+    engines.pipeline.run(table, programs, -1, None, signatures)
     engines.end_step(keep_states=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
         outputs += [(batches[number].draw_ids_b, output_bc) for number, output_bc in programs[-1].outputs.items()]

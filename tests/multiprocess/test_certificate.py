@@ -310,7 +310,7 @@ def test_no_receive_is_posted_early_in_a_sampled_step() -> None:
     run = engines.pipeline.run
 
     def record(*arguments: Any, **options: Any) -> None:
-        unknown.append(None in arguments[5])
+        unknown.append(None in arguments[4])
         run(*arguments, **options)
 
     engines.pipeline.run = record  # type: ignore[method-assign]

@@ -224,7 +224,7 @@ def _channel(scale: float) -> list[str]:
     channel = PipelineChannel(Layout(pp=2), group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
     wrong = []
     for step in range(2):
-        positions = [Position(step, 0, m, 3) for m in range(3)]
+        positions = [Position(step, 0, m) for m in range(3)]
         sending, receiving = (
             (channel.forward, channel.backward) if group.rank == 0 else (channel.backward, channel.forward)
         )
@@ -264,12 +264,12 @@ def _exchange_through_mailboxes() -> list[str]:
     def send(step: int) -> None:
         for m in range(3):
             x = _values(10 * step + m + 100 * group.rank, SHAPE).float()
-            channel.send(Message(sending, Position(step, 0, m, 3), m), x)
+            channel.send(Message(sending, Position(step, 0, m), m), x)
         channel.flush()
 
     def receive(step: int) -> None:
         for m in range(3):
-            received = channel.recv(Message(receiving, Position(step, 0, m, 3), m))
+            received = channel.recv(Message(receiving, Position(step, 0, m), m))
             sent = _values(10 * step + m + 100 * (1 - group.rank), SHAPE).float()
             if not torch.equal(received, sent if step == 0 else sent.bfloat16().float()):
                 wrong.append(f"step {step} micro-batch {m}")
@@ -280,7 +280,7 @@ def _exchange_through_mailboxes() -> list[str]:
         group.barrier()
         receive(step)
     channel.close_mailboxes()
-    channel.post([Message(receiving, Position(3, 0, m, 3), m) for m in range(3)])
+    channel.post([Message(receiving, Position(3, 0, m), m) for m in range(3)])
     send(3)
     receive(3)
     return wrong
@@ -297,7 +297,7 @@ def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     spec = Spec(Point.PP_FWD, "delta", BUILTIN["delta"], DeltaConfig(first_bits=first_bits))
     plan = CompressionPlan({Point.PP_FWD: spec}, group.rank, 2)
     channel = PipelineChannel(Layout(pp=2), group, group, plan, ledger, [SHAPE], dtype, torch.device("cpu"))
-    message, x = Message(channel.forward, Position(0, 0, 0, 1), (5,)), _values(0, SHAPE).to(dtype)
+    message, x = Message(channel.forward, Position(0, 0, 0), (5,)), _values(0, SHAPE).to(dtype)
     if group.rank == 0:
         channel.send(message, x)
         channel.flush()

@@ -139,7 +139,6 @@ class PipelineEngine:
         table: Timetable,
         programs: Sequence[StageProgram],
         iteration: int,
-        num_micro_batches: int,
         loss_grad: Tensor | None,
         signatures: Sequence[Hashable],
         span: Span = lambda name, op: nullcontext(),
@@ -151,7 +150,6 @@ class PipelineEngine:
             table: operations of all pipeline stages.
             programs: programs of this rank's chunks.
             iteration: training iteration; -1 in evaluation.
-            num_micro_batches: number of micro-batches in the step.
             loss_grad: gradient of each micro-batch's scalar; None without backward passes.
             signatures: launch signatures (``first_launches``) of the programs; the engine adds those of the messages.
             span: times the sections forward-recv, forward-compute and forward-send, likewise for backward, and
@@ -160,9 +158,7 @@ class PipelineEngine:
         """
         assert self._open_step is None, "flush first"
         ops = table.schedules[self.stage]
-        messages = StepMessages(
-            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, table.epilogues, scale
-        )
+        messages = StepMessages(self.layout, self.stage, self.channel, iteration, programs, table.epilogues, scale)
         step = _Step(messages, ops, loss_grad)
         self.weight_grads.begin_step(bool(step.separate))
         receives = PostedReceives(self.channel, table.max_ahead)
@@ -192,7 +188,6 @@ class PipelineEngine:
         table: Timetable,
         programs: Sequence[StageProgram],
         iteration: int,
-        num_micro_batches: int,
         loss_grad: Tensor,
         after_forwards: Callable[[int], None],
         span: Span = lambda name, op: nullcontext(),
@@ -207,7 +202,7 @@ class PipelineEngine:
         of an epilogue.
 
         Args:
-            table, programs, iteration, num_micro_batches, loss_grad, span, scale: see ``run``.
+            table, programs, iteration, loss_grad, span, scale: see ``run``.
             after_forwards: called before the first forward pass, and after each forward pass and the backward pass that
                 follows it, with the number of forward passes so far. Once that is the number of warm-up forwards, the
                 last step has run its last backward.
@@ -216,9 +211,7 @@ class PipelineEngine:
         if has_weight_passes("1f1b", flush=False, tp=self.layout.tp):
             ops = add_weight_passes(ops, self.stage)
         no_epilogues = [frozenset[PipelineOp]() for _ in table.epilogues]
-        messages = StepMessages(
-            self.layout, self.stage, self.channel, iteration, num_micro_batches, programs, no_epilogues, scale
-        )
+        messages = StepMessages(self.layout, self.stage, self.channel, iteration, programs, no_epilogues, scale)
         step, last_step = _Step(messages, ops, loss_grad), self._open_step
         self.weight_grads.begin_step(bool(step.separate))
         if self.channel is not None and last_step is None:

@@ -45,7 +45,6 @@ class StepMessages:
     Args:
         layout, stage, channel: see ``PipelineEngine``.
         iteration: training iteration; -1 in evaluation.
-        num_micro_batches: number of micro-batches in the step.
         programs: programs of this rank's chunks.
         epilogues: for every stage the operations with exposed messages.
         scale: loss scale in the step's gradients.
@@ -55,7 +54,6 @@ class StepMessages:
     stage: int
     channel: PipelineChannel | None
     iteration: int
-    num_micro_batches: int
     programs: Sequence[StageProgram]
     epilogues: Sequence[frozenset[PipelineOp]]
     scale: float = 1.0
@@ -87,7 +85,7 @@ class StepMessages:
         if not op.is_forward:
             rank, chunk = self.layout.place_of(boundary + 1)
             late = PipelineOp(Pass.BACKWARD, chunk, op.micro_batch) in self.epilogues[rank]
-        position = Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
+        position = Position(self.iteration, boundary, op.micro_batch, late)
         direction = self.channel.forward if op.is_forward else self.channel.backward
         return Message(direction, position, self.programs[op.chunk].key(op.micro_batch, boundary), self.scale)
 

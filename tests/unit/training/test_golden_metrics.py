@@ -86,7 +86,7 @@ class Run:
 
     def probe_errors(self) -> None:
         """Two micro-batches cross boundary 0, and the gradient of the first loses something on the way back."""
-        probe, first, second = ErrorProbe(), Position(0, 0, 0, 2), Position(0, 0, 1, 2)
+        probe, first, second = ErrorProbe(), Position(0, 0, 0), Position(0, 0, 1)
         probe.on_receive(Point.PP_FWD, first, torch.tensor([1.0, 2.0]))
         probe.on_receive(Point.PP_FWD, second, torch.tensor([4.0, 6.0]))
         codec, state = LowRankCodec(LowRankConfig()), CompressorState()

@@ -69,7 +69,7 @@ def test_the_host_synchronizes_with_the_receives_from_both_neighbors() -> None:
     channel, link = _channel()
     for boundary in (0, 3):
         for micro_batch in range(2):
-            channel.post([Message(channel.forward, Position(0, boundary, micro_batch, 2), None)])
+            channel.post([Message(channel.forward, Position(0, boundary, micro_batch), None)])
     assert [receive.source for receive in link.receives] == [0, 0, 2, 2]
     channel.synchronize()
     assert [receive.is_synchronized for receive in link.receives] == [False, True, False, True]
@@ -82,7 +82,7 @@ def test_stages_of_a_spec_are_the_ranks_of_the_senders(covered: int) -> None:
     senders = {Point.PP_FWD: {0: 0, 1: 1, 3: 2, 4: 1}, Point.PP_BWD: {0: 1, 1: 2, 3: 1, 4: 0}}
     for way in (channel.forward, channel.backward):
         for boundary, sender in senders[way.point].items():
-            codec = channel._codec(way, Position(0, boundary, 0, 2))
+            codec = channel._codec(way, Position(0, boundary, 0))
             assert isinstance(codec, IdentityCodec) == (sender >= covered)
 
 
@@ -107,7 +107,7 @@ def test_a_message_that_does_not_fill_the_buffer_of_its_receiver_is_refused(monk
     """The receiver would decode what happened to be in the rest of its buffer."""
     channel, _ = _channel()
     monkeypatch.setattr(channel, "_codec", lambda way, position: _ShortCodec())
-    message = Message(channel.forward, Position(0, 1, 0, 2), None)
+    message = Message(channel.forward, Position(0, 1, 0), None)
     expected = r"pp-forward: encode makes a message of \(256,\) torch\.uint8, but empty_payload has room for"
     with pytest.raises(CompressorFault, match=expected + r" \(260,\) torch\.uint8"):
         channel.send(message, torch.zeros(SHAPE))
@@ -131,7 +131,7 @@ def test_a_message_that_does_not_fit_into_a_mailbox_is_refused(monkeypatch: pyte
     channel.shapes = [torch.Size((64, 2, 16))] * (LAYOUT.num_virtual_stages - 1)
     monkeypatch.setattr(channel, "_codec", lambda way, position: _LongCodec())
     monkeypatch.setattr(link, "send", Mock())
-    message, x = Message(channel.forward, Position(0, 1, 0, 2), None), torch.zeros(64, 2, 16)
+    message, x = Message(channel.forward, Position(0, 1, 0), None), torch.zeros(64, 2, 16)
     channel.send(message, x)
     channel.mailbox_buffers = 1
     with pytest.raises(CompressorFault, match=r"pp-forward: a message has 16,385 bytes, more than 2 times as many as"):
@@ -146,5 +146,5 @@ def test_messages_of_a_codec_with_restored_samples_are_not_compared(monkeypatch:
     monkeypatch.setattr(link, "send", send)
     channel.forward.sent[1] = CompressorState()
     channel.forward.sent[1].cache("samples", 4).visit(0, SHAPE[-1])
-    channel.send(Message(channel.forward, Position(0, 1, 0, 2), None), torch.zeros(SHAPE))
+    channel.send(Message(channel.forward, Position(0, 1, 0), None), torch.zeros(SHAPE))
     send.assert_called_once()

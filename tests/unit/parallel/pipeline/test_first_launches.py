@@ -236,7 +236,7 @@ def _rank(
             engine.channel.shapes = [case.shape(step)] * (case.layout.num_virtual_stages - 1)
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):
-                engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
+                engine.run(table, programs, -1 if evaluates else iteration, grad, [kind])
             separate = any(op.computation is Pass.WEIGHT for op in table.schedules[device.rank])
             if not evaluates:
                 assert ((kind, 0, case.shape(step)), "weight" if separate else "joint") in device.loaded
