@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from types import MappingProxyType
 
 from megatron.compression.points import Point
 from megatron.compression.spec import point_name
@@ -148,19 +147,24 @@ class AutoSearch:
     rank does not search.
 
     Args:
-        searches: the search with the settings of the user alone, and any with other settings.
-        make_search: makes the search with other settings.
+        predictor, choice, ladders, budget, memory_gib: see ``CompressorSearch``.
         free_settings: settings that may be switched on.
+
+    ``searches`` are the search with the settings of the user alone, and any with other settings.
     """
 
     def __init__(
         self,
-        searches: Sequence[CompressorSearch],
-        make_search: Callable[[Settings], CompressorSearch] | None = None,
-        free_settings: Settings = MappingProxyType({}),
+        predictor: Predictor,
+        choice: Choice,
+        ladders: Ladders,
+        budget: float,
+        memory_gib: float,
+        free_settings: Settings,
     ) -> None:
-        self.searches, self._make_search, self._free_settings = list(searches), make_search, free_settings
-        self.predictor = searches[0].predictor
+        self.predictor, self._choice, self._ladders = predictor, choice, ladders
+        self._budget, self._memory_gib, self._free_settings = budget, memory_gib, free_settings
+        self.searches = [CompressorSearch(predictor, choice, ladders, budget, memory_gib)]
 
     @cached_property
     def sets(self) -> list[CompressorSet]:
@@ -174,34 +178,6 @@ class AutoSearch:
         if settings:
             self.search_with(settings)
         return [candidate_set for search in self.searches for candidate_set in search.sets]
-
-    @classmethod
-    def of_run(
-        cls,
-        predictor: Predictor,
-        choice: Choice,
-        ladders: Ladders,
-        budget: float,
-        memory_gib: float,
-        free_settings: Settings,
-    ) -> AutoSearch:
-        """Prepare the search of the compressors and settings of a run.
-
-        Args:
-            predictor, choice, ladders, budget, memory_gib: see ``CompressorSearch``.
-            free_settings: settings that may be switched on.
-        """
-
-        def make_search(settings: Settings) -> CompressorSearch:
-            changed = apply_settings(choice, settings)
-            usable = {
-                point: [each for each in ladder if accepts_candidate(predictor.config, changed, each)]
-                for point, ladder in ladders.items()
-            }
-            return CompressorSearch(predictor, choice, usable, budget, memory_gib, settings)
-
-        user_search = CompressorSearch(predictor, choice, ladders, budget, memory_gib)
-        return cls([user_search], make_search, free_settings)
 
     def find_set(self, specs: Sequence[str], settings: Settings) -> CompressorSet:
         """Find the set with some candidates' specs and some settings."""
@@ -278,8 +254,13 @@ class AutoSearch:
         for search in self.searches:
             if search.settings == settings:
                 return search
-        assert self._make_search is not None
-        self.searches.append(self._make_search(settings))
+        changed = apply_settings(self._choice, settings)
+        usable = {
+            point: [each for each in ladder if accepts_candidate(self.predictor.config, changed, each)]
+            for point, ladder in self._ladders.items()
+        }
+        limits = self._budget, self._memory_gib
+        self.searches.append(CompressorSearch(self.predictor, self._choice, usable, *limits, settings))
         return self.searches[-1]
 
     def saved_s(self, chosen: CompressorSet, name: str) -> float:

@@ -256,7 +256,7 @@ def print_predictions(
         budget = config.compression.max_loss_increase
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)
         free_settings = list_free_settings(predictor.config, baseline.choice, ())
-        auto_choice = AutoSearch.of_run(predictor, baseline.choice, ladders, budget, memory, free_settings).choose()
+        auto_choice = AutoSearch(predictor, baseline.choice, ladders, budget, memory, free_settings).choose()
         chosen = auto_choice.chosen.prediction
         text = report(auto_choice, budget, suggestions(predictor, chosen, free_settings))
         print(f"\n{text}\n\n{format_table([chosen], memory)}")

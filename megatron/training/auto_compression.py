@@ -115,7 +115,7 @@ def choose_compressors(
     measured_cluster = fill_in_measured(values, cluster)
     search = run_together(
         group,
-        lambda: AutoSearch.of_run(
+        lambda: AutoSearch(
             Predictor(config, measured_cluster, vocab_size),
             make_choice(config, measured_cluster.gpus),
             ladders,

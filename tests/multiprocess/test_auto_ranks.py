@@ -32,11 +32,10 @@ def _make_search(memory_gib: float = 0.0) -> AutoSearch:
     fake = FakePredictor(dict.fromkeys(BITS.values(), 0.3), dict.fromkeys(BITS.values(), memory_gib))
     fake.cluster = dataclasses.replace(NODES, device=dataclasses.replace(NODES.device, memory_gib=10.0))
     ladders = {Point.DP_GRAD: [CandidateSpec(spec, 0.1) for spec in BITS.values()]}
-
-    def search_with(settings: Settings) -> CompressorSearch:
-        return CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 0.5, 2.0, settings)
-
-    return AutoSearch([search_with({})], search_with)
+    limits = cast(Predictor, fake), Choice(1, 1, 1), ladders, 0.5, 2.0
+    search = AutoSearch(*limits, {})
+    search.searches.append(CompressorSearch(*limits, OVERLAP))
+    return search
 
 
 def _agree() -> list[tuple[list[str], dict[str, bool | str], bool]]:

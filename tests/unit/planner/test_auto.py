@@ -98,7 +98,7 @@ def test_the_choice_is_the_mildest_of_the_fastest_sets(
             saved_s[spec], needed[spec] = saved, gib
             ladders[point] = [*ladders.get(point, []), CandidateSpec(spec, increase)]
     fake = FakePredictor(saved_s, needed, slack)
-    search = AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib)])
+    search = AutoSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, budget, memory_gib, {})
     result = search.choose()
 
     allowed: list[tuple[float, float]] = []
@@ -144,7 +144,7 @@ def _search_of(saved_s: dict[str, float], increases: dict[str, float]) -> AutoSe
     """A search with one point and a base of 1 s."""
     fake = FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0))
     ladder = [CandidateSpec(spec, increases[spec]) for spec in saved_s]
-    return AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 1.0, 2.0)])
+    return AutoSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 1.0, 2.0, {})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_candidates_that_alone_exceed_the_budget_are_neither_measured_nor_predic
     ladders: dict[Point, Sequence[CandidateSpec]] = {Point.DP_GRAD: dear, Point.PP_FWD: dear[:1]}
     assert candidate_specs(filter_by_budget(ladders, 1.0)) == ["dp-grad=bold"]
     fake = FakePredictor({"dp-grad=bold": 0.3}, {"dp-grad=bold": 0.0})
-    search = AutoSearch([CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 1.0, 2.0)])
+    search = AutoSearch(cast(Predictor, fake), Choice(1, 1, 1), ladders, 1.0, 2.0, {})
     result = search.choose()
     assert _chosen(result) == {Point.DP_GRAD: "dp-grad=bold"}
     assert result.points[1].reason == "each compressor costs more than 1% of loss"
@@ -239,7 +239,7 @@ def _auto(
     predictor, choice = predictor_of(config, cluster)
     ladders = read_ladders(config, choice, cluster)
     free_settings = list_free_settings(config, choice, explicit)
-    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, free_settings).choose()
+    return AutoSearch(predictor, choice, ladders, budget, 40.0, free_settings).choose()
 
 
 def test_slow_links_are_compressed_and_fast_links_are_not() -> None:
@@ -372,7 +372,7 @@ def test_a_safety_card_has_no_compressor_of_a_module() -> None:
     saved_s = {"pp-forward=mine,bits=4": 0.3, "dp-grad=cast": 0.3}
     ladders = {Point(point_name(spec)): [CandidateSpec(spec, 0.1)] for spec in saved_s}
     fake = cast(Predictor, FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0), 0.0))
-    search = AutoSearch([CompressorSearch(fake, Choice(1, 1, 1), ladders, 0.5, 1.0)])
+    search = AutoSearch(fake, Choice(1, 1, 1), ladders, 0.5, 1.0, {})
     text = report(search.choose(), 0.5)
     assert "--spec 'dp-grad=cast'" in text
     assert "the same by hand: --compress pp-forward=mine,bits=4 --compress dp-grad=cast" in text

@@ -18,7 +18,7 @@ from megatron.planner.candidates import CandidateSpec, Ladders, read_ladders
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.command import main
-from megatron.planner.compressor_search import PASS_GROUPS, WORTHWHILE, CompressorSearch
+from megatron.planner.compressor_search import PASS_GROUPS, WORTHWHILE
 from megatron.planner.costs import wires_of
 from megatron.planner.predict import Predictor
 from megatron.planner.search import refusal_reason
@@ -141,7 +141,8 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     config = small_run(model={"hidden_size": 256}, parallel=STAGES | {"pipeline_model_parallel_size": 2})
     predictor, choice = predictor_of(config, SLOW)
     ladders = {point: ladder[:2] for point, ladder in read_ladders(config, choice, SLOW).items()}
-    search = CompressorSearch(predictor, choice, ladders, budget, memory_gib=40.0)
+    auto = AutoSearch(predictor, choice, ladders, budget, 40.0, {})
+    search = auto.searches[0]
     seconds: dict[tuple[str, ...], float] = {}
     for specs in _sets_within(ladders, budget):
         seconds[specs] = predictor.predict(dataclasses.replace(choice, specs=specs)).seconds
@@ -152,7 +153,7 @@ def test_the_search_agrees_with_predictions_of_all_sets(budget: float) -> None:
     within = [each for each in fastest if seconds[each] * (1 - WORTHWHILE) <= seconds[fastest[0]]]
     increases = {candidate.spec: candidate.increase for ladder in ladders.values() for candidate in ladder}
     lowest = min(sum(increases[spec] for spec in specs) for specs in within)
-    assert AutoSearch([search]).choose().chosen.increase == pytest.approx(lowest)
+    assert auto.choose().chosen.increase == pytest.approx(lowest)
 
 
 def _sets_within(ladders: Ladders, budget: float) -> Iterator[tuple[str, ...]]:
@@ -196,10 +197,10 @@ def test_the_search_is_exact_if_bounds_are_equal_to_the_times(name: str) -> None
     for spec, (_, increase) in specs.items():
         ladders.setdefault(Point(spec.partition("=")[0]), []).append(CandidateSpec(spec, increase))
     fake = cast(Predictor, FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0), slack=0.0))
-    search = CompressorSearch(fake, Choice(1, 1, 1), ladders, 0.58, 2.0)
+    auto = AutoSearch(fake, Choice(1, 1, 1), ladders, 0.58, 2.0, {})
     seconds = sorted(1.0 - sum(saved_s[spec] for spec in each) for each in _sets_within(ladders, 0.58))
-    assert sorted(each.seconds for each in search.sets)[:2] == pytest.approx(seconds[:2])
-    assert AutoSearch([search]).choose().chosen.specs == expected
+    assert sorted(each.seconds for each in auto.searches[0].sets)[:2] == pytest.approx(seconds[:2])
+    assert auto.choose().chosen.specs == expected
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def _search(gbit_per_s: float, explicit: Sequence[str] = (), budget: float = 0.5
     predictor, choice = predictor_of(config, cluster)
     ladders = read_ladders(config, choice, cluster)
     free_settings = list_free_settings(config, choice, explicit)
-    return AutoSearch.of_run(predictor, choice, ladders, budget, 40.0, free_settings)
+    return AutoSearch(predictor, choice, ladders, budget, 40.0, free_settings)
 
 
 def test_settings_are_free_where_they_concern_the_run_and_the_user_has_not_set_them() -> None:
@@ -77,7 +77,7 @@ def test_another_rank_may_have_found_other_settings() -> None:
 def test_a_run_without_a_point_to_choose_still_has_settings() -> None:
     config = small_run(specs=("dp-grad=cast",), model={"hidden_size": 256}, parallel=REPLICAS)
     predictor, choice = predictor_of(config, NODES)
-    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, list_free_settings(config, choice, ())).choose()
+    result = AutoSearch(predictor, choice, {}, 0.5, 40.0, list_free_settings(config, choice, ())).choose()
     assert dict(result.chosen.settings) == {OVERLAP: True}
     assert report(result, 0.5).endswith("  the same by hand: --overlap-grad-reduce")
 
@@ -118,7 +118,7 @@ def test_tokens_of_several_experts_on_a_node_are_sent_once() -> None:
     cluster = dataclasses.replace(NODES, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.1))
     predictor, choice = predictor_of(config, cluster)
     free_settings = list_free_settings(config, choice, ())
-    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
+    result = AutoSearch(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
     assert result.chosen.settings[TWO_STAGE] == "on"
     assert "--moe-two-stage on" in result.chosen.flags
     assert result.chosen.seconds < 0.95 * result.plain.seconds
@@ -127,7 +127,7 @@ def test_tokens_of_several_experts_on_a_node_are_sent_once() -> None:
     assert sent[1] / sent[0] == pytest.approx(tokens / 8, rel=0.01)
     nodes_of_two = dataclasses.replace(cluster, gpus_per_node=2)
     predictor, choice = predictor_of(config, nodes_of_two)
-    result = AutoSearch.of_run(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
+    result = AutoSearch(predictor, choice, {}, 0.5, 40.0, free_settings).choose()
     assert TWO_STAGE not in result.chosen.settings  # they are already
 
 

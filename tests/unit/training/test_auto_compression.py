@@ -19,7 +19,6 @@ from megatron.planner.auto import AutoChoice, AutoSearch, LossEstimate, Measured
 from megatron.planner.auto_report import report
 from megatron.planner.candidates import CandidateSpec
 from megatron.planner.choice import Choice
-from megatron.planner.compressor_search import CompressorSearch
 from megatron.planner.predict import Predictor
 from megatron.planner.settings import FREE_SETTINGS
 from megatron.training import auto_compression
@@ -230,8 +229,7 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     saved_s = {"dp-grad=mildest": 0.32, "dp-grad=mild": 0.4, "dp-grad=bold": 0.6}
     fake = FakePredictor(saved_s, dict.fromkeys(saved_s, 0.0))
     ladder = [CandidateSpec(spec, 0.1 * number) for number, spec in enumerate(saved_s)]
-    sets = CompressorSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 0.5, 2.0)
-    search = AutoSearch([sets])
+    search = AutoSearch(cast(Predictor, fake), Choice(1, 1, 1), {Point.DP_GRAD: ladder}, 0.5, 2.0, {})
     monkeypatch.setattr(auto_compression, "with_choice", lambda config, specs, settings, topology: specs)
     traffic = {Point.DP_GRAD: MeasuredTraffic(1.0, 1.0)}
 
