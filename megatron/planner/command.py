@@ -53,7 +53,7 @@ from megatron.planner.cluster import (
     read_cluster,
 )
 from megatron.planner.expert_imbalance import parse_imbalance
-from megatron.planner.growth import predict_growth
+from megatron.planner.growth import describe_growth
 from megatron.planner.measure import configure_measurement, fill_in_measured, measure_all
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import compare_with_one_node, draw_prediction, explain_gain, format_breakdown, format_table
@@ -250,8 +250,8 @@ def print_predictions(
         print(format_breakdown(baseline, predictor.cluster))
         if baseline.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {baseline.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
-        if (grown := predict_growth(predictor, baseline.choice)) is not None:
-            print(f"  {grown.line}")
+        if growth := describe_growth(predictor, baseline.choice):
+            print(f"  {growth}")
     if config.compression.is_auto:
         budget = config.compression.max_loss_increase
         ladders = read_ladders(predictor.config, baseline.choice, predictor.cluster)

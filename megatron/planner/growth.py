@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,36 +11,8 @@ from megatron.planner.choice import Choice
 from megatron.planner.predict import Predictor
 
 
-@dataclass(frozen=True)
-class GrowingLengths:
-    """Iteration times of a run with growing sequences.
-
-    Args:
-        first, full: initial and full sequence length, in tokens.
-        first_s, full_s: seconds of an iteration at these lengths.
-        iterations: iterations of the run, in batches of full size.
-        mean_s: mean seconds of an iteration.
-    """
-
-    first: int
-    full: int
-    first_s: float
-    full_s: float
-    iterations: int
-    mean_s: float
-
-    @property
-    def line(self) -> str:
-        """The prediction as a sentence."""
-        return (
-            f"sequences grow from {self.first} tokens to {self.full}, the length assumed here: an iteration "
-            f"takes {self.first_s:.3g} s at first, {self.full_s:.3g} s in the end, and {self.mean_s:.3g} s on average "
-            f"over the run's {self.iterations:,} iterations"
-        )
-
-
-def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | None:
-    """Predict the steps of a choice with growing sequences; None if they do not grow.
+def describe_growth(predictor: Predictor, choice: Choice) -> str:
+    """Describe the predicted iterations of a choice with growing sequences; "" if they do not grow.
 
     The step time is assumed to be quadratic in the sequence length, like the number of operations.
     """
@@ -49,7 +20,7 @@ def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | Non
     lengths = lengths_of(config.curriculum, config.model.seq_length)
     iterations = config.training.planned_iters
     if not lengths.grows or not iterations:
-        return None
+        return ""
     low, full = lengths.lengths[0], lengths.full
     message_parts = choice.message_parts(config)
     middle = max((low + full) // 2 // message_parts, 1) * message_parts
@@ -65,4 +36,8 @@ def predict_growth(predictor: Predictor, choice: Choice) -> GrowingLengths | Non
         for length, begin, end in zip(lengths.lengths, lengths.first, ends, strict=True)
         if end > begin
     )
-    return GrowingLengths(low, full, seconds[low], seconds[full], iterations, spent / iterations)
+    return (
+        f"sequences grow from {low} tokens to {full}, the length assumed here: an iteration takes {seconds[low]:.3g} s "
+        f"at first, {seconds[full]:.3g} s in the end, and {spent / iterations:.3g} s on average over the run's "
+        f"{iterations:,} iterations"
+    )

@@ -21,7 +21,7 @@ from megatron.planner.cluster import LinkSpec
 from megatron.planner.command import main
 from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.expert_imbalance import parse_imbalance
-from megatron.planner.growth import predict_growth
+from megatron.planner.growth import describe_growth
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, add_expert_sets, enumerate_choices
 from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run, write_files
@@ -146,9 +146,10 @@ def test_growing_sequences_keep_the_imbalance() -> None:
     curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 256, "curriculum_seqlen_steps": 50}
     config = small_run(model=wide, parallel={"expert_model_parallel_size": 8}, curriculum=curriculum)
     predictor, choice = Predictor(config, CLUSTER, VOCAB, 3.0), make_choice(config, CLUSTER.gpus)
-    growth = predict_growth(predictor, choice)
-    assert growth is not None
-    assert growth.full_s == predictor.predict(choice).seconds
+    balanced = Predictor(config, CLUSTER, VOCAB)
+    balanced_s, full_s = (f"{each.predict(choice).seconds:.3g}" for each in (balanced, predictor))
+    assert balanced_s != full_s
+    assert f" {full_s} s in the end" in describe_growth(predictor, choice)
 
 
 LEGS = ("ep-dispatch-forward", "ep-dispatch-backward", "ep-combine-forward", "ep-combine-backward")

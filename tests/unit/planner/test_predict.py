@@ -17,7 +17,7 @@ from megatron.models.flops import benchmark_tflops
 from megatron.planner.choice import make_choice
 from megatron.planner.cluster import LinkSpec, read_cluster
 from megatron.planner.costs import wires_of
-from megatron.planner.growth import predict_growth
+from megatron.planner.growth import describe_growth
 from megatron.planner.predict import Predictor
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
@@ -205,13 +205,12 @@ def test_growing_sequences_shorten_the_mean_iteration() -> None:
     curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 512, "curriculum_seqlen_steps": 50}
     model = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 2048}
     plain, choice = predictor_of(small_run(model={**model, "seq_length": 2048}))
-    assert predict_growth(plain, choice) is None
-    prediction = predict_growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
-    assert prediction is not None
-    assert (prediction.first, prediction.full, prediction.iterations) == (536, 2048, 100)
-    assert prediction.full_s == plain.predict(choice).seconds
-    short = predictor_of(small_run(model={**model, "seq_length": prediction.first}))[0].predict(choice).seconds
-    assert prediction.first_s == pytest.approx(short, rel=1e-9)
-    # Half of the run has the full length.
-    assert prediction.full_s / 2 + prediction.first_s / 2 < prediction.mean_s < prediction.full_s
-    assert f"{prediction.mean_s:.3g} s on average over the run's 100 iterations" in prediction.line
+    assert describe_growth(plain, choice) == ""
+    text = describe_growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
+    short = predictor_of(small_run(model={**model, "seq_length": 536}))[0]
+    first_s, full_s = short.predict(choice).seconds, plain.predict(choice).seconds
+    before, _, after = text.partition(f"takes {first_s:.3g} s at first, {full_s:.3g} s in the end, and ")
+    assert before == "sequences grow from 536 tokens to 2048, the length assumed here: an iteration "
+    mean_s, _, rest = after.partition(" s on average over ")
+    assert rest == "the run's 100 iterations"
+    assert full_s / 2 + first_s / 2 < float(mean_s) < full_s  # half of the run has the full length
