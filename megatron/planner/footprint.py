@@ -274,7 +274,7 @@ def internode_traffic(stages: Stages, choice: Choice, wires: Wires, sent: Mappin
         share = (choice.ep - wires.ep.per_node) / (choice.ep - 1)
         by_point |= {point.value: sent[point.value] * share for point in EXPERT_POINTS if point.value in sent}
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
-        across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
+        across = sum(stages.stage(choice, rank, wires).across for rank in range(choice.pp)) / choice.pp
         by_point |= {Point.DP_GRAD.value: across}
     if stages.book.levels(choice, Point.EMBED_GRAD) and Point.EMBED_GRAD.value in sent:
         by_point[Point.EMBED_GRAD.value] = _embedding_traffic(stages, choice, (Level.ACROSS,))

@@ -61,24 +61,18 @@ class _Iteration:
     """The times of an iteration, in seconds.
 
     Args:
-        wires, pipeline: wires and pipeline of the choice.
-        stages: costs of each pipeline rank.
-        times: simulated times of each pipeline rank.
-        reduced: time at which each pipeline rank's gradients are reduced.
+        stage, time: costs and simulated times of the last pipeline rank to reduce its gradients.
+        reduced_s: time at which its gradients are reduced.
         embedding_coding_s: encoding and decoding of the tied embedding's gradient.
         gather_s: all-gather of the parameters.
-        slowest: the last pipeline rank to reduce its gradients.
         seconds: the whole iteration.
     """
 
-    wires: Wires
-    pipeline: Pipeline
-    stages: Sequence[StageCost]
-    times: Sequence[RankTimes]
-    reduced: Sequence[float]
+    stage: StageCost
+    time: RankTimes
+    reduced_s: float
     embedding_coding_s: float
     gather_s: float
-    slowest: int
     seconds: float
 
 
@@ -149,10 +143,10 @@ class Predictor(Stages):
         if choice.outer_spec:
             inner_specs = tuple(spec for spec in choice.specs if spec != choice.outer_spec)
             return self._add_islands(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
-        iteration = self._predict_times(choice)
-        wires, slowest, gather = iteration.wires, iteration.slowest, iteration.gather_s
+        wires = wires_of(self.cluster, choice)
+        iteration = self._predict_times(choice, wires)
+        stage, time, reduced_s = iteration.stage, iteration.time, iteration.reduced_s
         seconds = iteration.seconds * self.slowdown
-        stage, time, reduced_s = iteration.stages[slowest], iteration.times[slowest], iteration.reduced[slowest]
         reduction_coding_s = stage.coding_s + iteration.embedding_coding_s
         passes = self.passes(choice, wires)
         exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in stage.pieces.items())
@@ -165,8 +159,8 @@ class Predictor(Stages):
             "pipeline": time.end - time.busy - time.coding,
             "coding": time.coding + tp_coding + reduction_coding_s,
             "gradients": reduced_s - time.end - reduction_coding_s,
-            "optimizer": iteration.seconds - reduced_s - gather,
-            "parameters": gather,
+            "optimizer": iteration.seconds - reduced_s - iteration.gather_s,
+            "parameters": iteration.gather_s,
         }
         breakdown = {name: part_s * self.slowdown for name, part_s in breakdown.items()}
         sent = traffic(self, choice, wires)
@@ -192,7 +186,7 @@ class Predictor(Stages):
 
     def seconds(self, choice: Choice) -> float:
         """Seconds of an iteration without islands, as ``predict`` returns them."""
-        return self._predict_times(choice).seconds * self.slowdown
+        return self._predict_times(choice, wires_of(self.cluster, choice)).seconds * self.slowdown
 
     def passes_s(self, choice: Choice) -> float:
         """Seconds until the last pass of an iteration has ended."""
@@ -221,8 +215,7 @@ class Predictor(Stages):
             return stage.first_coding_s + max(partial_s, sum(stage.rounds[:1])) + max(later_s, sum(stage.rounds[1:]))
         return stage.first_coding_s + partial_s + later_s
 
-    def _predict_times(self, choice: Choice) -> _Iteration:
-        wires = wires_of(self.cluster, choice)
+    def _predict_times(self, choice: Choice, wires: Wires) -> _Iteration:
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
@@ -231,7 +224,7 @@ class Predictor(Stages):
         gather_s = self._slowest_gather_s(choice, wires)
         seconds = reduced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather_s
         seconds += self._orthogonal_s(choice, slowest, wires)
-        return _Iteration(wires, pipeline, stages, times, reduced, embedding_coding_s, gather_s, slowest, seconds)
+        return _Iteration(stages[slowest], times[slowest], reduced[slowest], embedding_coding_s, gather_s, seconds)
 
     def _add_islands(self, inner: Prediction, choice: Choice) -> Prediction:
         """Predict the mean iteration of a run with islands.

@@ -33,7 +33,7 @@ class StageCost:
         parts: (number of parameters, number of replicas that hold them), for dense and expert parameters.
         rounds: seconds of each round of the gradient reduction.
         sent: bytes that a device sends in the reduction.
-        across: bytes sent between nodes by two-level sums; None for single-level sums.
+        across: the part of ``sent`` that two-level sums send between nodes.
         coding_s: seconds of encoding and decoding in the reduction.
         first_coding_s: the part of ``coding_s`` before the first round.
     """
@@ -42,9 +42,9 @@ class StageCost:
     parts: Sequence[tuple[int, int]]
     rounds: Sequence[float]
     sent: float
+    across: float
     coding_s: float
     first_coding_s: float
-    across: float | None = None
 
 
 @dataclass(frozen=True)
@@ -294,15 +294,8 @@ class Stages:
                 across += sent_bytes([each for each in merged if each.level is Level.ACROSS], size, levels)
             coding_s += correction * sum(n * cost.coding_s for n, cost in costs)
             first_coding_s += correction * sum(n * cost.first_coding_s for n, cost in costs)
-        self._stages[key] = StageCost(
-            pieces,
-            self.count_replicas(choice, rank),
-            rounds,
-            sent,
-            coding_s,
-            first_coding_s,
-            across if self.book.levels(choice, Point.DP_GRAD) else None,
-        )
+        parts = self.count_replicas(choice, rank)
+        self._stages[key] = StageCost(pieces, parts, rounds, sent, across, coding_s, first_coding_s)
         return self._stages[key]
 
 
