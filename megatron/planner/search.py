@@ -64,10 +64,7 @@ _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
 """Compressors combined with each set of ``EXPERT_SETS``."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
-CHUNKS = (1, 2, 3, 4, 6, 8)
-
-Layout = tuple[int, int, int]
-"""Tensor-, pipeline- and data-parallel sizes."""
+CHUNKS = (2, 3, 4, 6, 8)
 
 _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
 """Selective recomputation is not searched: fused attention leaves it nothing to save."""
@@ -157,7 +154,7 @@ def _enumerate_schedules(layers: int, plain: Choice) -> Iterator[Choice]:
         if layers % (2 * plain.pp) == 0:
             yield replace(plain, schedule="zb-v", chunks=2)
         yield replace(plain, schedule="gpipe")
-        for chunks in CHUNKS[1:]:
+        for chunks in CHUNKS:
             if layers // plain.pp % chunks == 0 and plain.micro_batches % plain.pp == 0:
                 yield replace(plain, chunks=chunks)
 
@@ -192,7 +189,6 @@ def search(
     predictor: Predictor,
     spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
     top: int = 10,
-    memory_gib: float | None = None,
 ) -> SearchResult:
     """Find the fastest layouts that fit, each with its fastest settings, by exact branch and bound.
 
@@ -200,13 +196,12 @@ def search(
         predictor: predictor of the model on the cluster.
         spec_sets: sets of compressors that may be used together.
         top: number of layouts to return.
-        memory_gib: memory that a rank may fill; default: the device's.
 
     Raises:
         UserError: when nothing fits.
     """
     config, cluster = predictor.config, predictor.cluster
-    memory_limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
+    memory_limit = cluster.device.memory_gib * 2**30
     possible = dict.fromkeys(enumerate_choices(config, cluster, spec_sets))
     configured = make_choice(config, cluster.gpus)
     configured = replace(configured, specs=_drop_silent_specs([configured.specs], configured)[0])
@@ -215,7 +210,7 @@ def search(
     queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
-    best: dict[Layout, Prediction] = {}
+    best: dict[tuple[int, int, int], Prediction] = {}  # by layout
     predicted, too_large, smallest = 0, 0, math.inf
     why_refused: str | None = None
     while queue:

@@ -24,8 +24,6 @@ FREE_SETTINGS: Settings = {"overlap_grad_reduce": True, "pipeline_schedule": AUT
 _CHOICE_FIELDS = {"overlap_grad_reduce": "overlap", "pipeline_schedule": "schedule", "moe_two_stage": "two_stage"}
 """Fields of ``Choice`` by the names of the settings."""
 
-_SECTION = "parallel"
-
 
 def apply_settings(choice: Choice, settings: Settings) -> Choice:
     """A choice with some settings."""
@@ -45,7 +43,7 @@ def drop_user_settings(settings: Settings, flag_fields: Collection[str]) -> dict
         settings: the settings.
         flag_fields: dotted names (``section.field``) of the fields that flags set.
     """
-    return {name: value for name, value in settings.items() if f"{_SECTION}.{name}" not in flag_fields}
+    return {name: value for name, value in settings.items() if f"parallel.{name}" not in flag_fields}
 
 
 def list_free_settings(config: RunConfig, choice: Choice, flag_fields: Collection[str]) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def small_run(world: int = 8, specs: tuple[str, ...] = (), **sections: dict[str,
 def predictor_of(config: RunConfig, cluster: Cluster = CLUSTER) -> tuple[Predictor, Choice]:
     """The predictor of a configuration, and the configuration's choice."""
     return Predictor(config, cluster, VOCAB), make_choice(config, cluster.gpus)
+
+
+def limit_memory(cluster: Cluster, gib: float) -> Cluster:
+    """A cluster whose devices have this much memory."""
+    return replace(cluster, device=replace(cluster.device, memory_gib=gib))
 
 
 def fastest_seconds(predictions: Iterable[Prediction], limit: float) -> list[float]:

@@ -22,7 +22,7 @@ from megatron.planner.islands import Transfer
 from megatron.planner.predict import Predictor
 from megatron.planner.report import format_flags, format_launch_command
 from megatron.planner.search import enumerate_choices, search
-from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run, write_files
+from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, limit_memory, small_run, write_files
 
 pytestmark = pytest.mark.slow
 
@@ -152,10 +152,12 @@ def test_the_search_finds_the_fastest_layouts_of_islands() -> None:
     assert all(predictor.lower_bound(prediction.choice) <= prediction.seconds for prediction in predictions)
     limits = sorted(prediction.memory_bytes for prediction in predictions)
     for limit in (limits[-1], limits[len(limits) // 2]):
-        best = search(predictor, sets, top=3, memory_gib=limit / 2**30).best
+        predictor.cluster = limit_memory(SITES, limit / 2**30)
+        best = search(predictor, sets, top=3).best
         assert [prediction.seconds for prediction in best] == pytest.approx(fastest_seconds(predictions, limit)[:3])
+    predictor.cluster = limit_memory(SITES, (limits[0] - 1) / 2**30)
     with pytest.raises(UserError, match="nothing fits"):
-        search(predictor, sets, memory_gib=(limits[0] - 1) / 2**30)
+        search(predictor, sets)
 
 
 def test_the_printed_command_starts_islands(tmp_path: Path) -> None:

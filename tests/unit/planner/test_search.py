@@ -10,7 +10,7 @@ from megatron.base.errors import UserError
 from megatron.parallel.pipeline.schedule import SCHEDULES
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import enumerate_choices, search
-from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run
+from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, limit_memory, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def everything() -> list[Prediction]:
 @pytest.mark.parametrize("gib", [1.0, 0.0028])
 def test_the_search_finds_the_fastest_choices(gib: float, everything: list[Prediction]) -> None:
     assert {prediction.choice.schedule for prediction in everything} == set(SCHEDULES)
-    result = search(Predictor(small_run(), CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
+    result = search(Predictor(small_run(), limit_memory(CLUSTER, gib), VOCAB), SETS, top=4)
     fastest = fastest_seconds(everything, gib * 2**30)
     assert [prediction.seconds for prediction in result.best] == pytest.approx(fastest[:4])
     assert len(result.best) == min(4, len(fastest)) == len({prediction.choice.layout for prediction in result.best})
@@ -55,6 +55,6 @@ def test_the_search_compresses_over_slow_links() -> None:
 
 def test_a_search_without_a_result_is_an_error() -> None:
     with pytest.raises(UserError, match=r"nothing fits into 0 GiB.*use more or larger devices"):
-        search(Predictor(small_run(), CLUSTER, VOCAB), SETS, memory_gib=1e-6)
+        search(Predictor(small_run(), limit_memory(CLUSTER, 1e-6), VOCAB), SETS)
     with pytest.raises(UserError, match="no layout of 91 devices divides 8 layers"):
         search(Predictor(small_run(), dataclasses.replace(CLUSTER, gpus=7 * 13), VOCAB), SETS)
