@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.distributed.trace import FIRST_STREAM
-
+FIRST_STREAM = 1
+"""Track of a device's stream 0; spans are on track 0."""
 _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LONGEST_NAME = 200
 """Maximum length of kernel names; template names can fill pages."""
@@ -23,10 +23,12 @@ class DeviceKernels:
         self._profile: profile | None = None
 
     def start(self) -> None:
+        """Start recording."""
         self._profile = profile(activities=[ProfilerActivity.CUDA])
         self._profile.start()
 
     def stop(self) -> list[dict[str, Any]]:
+        """Stop; return Chrome trace events (name, cat, tid, ts, dur), with times since 1970."""
         assert self._profile is not None
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:

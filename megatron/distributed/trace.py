@@ -15,26 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.compression.points import Point
 from megatron.distributed.clock import Clock, HostClock, Mark
 from megatron.distributed.group import Pending
+from megatron.distributed.kernel_trace import FIRST_STREAM, DeviceKernels
 from megatron.distributed.layout import Layout
 from megatron.distributed.observer import Observer
-
-FIRST_STREAM = 1
-"""Track of a device's stream 0; spans are on track 0."""
-
-
-class Kernels(Protocol):
-    """A recorder of the device's kernels."""
-
-    def start(self) -> None:
-        """Start recording."""
-
-    def stop(self) -> list[dict[str, Any]]:
-        """Stop; return Chrome trace events (name, cat, tid, ts, dur), with times since 1970."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ class Trace(Observer):
         first: int = 0,
         last: int = 0,
         clock: Clock | None = None,
-        kernels: Kernels | None = None,
+        kernels: DeviceKernels | None = None,
         layout: Layout = Layout(),  # noqa: B008  # immutable
         schedule: str = "",
         run: str = "",

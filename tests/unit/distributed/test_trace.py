@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.compression.points import Point
 from megatron.distributed.group import Pending
-from megatron.distributed.kernel_trace import extract_kernels
+from megatron.distributed.kernel_trace import FIRST_STREAM, DeviceKernels, extract_kernels
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
-from megatron.distributed.trace import FIRST_STREAM, Trace
+from megatron.distributed.trace import Trace
 from tests.support.fake_device import FakeDevice, never_waited_for
 from tests.support.tiny import tiny_engines
 from tools.merge_traces import read_trace
@@ -91,7 +91,7 @@ def test_an_unwritable_file_is_a_warning(tmp_path: Path, capsys: pytest.CaptureF
     assert f"warning: the trace {path} cannot be written: No such file or directory" in capsys.readouterr().err
 
 
-class _Kernels:
+class _Kernels(DeviceKernels):
     """Reports a kernel in each iteration."""
 
     def __init__(self) -> None:
