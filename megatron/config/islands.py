@@ -124,15 +124,12 @@ def max_wait_seconds(parallel: ParallelConfig) -> float:
     return _SHARE_OF_TIMEOUT * 60 * parallel.distributed_timeout_minutes
 
 
-def parse_address_flag(address: str, flag: str) -> tuple[str, int]:
-    """Split HOST:PORT into host and port.
-
-    Raises UserError for anything else; the message names the flag.
-    """
+def parse_address_flag(address: str) -> tuple[str, int]:
+    """Split HOST:PORT of --islands-address into host and port. Raises UserError for anything else."""
     try:
         return read_address(address)
     except ValueError:
-        raise UserError(f"{flag} {address[:200]}: {EXAMPLE}") from None
+        raise UserError(f"--islands-address {address[:200]}: {EXAMPLE}") from None
 
 
 def check_islands(
@@ -168,7 +165,7 @@ def check_islands(
             raise UserError(
                 f"--island {islands.island}: the islands of {flag} are 0 to {islands.islands - 1}; correct one"
             )
-        parse_address_flag(islands.islands_address, "--islands-address")
+        parse_address_flag(islands.islands_address)
         if islands.quorum > islands.islands:
             raise UserError(f"--islands-quorum {islands.quorum} is above {flag}; lower it")
         limit = max_wait_seconds(parallel)

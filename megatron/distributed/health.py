@@ -41,7 +41,7 @@ FAILING_SECONDS = 30.0
 """The same for a main thread that is already ending."""
 
 EXIT_PEER_LOST = 3
-"""Exit status of a rank that ends because another rank is gone."""
+"""Exit status of a rank that ends itself because another rank or the launcher is gone."""
 _BLAME = re.compile(r"ranks? ([0-9, ]+)(?: and [0-9]+ more)?(?: on [^ ,]+(?:, | stopped answering)| failed: )")
 
 _SILENT = "no sign of life"
@@ -55,7 +55,6 @@ class FailureDetector:
     Args:
         rank, world_size: this rank's number and the number of ranks.
         silent_seconds: longest time without a heartbeat of a neighbor.
-        exit_status: exit status of a rank that ends itself because a peer or the launcher is gone.
         grace_seconds: time in which the main thread may end by itself once a lost rank is known. On CUDA it may be
             waiting for the device, and cannot; NCCL then ends the process in its own way.
         launcher: process id of the launcher, which this process must not outlive; None without a launcher.
@@ -68,14 +67,12 @@ class FailureDetector:
         world_size: int,
         *,
         silent_seconds: float = SILENT_SECONDS,
-        exit_status: int,
         grace_seconds: float = GRACE_SECONDS,
         launcher: int | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.exit_status = exit_status
         self._silent_beats = max(1, round(silent_seconds / HEARTBEAT_SECONDS))
         self._grace_seconds = grace_seconds
         self._launcher = launcher
@@ -174,7 +171,7 @@ class FailureDetector:
                 text = f"rank {self.rank}: {self._verdict}"
                 write_error_file(text)
                 self._print(text)
-                self._leave(self.exit_status)
+                self._leave(EXIT_PEER_LOST)
                 return
             if self._mesh is None:
                 self._stop.wait(HEARTBEAT_SECONDS)

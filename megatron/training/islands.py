@@ -297,7 +297,7 @@ def join_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
 def _address(config: RunConfig) -> tuple[str, int]:
     """Return host and port of the store."""
     assert config.islands.islands_address is not None
-    return parse_address_flag(config.islands.islands_address, "--islands-address")
+    return parse_address_flag(config.islands.islands_address)
 
 
 @contextmanager

@@ -116,7 +116,6 @@ class Ranks:
                 env.rank,
                 env.world_size,
                 silent_seconds=peer_timeout_seconds,
-                exit_status=EXIT_PEER_LOST,
                 grace_seconds=0.0 if backend == "nccl" else GRACE_SECONDS,
                 launcher=launcher,
             )

@@ -51,7 +51,6 @@ class Rank:
             silent_seconds=silent_seconds,
             launcher=launcher,
             leave=self._leave,
-            exit_status=3,
             grace_seconds=grace_seconds,
         )
 
@@ -269,7 +268,7 @@ def test_a_full_pipe_does_not_keep_a_rank_alive() -> None:
         "import os, sys\n"
         "from megatron.distributed import health\n"
         "sys.stderr.write('x' * 65536)\n"
-        "health.FailureDetector(0, 1, exit_status=3, launcher=0).start()\n"
+        "health.FailureDetector(0, 1, launcher=0).start()\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
