@@ -53,6 +53,12 @@ class ParsedRun:
     explicit: set[str]
     flag_fields: set[str]
 
+    @classmethod
+    def of(cls, parsed: ParsedSections) -> ParsedRun:
+        """Make a run of parsed sections, which are those of ``RunConfig``."""
+        config = RunConfig(**parsed.sections)
+        return cls(config=config, notes=parsed.notes, explicit=parsed.explicit, flag_fields=parsed.flag_fields)
+
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
         """Resolve the configuration; automatic choices and settings without effect are added to `notes`."""
         resolved = self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
@@ -228,13 +234,13 @@ def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun
     Raises a one-line UserError; prints and exits for --help. Values are not checked yet, so that those of a checkpoint
     can be merged first.
     """
-    return read_run(build_run_parser(prog), argv)
+    return ParsedRun.of(build_run_parser(prog).parse(argv, check=False))
 
 
 def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
     """`parse_args` for a program of a single model type. Raises UserError if the flags request another type."""
     prog = PROGRAMS[model_type]
-    parsed = read_run(build_run_parser(prog, model_type), argv)
+    parsed = ParsedRun.of(build_run_parser(prog, model_type).parse(argv, check=False))
     model = parsed.config.model
     if "model.model_type" in parsed.explicit and model.model_type != model_type:
         raise UserError(
@@ -244,17 +250,6 @@ def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
         raise UserError(f"--task-head {model.task_head}: {prog} trains language models; run tasks/main.py")
     parsed.config = replace(parsed.config, model=replace(model, model_type=model_type))
     return parsed
-
-
-def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:
-    """`parse_args` with an existing parser."""
-    parsed = parser.parse(argv, check=False)
-    return ParsedRun(
-        config=RunConfig(**parsed.sections),
-        notes=parsed.notes,
-        explicit=parsed.explicit,
-        flag_fields=parsed.flag_fields,
-    )
 
 
 class _PrintAction(argparse.Action):

@@ -148,12 +148,7 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     """
     parsed = task_parser().parse(argv, check=False)
     task_config: TaskConfig = parsed.sections.pop("task")
-    run = ParsedRun(
-        config=RunConfig(**parsed.sections),
-        notes=parsed.notes,
-        explicit=parsed.explicit,
-        flag_fields=parsed.flag_fields,
-    )
+    run = ParsedRun.of(parsed)
     name = task_name(task_config.task) if task_config.task is not None else None
     if name not in TASKS:
         raise UserError(f"--task {task_config.task}: choose from {', '.join(TASKS)}")

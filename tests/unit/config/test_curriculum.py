@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import CurriculumConfig, lengths_of
-from megatron.config.flags import build_run_parser, parse_args, read_run
+from megatron.config.flags import parse_args
 from megatron.config.lengths import LengthSchedule
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
@@ -24,7 +24,6 @@ BASE = (
     "--vocab-size 100"
 )
 LINEAR = "--curriculum-learning --curriculum-seqlen-min 16 --curriculum-seqlen-step 8 --curriculum-seqlen-steps 100"
-PARSER = build_run_parser()
 
 
 def curriculum(kind: str, **fields: Any) -> CurriculumConfig:
@@ -247,7 +246,7 @@ def test_lengths_in_tokens_are_not_mixed_with_samples(flags: str, words: list[st
 
 
 def test_flags_that_a_curriculum_does_not_read_are_noted() -> None:
-    run = read_run(PARSER, f"{BASE} {LINEAR} --curriculum-root-degree 3 --train-iters 9".split())
+    run = parse_args(f"{BASE} {LINEAR} --curriculum-root-degree 3 --train-iters 9".split())
     run.resolve(1)
     assert [note for note in run.notes if "--curriculum" in note] == [
         "--curriculum-root-degree: no effect without --curriculum-type fixed_root"

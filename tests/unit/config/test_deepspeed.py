@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config.flags import ParsedRun, build_run_parser, read_run
+from megatron.config.flags import ParsedRun, parse_args
 
-PARSER = build_run_parser()
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 0.001 --vocab-size 100"
 
 
 def _parsed(folder: Path, content: Any, flags: str = "--micro-batch-size 2") -> ParsedRun:
     path = folder / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return read_run(PARSER, [*BASE.split(), "--train-iters", "9", *flags.split(), "--deepspeed_config", str(path)])
+    return parse_args([*BASE.split(), "--train-iters", "9", *flags.split(), "--deepspeed_config", str(path)])
 
 
 def test_all_supported_keys_of_a_file_are_translated(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def _grown(**changes: Any) -> dict[str, Any]:
 def test_a_curriculum_of_a_file_is_that_of_the_flags(tmp_path: Path, changes: dict[str, Any], flags: str) -> None:
     base = "--micro-batch-size 2"
     config = _parsed(tmp_path, _grown(**changes), base).resolve(1)
-    expected = read_run(PARSER, f"{BASE} --train-iters 9 {base} --curriculum-learning {flags}".split()).resolve(1)
+    expected = parse_args(f"{BASE} --train-iters 9 {base} --curriculum-learning {flags}".split()).resolve(1)
     assert config == expected
 
 
@@ -203,7 +202,7 @@ def test_a_path_that_is_not_a_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, reason in (("pipe", "is not a regular file"), ("nowhere", "cannot be read"), (".", "cannot be read")):
         with pytest.raises(UserError, match=reason):
-            read_run(PARSER, ["--deepspeed-config", str(tmp_path / name)])
+            parse_args(["--deepspeed-config", str(tmp_path / name)])
 
 
 _KEYS = [
@@ -233,39 +232,39 @@ def test_any_file_is_accepted_or_refused_in_one_line(tmp_path_factory: pytest.Te
 @pytest.mark.parametrize(("stage", "sharded"), [("0", False), ("1", True), ("1.0", True)])
 def test_zero_stage_1_shards_the_optimizer(stage: str, sharded: bool) -> None:
     words = f"{BASE} --train-iters 9 --micro-batch-size 2 --zero-stage {stage}"
-    run = read_run(PARSER, words.split())
+    run = parse_args(words.split())
     assert run.resolve(2).parallel.use_distributed_optimizer is sharded
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", "--zero-stage 0.5", "--zero-stage -1"])
 def test_other_zero_stages_and_contradictions_are_refused(flags: str) -> None:
     with pytest.raises(UserError, match="--zero-stage"):
-        read_run(PARSER, flags.replace(" -", "=-").split())
+        parse_args(flags.replace(" -", "=-").split())
     with pytest.raises(UserError, match="--zero-stage 0 and --use-distributed-optimizer contradict"):
-        read_run(PARSER, ["--zero-stage", "0", "--use-distributed-optimizer"])
+        parse_args(["--zero-stage", "0", "--use-distributed-optimizer"])
 
 
 @pytest.mark.parametrize("tag", ["global_step12", "iter_0000012", "12"])
 def test_a_tag_names_an_iteration(tag: str) -> None:
-    assert read_run(PARSER, ["--load", "x", "--load-tag", tag]).config.checkpoint.ckpt_step == 12
+    assert parse_args(["--load", "x", "--load-tag", tag]).config.checkpoint.ckpt_step == 12
 
 
 def test_a_tag_without_an_iteration_is_refused() -> None:
     for tag in ("latest", "global_step", "global_step-1", "global_step" + "9" * 30):
         with pytest.raises(UserError, match=r"--load-tag .*: expected global_stepN; or use --ckpt-step N"):
-            read_run(PARSER, ["--load", "x", f"--load-tag={tag}"])
+            parse_args(["--load", "x", f"--load-tag={tag}"])
     with pytest.raises(UserError, match="--load-tag: the value is empty"):
-        read_run(PARSER, ["--load", "x", "--load-tag="])
+        parse_args(["--load", "x", "--load-tag="])
     with pytest.raises(UserError, match="--load-tag needs --load FOLDER"):
-        read_run(PARSER, ["--load-tag", "global_step3"])
+        parse_args(["--load-tag", "global_step3"])
     with pytest.raises(UserError, match="--load-tag global_step3 and --ckpt-step 4 contradict each other"):
-        read_run(PARSER, ["--load", "x", "--load-tag", "global_step3", "--ckpt-step", "4"])
+        parse_args(["--load", "x", "--load-tag", "global_step3", "--ckpt-step", "4"])
 
 
 def test_flags_win_over_translated_flags_in_a_yaml_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("zero_stage: 1\nbatch_size: 4\nload_tag: global_step3\nload: x\n")
     words = ["--config", str(tmp_path / "run.yaml")]
-    config = read_run(PARSER, [*words, "--micro-batch-size", "2", "--ckpt-step", "5"]).config
+    config = parse_args([*words, "--micro-batch-size", "2", "--ckpt-step", "5"]).config
     assert (config.training.micro_batch_size, config.checkpoint.ckpt_step) == (2, 5)
     assert config.parallel.use_distributed_optimizer is True
-    assert read_run(PARSER, words).config.training.micro_batch_size == 4
+    assert parse_args(words).config.training.micro_batch_size == 4

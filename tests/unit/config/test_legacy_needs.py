@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.base.option import field_options
-from megatron.config.flags import build_run_parser, read_run
+from megatron.config.flags import parse_args
 from megatron.config.translate.legacy import NEEDS, LegacyConfig
 
-PARSER = build_run_parser()
 BASE = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 0.001
     --vocab-size 100 --train-iters 100
@@ -63,7 +62,7 @@ def _value(name: str) -> list[str]:
 
 
 def _old_notes(words: list[str], name: str) -> list[str]:
-    notes = read_run(PARSER, [*BASE.split(), *words]).notes
+    notes = parse_args([*BASE.split(), *words]).notes
     return [note for note in notes if note.startswith(f"--{name.replace('_', '-')}: no effect without ")]
 
 

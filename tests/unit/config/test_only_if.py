@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.base.option import Condition, FieldOption, field_options
-from megatron.config.flags import build_run_parser, read_run
+from megatron.config.flags import parse_args
 from megatron.config.run import run_sections
 
-PARSER = build_run_parser()
 BASE = {
     "num-layers": "4", "hidden-size": "64", "num-attention-heads": "4", "seq-length": "32", "micro-batch-size": "2",
     "lr": "0.001", "vocab-size": "1000", "train-iters": "100",
@@ -114,7 +113,7 @@ def _value(field: FieldOption) -> list[str]:
 
 def _notes(field: FieldOption, words: list[str], world_size: int) -> list[str]:
     base = [word for flag, value in BASE.items() if flag != field.flag for word in (f"--{flag}", value)]
-    run = read_run(PARSER, [*base, f"--{field.flag}", *_value(field), *words])
+    run = parse_args([*base, f"--{field.flag}", *_value(field), *words])
     run.resolve(world_size)
     return [note for note in run.notes if f"--{field.flag}" in note.partition(":")[0].split(", ")]
 
@@ -165,6 +164,6 @@ def test_every_setting_is_read_by_some_engine() -> None:
 
 def test_flags_that_repeat_a_default_are_not_noted() -> None:
     words = [word for flag, value in BASE.items() for word in (f"--{flag}", value)]
-    run = read_run(PARSER, [*words, "--hysteresis", "2", "--sgd-momentum", "0.9", "--adam-beta1", "0.9"])
+    run = parse_args([*words, "--hysteresis", "2", "--sgd-momentum", "0.9", "--adam-beta1", "0.9"])
     run.resolve(1)
     assert run.notes == []

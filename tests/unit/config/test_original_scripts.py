@@ -8,18 +8,16 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.curriculum import lengths_of
-from megatron.config.flags import ParsedRun, build_run_parser, read_run
+from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE, Script
-
-PARSER = build_run_parser()
 
 
 def _read(script: Script, folder: Path, more_flags: str = "") -> ParsedRun:
     file = folder / "ds_config.json"
     file.write_text(script.deepspeed)
     words = f"{script.flags} {more_flags}".split()
-    return read_run(PARSER, [word.replace("DS", str(file)) if word.endswith("DS") else word for word in words])
+    return parse_args([word.replace("DS", str(file)) if word.endswith("DS") else word for word in words])
 
 
 def _resolved(script: Script, folder: Path, more_flags: str = "") -> tuple[RunConfig, list[str]]:
