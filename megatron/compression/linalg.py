@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -35,7 +36,4 @@ _cached_matrix = functools.lru_cache(maxsize=32)(_drawn)
 
 def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
     """Rows and columns of a parameter viewed as a matrix, with all dimensions but the last as rows."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1] if shape else 1
+    return math.prod(shape[:-1]), shape[-1] if shape else 1

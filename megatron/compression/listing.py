@@ -8,10 +8,10 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, field_options, summary_of_class
 from megatron.base.user_text import nearest, spell
-from megatron.compression.outer import PRESET, PRESETS
+from megatron.compression.outer import PRESET, PRESETS, OuterOptions
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.spec import COMMON, FUSED, POINT_OPTIONS, can_serve, expand_spec
+from megatron.compression.spec import COMMON, FUSED, can_serve, expand_spec
 
 _TENSOR_PARALLEL = "under --sequence-parallel it gathers, by cast, fixpoint or float8"
 _CONDITIONS: Mapping[Point, str] = {
@@ -53,10 +53,10 @@ def describe_name(registry: Registry, name: str) -> str:
         lines = [f"{name}: {', '.join(names_at(registry, point))}"]
         if point in _CONDITIONS:
             lines.append(_CONDITIONS[point])
-        if point in POINT_OPTIONS:
-            lines += ["", summary_of_class(POINT_OPTIONS[point]), ""]
+        if point is Point.OUTER:
+            lines += ["", summary_of_class(OuterOptions), ""]
             lines += ["options of the point, beside those of its compressor:"]
-            lines += options_lines(name, POINT_OPTIONS[point])
+            lines += options_lines(name, OuterOptions)
             lines += [f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for"]
             for preset, words in PRESETS.items():
                 lines.append(f"    {preset:<14} {','.join(f'{key}={value}' for key, value in words.items())}")
@@ -78,7 +78,7 @@ def describe_name(registry: Registry, name: str) -> str:
 def points_of(registration: Registration, name: str) -> dict[Point, str]:
     """Points that a compressor serves, with its default error feedback; empty at points with their own default."""
     return {
-        point: "" if point in POINT_OPTIONS else registration.default_feedback(point)
+        point: "" if point is Point.OUTER else registration.default_feedback(point)
         for point in Point
         if point.compressible and can_serve(registration, point, name)
     }

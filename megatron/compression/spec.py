@@ -43,9 +43,6 @@ COMMON = {
 }
 """Options common to all compressors, with help texts."""
 
-POINT_OPTIONS: Mapping[Point, type[Any]] = {Point.OUTER: OuterOptions}
-"""Options classes of points, for options that do not depend on the compressor."""
-
 
 @dataclass(frozen=True)
 class Spec:
@@ -60,7 +57,7 @@ class Spec:
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
         fused: a single all-reduce over all replicas of all stages with the embedding (``embedding`` only).
         schedules: schedules of options that change over the run, by field; ``options`` holds the first values.
-        point_options: an instance of the point's options class; None if the point has no options.
+        outer_options: options of the point ``outer``; the defaults at other points.
         preset: name of the preset; empty without a preset.
         decay: factor that multiplies a reduction's residual before it is added.
     """
@@ -73,15 +70,9 @@ class Spec:
     feedback: str = "off"
     fused: bool = False
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
-    point_options: Any = None
+    outer_options: OuterOptions = field(default_factory=OuterOptions)
     preset: str = ""
     decay: float = 1.0
-
-    @property
-    def outer_options(self) -> OuterOptions:
-        """Options of the point ``outer``."""
-        assert isinstance(self.point_options, OuterOptions)
-        return self.point_options
 
     def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
         """Options in an iteration; ``tuned`` are values chosen by a controller."""
@@ -231,8 +222,9 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         advice = next((f"; use {spec}" for spec in accepted), "")
         raise UserError(f"{error}{advice}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: values.pop(key).lower() for key in COMMON if key in values}
-    preset, point_options = "", None
-    if point in POINT_OPTIONS:
+    preset, outer_options, outer_flags = "", OuterOptions(), list[str]()
+    if point is Point.OUTER:
+        outer_flags = [PRESET, *(option.flag for option in field_options(point.value, OuterOptions))]
         preset = values.pop(PRESET, "").lower()
         reason = NOT_OFFERED.get(preset.removesuffix("-like"))
         if reason:
@@ -240,12 +232,12 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         if preset and preset not in PRESETS:
             raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
         point_values = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON}
-        point_values |= {key: values.pop(key) for key in _point_flags(point) if key in values}
-        point_options = options_from_words(POINT_OPTIONS[point], point_values, point.value)
+        point_values |= {key: values.pop(key) for key in outer_flags if key in values}
+        outer_options = options_from_words(OuterOptions, point_values, point.value)
     if not registration.no_feedback:
         common = {key: value for key, value in PRESETS.get(preset, {}).items() if key in COMMON} | common
     flags = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
-    flags += [PRESET, *_point_flags(point)] if point in POINT_OPTIONS else []
+    flags += outer_flags
     for key in values:
         if key not in flags:
             raise UserError(f"{name} has no option {key!r}{nearest(key, flags)}; its options are: {', '.join(flags)}")
@@ -269,7 +261,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         feedback,
         is_fused_name or fused == "on",
         schedules,
-        point_options,
+        outer_options,
         preset,
         _parse_decay(point, feedback, common.get("feedback-decay", "1")),
     )
@@ -306,11 +298,6 @@ def _read_schedules(
         first = schedule.at(0)
         values[key] = str(round(first)) if declared[key].element is int else repr(first)
     return schedules
-
-
-def _point_flags(point: Point) -> list[str]:
-    """Option names of a point's options class."""
-    return [option.flag for option in field_options(point.value, POINT_OPTIONS[point])]
 
 
 def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
