@@ -190,7 +190,7 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.wire.numel() * self.wire.element_size()
+        return self.wire.nbytes
 
 
 class SampleKey(tuple[int, ...]):

@@ -54,7 +54,7 @@ def check_fit(message: Payload, room: Payload) -> None:
     for name, payload in (("encode", message), ("empty_payload", room)):
         if not payload.wire.is_contiguous():
             raise CompressorFault(f"the message of {name} is not contiguous")
-        count = payload.wire.numel() * payload.wire.element_size()
+        count = payload.wire.nbytes
         if payload.nbytes != count:
             raise CompressorFault(f"nbytes of {name} is {payload.nbytes}, and the message has {count} bytes")
 

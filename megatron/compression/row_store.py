@@ -147,7 +147,7 @@ class RowStore:
         assert self._template is not None
         checksum = written.result()
         assert self._file is not None
-        size = self._template.numel() * self._template.element_size()
+        size = self._template.nbytes
         self._file.seek(slot * size)
         data = bytearray(self._file.read(size))
         if len(data) != size or zlib.crc32(data) != checksum:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.compression.api import Codec, Payload
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 
 
@@ -46,7 +46,7 @@ class PendingGather:
         self._alive = wire  # until the all-gather has sent it
         self.pending: Pending = group.all_gather(self.wires, wire)
         if group.size > 1:
-            raw = num_bytes(x) if raw_bytes is None else raw_bytes
+            raw = x.nbytes if raw_bytes is None else raw_bytes
             ledger.count_message(point, self.pending.sent_bytes, (group.size - 1) * raw)
 
     def wait(self) -> Tensor:

@@ -115,11 +115,6 @@ class Pending:
         return self.work is None or self.work.is_completed()
 
 
-def num_bytes(x: Tensor) -> int:
-    """Size of a tensor's elements in bytes."""
-    return x.numel() * x.element_size()
-
-
 @dataclass(frozen=True)
 class NodeSplit:
     """Ranks of a group by node, with this rank's subgroups.
@@ -192,9 +187,9 @@ class Group:
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         combine = _COMBINE_FUNCTIONS.get(op)
-        if combine is not None and self.backend == "gloo" and self.size == 2 and num_bytes(x) < _PAIR_SUM_BYTES:
+        if combine is not None and self.backend == "gloo" and self.size == 2 and x.nbytes < _PAIR_SUM_BYTES:
             return self._combine_directly(x, combine)
-        sent = 2 * (self.size - 1) * num_bytes(x) // self.size
+        sent = 2 * (self.size - 1) * x.nbytes // self.size
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_reduce_numbers(self, x: Tensor) -> Pending:
@@ -210,7 +205,7 @@ class Group:
     def _combine_directly(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Pending:
         """Send ``x`` to all other ranks, and combine the ranks' tensors in place."""
         rows = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        sent = (self.size - 1) * num_bytes(x)
+        sent = (self.size - 1) * x.nbytes
         pending = self.start("all-reduce", sent, lambda: self._exchange_with_all(x, rows))
         # In rank order, because sums, and the result for 0 and -0 or for two NaNs, depend on the order.
         pending.finish = lambda: x.copy_(reduce(combine, rows))
@@ -232,7 +227,7 @@ class Group:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             return Pending(None, 0, NOTHING)
-        sent = (self.size - 1) * num_bytes(x)
+        sent = (self.size - 1) * x.nbytes
         if self._uses_partner_exchange(sent):
             rows = out.view(self.size, *x.shape)
             rows[self.rank].copy_(x)
@@ -290,7 +285,7 @@ class Group:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             return Pending(None, 0, NOTHING)
-        sent = (self.size - 1) * num_bytes(x) // self.size
+        sent = (self.size - 1) * x.nbytes // self.size
         if self.backend != "gloo":
             return self.start(
                 "reduce-scatter",
@@ -319,7 +314,7 @@ class Group:
         if self.size == 1:
             out.copy_(x)
             return Pending(None, 0, NOTHING)
-        sent = (self.size - 1) * num_bytes(x) // self.size
+        sent = (self.size - 1) * x.nbytes // self.size
         return self._exchange(out, x, "all-to-all", sent)
 
     def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
@@ -330,7 +325,7 @@ class Group:
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
-        sent = sum(num_bytes(tensor) for rank, tensor in enumerate(x) if rank != self.rank)
+        sent = sum(tensor.nbytes for rank, tensor in enumerate(x) if rank != self.rank)
         if self.backend == "gloo":
             return self.start("all-to-all", sent, lambda: self._exchange_with_partners(x, out))
         empty = x[0].new_empty(0)
@@ -341,7 +336,7 @@ class Group:
         """Broadcast ``x`` from group rank ``src``, in place."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
-        sent = num_bytes(x) if self.rank == src else 0
+        sent = x.nbytes if self.rank == src else 0
         return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
@@ -351,7 +346,7 @@ class Group:
             return Pending(None, 0, NOTHING)
         first = self.rank == 0
         rows = list(out.unbind()) if first else None
-        sent = 0 if first else num_bytes(x)
+        sent = 0 if first else x.nbytes
         return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
 
     def distribute(self, x: Tensor) -> Pending:
@@ -360,14 +355,14 @@ class Group:
             return Pending(None, 0, NOTHING)
         first = self.rank == 0
         rows = [x] * self.size if first else None
-        sent = (self.size - 1) * num_bytes(x) if first else 0
+        sent = (self.size - 1) * x.nbytes if first else 0
         return self.start("scatter", sent, lambda: dist.scatter(x, rows, group=self.pg, async_op=True, group_src=0))
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         """Send ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
         return self.start(
             f"send to rank {self.ranks[dst]}",
-            num_bytes(x),
+            x.nbytes,
             lambda: dist.isend(x, group=self.pg, tag=tag, group_dst=dst),
         )
 

@@ -14,7 +14,7 @@ from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.results import check_aggregate, check_request
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.kernels.ops import sum_of_squares
 
@@ -69,7 +69,7 @@ class PackedReduction:
         self.group, self.ledger, self.point, self.sharded = group, ledger, point, sharded
         if raw_bytes is None:  # an exact ring all-reduce, or reduce-scatter
             steps = 1 if sharded else 2
-            raw_bytes = sum(steps * (group.size - 1) * num_bytes(reduction.x) // group.size for reduction in reductions)
+            raw_bytes = sum(steps * (group.size - 1) * reduction.x.nbytes // group.size for reduction in reductions)
         self._uncounted_raw_bytes = raw_bytes
         for reduction in reductions if ledger.observers else ():
             reduction.compressor = ledger.audited(point, reduction.compressor)

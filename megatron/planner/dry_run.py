@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.api import Level
 from megatron.compression.points import Point
-from megatron.distributed.group import Group, NodeSplit, Pending, num_bytes
+from megatron.distributed.group import Group, NodeSplit, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.work import Work
@@ -218,7 +218,7 @@ class DryGroup(Group):
 
     def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         sent, received = (
-            sum(num_bytes(tensor) for r, tensor in enumerate(tensors) if r != self.rank) for tensors in (x, out)
+            sum(tensor.nbytes for r, tensor in enumerate(tensors) if r != self.rank) for tensors in (x, out)
         )
         if self.size > 1:
             # Links are full duplex: the direction with more bytes decides.
@@ -227,7 +227,7 @@ class DryGroup(Group):
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
         # This is the first rank, which only receives.
-        self._record("gather", float(num_bytes(out)))
+        self._record("gather", float(out.nbytes))
         return Pending(None, 0, "gather")
 
 

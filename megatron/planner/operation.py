@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron.distributed.group import num_bytes
-
 META = torch.device("meta")
 
 _FREE = frozenset(
@@ -115,7 +113,7 @@ def _cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost | N
         return None
     formula = _flop_formula(packet)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
-    return Cost(flops, sum(map(num_bytes, _tensors(args, kwargs, out))))
+    return Cost(flops, sum(x.nbytes for x in _tensors(args, kwargs, out)))
 
 
 @lru_cache(maxsize=1 << 16)

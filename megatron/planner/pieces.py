@@ -14,7 +14,6 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.group import num_bytes
 from megatron.distributed.policy import CompressionPlan
 from megatron.models.context import ExpertContext, ForwardContext
 from megatron.models.losses import Targets
@@ -326,7 +325,7 @@ def run_message(
         sender.commit()
         receiver.commit()
     kept_bytes = state_bytes(sender) + state_bytes(receiver)
-    remembered = sum(num_bytes(tensor) for tensor in receiver.export_tensors().values()) - state_bytes(receiver)
+    remembered = sum(tensor.nbytes for tensor in receiver.export_tensors().values()) - state_bytes(receiver)
     return MessageCost(
         nbytes, CostTally.median(encodes).seconds, CostTally.median(decodes).seconds, kept_bytes, remembered / keys
     )
@@ -334,4 +333,4 @@ def run_message(
 
 def state_bytes(state: CompressorState) -> float:
     """Bytes of a compressor's state tensors, without sample caches."""
-    return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
+    return float(sum(tensor.nbytes for tensor in state.tensors.values()))

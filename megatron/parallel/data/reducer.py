@@ -15,7 +15,7 @@ from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
@@ -196,7 +196,7 @@ class BucketReducer:
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState())
             for span in _uncompressed_ranges(bucket, compressed_units)
         ]
-        raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
+        raw = (1 if self.sharded else 2) * (self.group.size - 1) * bucket.flat.nbytes // self.group.size
         # Stacks are not aligned with the ranks' shares of the bucket, so every rank needs the complete sums.
         shares = self.sharded and not any(unit.ranges for unit in compressed_units)
         packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)

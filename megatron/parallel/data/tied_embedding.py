@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
@@ -68,7 +68,7 @@ class EmbeddingSync:
         compresses = self._active and holds_all
         compressor = self.plan.select_compressor(Point.EMBED_GRAD, shape, self.state) if compresses else None
         if compressor is None:
-            self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
+            self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), grad.nbytes)
             return
         unit = self._unit(shape)
         with self.ledger.encoding(Point.EMBED_GRAD):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.compression.points import Point
-from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.parallel.tensor.main_grad import detach_main_grad
 
@@ -42,7 +42,7 @@ class TorchReplicas:
 
     def _all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         grads = bucket.buffer()
-        self.ledger.count_message(Point.DP_GRAD, 2 * (self.group.size - 1) * num_bytes(grads) // self.group.size)
+        self.ledger.count_message(Point.DP_GRAD, 2 * (self.group.size - 1) * grads.nbytes // self.group.size)
         work = dist.all_reduce(grads, group=self.group.pg, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])

@@ -13,7 +13,7 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
@@ -134,7 +134,7 @@ class RowExchange:
                     codec, dtype = self._codec(block, point)
                     buffers[r] = codec.empty_payload(block.shape, dtype, block.device, recv_states[r], None).wire
         pending = self.group.all_to_all_uneven([_view_bytes(x) for x in buffers], [_view_bytes(x) for x in wires])
-        raw = num_bytes(rows) - num_bytes(row_blocks[rank])
+        raw = rows.nbytes - row_blocks[rank].nbytes
         self.ledger.complete(point, pending, raw, pending.sent_bytes if self.inside else 0)
         with self.ledger.decoding(point):
             for r, (block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):

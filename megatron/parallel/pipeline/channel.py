@@ -20,7 +20,7 @@ from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.results import check_fit
 from megatron.compression.state import CompressorState
-from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.group import Group, Pending
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.observer import SentMessage
@@ -214,7 +214,7 @@ class PipelineChannel:
             )
         _, receiver = self._ends(direction, position)
         pending = direction.group.send(payload.wire, receiver, tag=position.boundary)
-        self.ledger.count_message(direction.point, payload.nbytes, num_bytes(x))
+        self.ledger.count_message(direction.point, payload.nbytes, x.nbytes)
         direction.sending.append((payload, pending))
         while direction.sending and direction.sending[0][1].done():
             self.ledger.wait_for(direction.point, direction.sending.popleft()[1])

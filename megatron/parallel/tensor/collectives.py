@@ -23,7 +23,7 @@ from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.distributed.compressed_gather import PendingGather
-from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
@@ -135,7 +135,7 @@ class TensorComm:
         """
         if self.group.size == 1:
             return PendingReduce(None, x, self.group, scatter)
-        raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
+        raw = (1 if scatter else 2) * (self.group.size - 1) * x.nbytes // self.group.size
         compressor = self.plan.rounds(point)
         batched = compressor.traits.batched
         if self._active[point] and (not batched or compressor.should_compress(tuple(x.shape))):
