@@ -165,7 +165,7 @@ def _rank_parameter_bytes(config: RunConfig, world_size: int, matrix: bool) -> i
     size = parameter_bytes(config, sharded and gather is not None and not gather.identity, matrix)
     if config.validation.skip_train:
         return size.weight
-    replicas = config.data_parallel_size(world_size) if sharded else 1
+    replicas = config.parallel.data_parallel_size(world_size) if sharded else 1
     versions = 3 if config.parallel.overlaps_steps else 1
     nbytes = size.weight * versions + size.gradient * (1 + config.parallel.delay) + size.optimizer // replicas
     if outer is None or iterations is None or outer.activation.warmup_iters >= iterations:

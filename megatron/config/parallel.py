@@ -23,7 +23,7 @@ _STAGES = Condition(lambda run, _: run.parallel.pipeline_model_parallel_size > 1
 _TENSOR_RANKS = Condition(
     lambda run, _: run.parallel.tensor_model_parallel_size > 1, "there is one tensor-parallel rank"
 )
-_REPLICAS = Condition(lambda run, world_size: run.data_parallel_size(world_size) > 1, "there is one replica")
+_REPLICAS = Condition(lambda run, world_size: run.parallel.data_parallel_size(world_size) > 1, "there is one replica")
 _BUCKETS = Condition(lambda run, _: run.parallel.ddp_impl == "local", "with --DDP-impl torch, which has its own")
 _SPREAD_EXPERTS = Condition(
     lambda run, _: run.parallel.expert_model_parallel_size > 1,

@@ -153,13 +153,9 @@ class RunConfig:
         )
         return run
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of data-parallel replicas among `world_size` processes."""
-        return self.parallel.data_parallel_size(world_size)
-
     def replicas(self, world_size: int) -> int:
         """Number of data-parallel replicas over all islands, each with `world_size` processes."""
-        return self.data_parallel_size(world_size) * self.islands.islands
+        return self.parallel.data_parallel_size(world_size) * self.islands.islands
 
     @property
     def masks_labels(self) -> bool:

@@ -229,8 +229,7 @@ def check_planned(config: RunConfig, gpus: int, flag: str, remedy: str) -> None:
 def make_choice(config: RunConfig, devices: int) -> Choice:
     """Make the choice of a resolved configuration on ``devices`` devices, which islands share."""
     parallel, training, islands = config.parallel, config.training, config.islands.islands
-    world_size = devices // islands
-    dp = config.data_parallel_size(world_size)
+    dp = parallel.data_parallel_size(devices // islands)
     return Choice(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,

@@ -150,7 +150,7 @@ def make_layout(config: RunConfig, world_size: int) -> Layout:
     return Layout(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
-        dp=config.data_parallel_size(world_size),
+        dp=config.parallel.data_parallel_size(world_size),
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         v_shaped=parallel.in_v_form,
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,

@@ -358,7 +358,7 @@ def test_the_run_of_the_tutorial_resolves() -> None:
     block = DOCUMENTS["docs/tutorial/compress-a-run.md"].partition("```yaml\n")[2].partition("```")[0]
     words = [text for key, value in parse_yaml(block, "run.yaml").items() for text in (f"--{key}", str(value))]
     config = parse_args(words).resolve(2)
-    assert config.data_parallel_size(2) == 2
+    assert config.parallel.data_parallel_size(2) == 2
 
 
 def test_untested_hardware_is_named_in_a_single_table() -> None:

@@ -87,7 +87,7 @@ def _counted(config: RunConfig) -> None:
     sizes = BatchSizeSchedule(
         training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
-        dp_size=config.data_parallel_size(1),
+        dp_size=config.parallel.data_parallel_size(1),
         rampup=training.rampup_batch_size,
     )
     iterations = training.train_iters or sizes.iterations_for(training.train_samples or 0)

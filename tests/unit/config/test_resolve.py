@@ -67,7 +67,7 @@ def test_extrapolation_allows_compressors_that_do_not_clip(by_iterations: list[s
 def test_jupiter_175b_resolves() -> None:
     parsed = parse_args((JUPITER + JUPITER_175B).split())
     config = parsed.resolve(384, cuda_available=True)
-    assert config.data_parallel_size(384) == 6
+    assert config.parallel.data_parallel_size(384) == 6
     assert config.model.ffn_hidden_size == 4 * 12288
     assert config.model.kv_channels == 128
     assert config.model.init_method_std == 0.0048
@@ -81,7 +81,7 @@ def test_jupiter_175b_resolves() -> None:
 
 def test_jupiter_13b_resolves() -> None:
     config = parse_args((JUPITER + JUPITER_13B).split()).resolve(32, cuda_available=True)
-    assert config.data_parallel_size(32) == 4
+    assert config.parallel.data_parallel_size(32) == 4
     assert config.model.init_method_std == 0.02
     assert config.training.global_batch_size == 1024
 
