@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -293,7 +293,7 @@ class RankController(Controller):
         self.times = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        times = None if self.times is None else self.times.state_dict()
+        times = None if self.times is None else asdict(self.times)
         return {**self.rule.state_dict(), "measured": dict(self.measured), "warm": self.warm, "times": times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -85,13 +85,9 @@ class StageTimes:
         exact = self.exact_s[stage]
         return rank if budget < exact and self.seconds(stage, rank) < exact else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Times as plain numbers and lists of them."""
-        return asdict(self)
-
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> StageTimes:
-        """Restore times from ``state_dict``.
+        """Restore times from ``dataclasses.asdict``.
 
         Raises:
             TypeError, ValueError, LookupError: when the state is invalid.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(changes: dict[str, Any]
     assert rule.state_dict() == before
 
 
-TIMES = StageTimes([2, 4, 8], [9.0, 9.0], [[2.0, 4.0, 8.0], [2.0, 4.0, 8.0]], [0.0, 3.0]).state_dict()
+TIMES = asdict(StageTimes([2, 4, 8], [9.0, 9.0], [[2.0, 4.0, 8.0], [2.0, 4.0, 8.0]], [0.0, 3.0]))
 OLD = {"rank": 4.0, "means": [3.0, 2.5], "sum": 0.0, "count": 0.0}
 """State saved by a version without a probe."""
 

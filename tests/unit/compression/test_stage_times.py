@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_stage_is_as_slow_as_its_slowest_rank_and_as_early_as_its_last() -> No
 
 
 def test_state_goes_through_json() -> None:
-    assert StageTimes.from_state(json.loads(json.dumps(TIMES.state_dict()))) == TIMES
+    assert StageTimes.from_state(json.loads(json.dumps(asdict(TIMES)))) == TIMES
 
 
 @pytest.mark.parametrize(
@@ -78,4 +79,4 @@ def test_state_goes_through_json() -> None:
 )
 def test_invalid_times_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        StageTimes.from_state({**TIMES.state_dict(), **changes})
+        StageTimes.from_state({**asdict(TIMES), **changes})
