@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -194,11 +195,8 @@ class Stages:
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Number of each piece on a pipeline rank, by name."""
-        counts = dict.fromkeys(self.names, 0)
-        for virtual in choice.placement.virtual_stages(rank):
-            for name, count in self.pieces_of(choice, virtual).items():
-                counts[name] += count
-        return counts
+        counts = [self.pieces_of(choice, virtual) for virtual in choice.placement.virtual_stages(rank)]
+        return {name: sum(count[name] for count in counts) for name in self.names}
 
     def elements(self, choice: Choice, rank: int) -> int:
         """Number of parameters on a pipeline rank. If the first rank has both ends of the model, it holds a tied
@@ -281,11 +279,10 @@ class Stages:
             costs = [(n, self.book.reduction(choice, name, rank, of_experts)) for name, n in pieces.items() if n]
             levels = self.book.levels(choice, Point.DP_GRAD, of_experts) if size > 1 else {}
             for number in range(max(len(cost.rounds) for _, cost in costs)):
-                nbytes_of: dict[tuple[str, Level], float] = {}
+                nbytes_of: dict[tuple[str, Level], float] = defaultdict(float)
                 for n, cost in costs:
                     for collective in cost.rounds[number] if number < len(cost.rounds) else ():
-                        kind = collective.kind, collective.level
-                        nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
+                        nbytes_of[collective.kind, collective.level] += n * collective.nbytes
                 merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
                 if number == len(rounds):
                     rounds.append(0.0)
