@@ -82,7 +82,7 @@ class Trace(Observer):
         self._clock: Clock = clock or HostClock()
         self._barrier = barrier
         self._kernels = kernels
-        self._iteration: int | None = None
+        self._iteration: int | None = None  # None outside of recorded iterations
         self._spans: list[_TraceSpan] = []
         self._communications: list[_Communication] = []
         self._events: list[dict[str, Any]] = []
@@ -90,11 +90,6 @@ class Trace(Observer):
         self._aligned: float | None = None
         # Wall-clock time, so that ranks of a machine agree, but monotonic.
         self._offset = time.time() - time.perf_counter()
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether this iteration is recorded."""
-        return self._iteration is not None
 
     def begin_step(self, iteration: int) -> None:
         """Start recording, if the step is in the range."""
@@ -145,7 +140,7 @@ class Trace(Observer):
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record a span."""
-        return self._span(name, args) if self.is_recording else nullcontext()
+        return nullcontext() if self._iteration is None else self._span(name, args)
 
     @contextmanager
     def _span(self, name: str, args: dict[str, Any]) -> Iterator[None]:
@@ -157,7 +152,7 @@ class Trace(Observer):
 
     def on_complete(self, name: str, point: Point, pending: Pending) -> None:
         """Record the completion of a communication."""
-        if self.is_recording:
+        if self._iteration is not None:
             communication = _Communication(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
             self._communications.append(communication)
 
