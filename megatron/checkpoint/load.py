@@ -153,13 +153,12 @@ def load_tensors(
     iteration: Iteration,
     tensors: Mapping[str, LogicalShard],
     group: dist.ProcessGroup | None = None,
-    strict: bool = True,
     *,
-    allow_unexpected: bool | Callable[[str], bool] = False,
+    allow_unexpected: Callable[[str], bool] = lambda name: False,
     differing: Collection[str] = (),
     reads_data: bool = True,
     log: Log = silent,
-) -> list[str]:
+) -> None:
     """Load tensors into the memory that ``tensors`` describes. A collective call on the group.
 
     If dtypes differ (fp32 into bf16), values are converted, and a log line reports it.
@@ -169,16 +168,10 @@ def load_tensors(
         iteration: iteration of the checkpoint.
         tensors: this rank's memory, by global name.
         group: a gloo group; None for this process only.
-        strict: require that every name is in the checkpoint, and that every checkpoint tensor is requested on some
-            rank. If False, only common names are loaded.
-        allow_unexpected: checkpoint tensors that may be omitted even if ``strict``: True for all, or a function that
-            is true for their names.
+        allow_unexpected: is true for names of checkpoint tensors that no rank needs to request.
         differing: model flags whose values differ from the checkpoint's, if known.
         reads_data: whether to read the data, or only to check names and shapes.
         log: prints progress lines, on rank 0.
-
-    Returns:
-        Requested names that the checkpoint does not have; empty with ``strict``.
 
     Raises:
         UserError: on every rank, before any memory changes, when a file is missing, truncated or damaged, or when the
@@ -206,39 +199,33 @@ def load_tensors(
     for text in sorted(set(gather_texts(group, json.dumps(local_specs)))):
         for name, (shape, dtype) in json.loads(text).items():
             requested[name] = (tuple(shape), dtype_from_name(dtype))
-    if strict:
-        _check_model(folder, manifest, requested, allow_unexpected, differing)
-    else:
-        shared = {name: spec for name, spec in requested.items() if name in manifest.tensors}
-        _check_model(folder, manifest, shared, True, differing)
-    present = {name for name in requested if name in manifest.tensors}
-    missing = sorted(name for name in requested if name not in present)
+    _check_model(folder, manifest, requested, allow_unexpected, differing)
     if not reads_data:
-        return missing
+        return
     # Each rank checks a contiguous share of the items, of about equal bytes.
-    present_items = manifest.items_of(present)
-    total = max(1, sum(item.length for item in present_items))
+    requested_items = manifest.items_of(requested)
+    total = max(1, sum(item.length for item in requested_items))
     items, before = [], 0
-    for item in present_items:
+    for item in requested_items:
         middle = before + item.length // 2
         if min(size_of(group) - 1, middle * size_of(group) // total) == rank_of(group):
             items.append(item)
         before += item.length
     _raise_if_damaged(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
-        stored_types = {name: manifest.tensors[name].properties.dtype for name in requested if name in present}
-        conversions = Counter((stored, requested[name][1]) for name, stored in stored_types.items())
+        conversions = Counter(
+            (manifest.tensors[name].properties.dtype, dtype) for name, (_, dtype) in requested.items()
+        )
         for (stored, dtype), count in conversions.items():
             if stored != dtype:
                 log(f"converting {count} tensors of the checkpoint from {stored} to {dtype}")
 
     reader = ShardReader(folder, manifest)
-    state: dict[str, Any] = {name: shard for name, shard in tensors.items() if name in present}
+    state: dict[str, Any] = {name: shard for name, shard in tensors.items() if name in requested}
     ignore_single_process_warning()
     with torch.no_grad():
         dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     _raise_if_damaged(root, iteration, group, reader.problem)
-    return missing
 
 
 def _raise_if_damaged(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
@@ -251,7 +238,7 @@ def _check_model(
     folder: Path,
     manifest: Manifest,
     requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    allow_unexpected: bool | Callable[[str], bool],
+    allow_unexpected: Callable[[str], bool],
     differing: Collection[str],
 ) -> None:
     """Check names, shapes and number types (floating-point or integer); all ranks reach the same result."""
@@ -264,11 +251,8 @@ def _check_model(
             differences.append(f"{name} has shape {tuple(saved.size)} instead of {shape}")
         elif saved.properties.dtype.is_floating_point != dtype.is_floating_point:
             differences.append(f"{name} is {saved.properties.dtype} instead of {dtype}")
-    if allow_unexpected is not True:
-        extra = sorted(set(manifest.tensors) - set(requested))
-        if callable(allow_unexpected):
-            extra = [name for name in extra if not allow_unexpected(name)]
-        differences += [f"{name} is in it, but not in this model" for name in extra]
+    extra = sorted(name for name in set(manifest.tensors) - set(requested) if not allow_unexpected(name))
+    differences += [f"{name} is in it, but not in this model" for name in extra]
     if not differences:
         return
     diffs, num_hidden = ", ".join(differences[:SHOWN_DIFFERENCES]), len(differences) - SHOWN_DIFFERENCES

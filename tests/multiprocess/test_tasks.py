@@ -100,7 +100,7 @@ def _tensors(root: Path, prefix: str = MODEL) -> dict[str, Tensor]:
         name: torch.empty(shape, dtype=kind) for name, (shape, kind) in saved_shapes(root, iteration, prefix).items()
     }
     shards = {name: shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in tensors.items()}
-    load_tensors(root, iteration, shards, allow_unexpected=True)
+    load_tensors(root, iteration, shards, allow_unexpected=lambda name: True)
     return {name.removeprefix(prefix): x for name, x in tensors.items()}
 
 

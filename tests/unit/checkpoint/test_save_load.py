@@ -283,21 +283,12 @@ def test_unexpected_tensors_must_be_allowed(tmp_path: Path) -> None:
     del tensors["optimizer.step"]
     with pytest.raises(UserError, match=r"optimizer.step is in it"):
         load_tensors(tmp_path, 1, shards(tensors))
-    missing = load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer."))
-    assert missing == []
+    load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer."))
     assert torch.equal(tensors["embedding.weight"], model(1.0)["embedding.weight"])
     del tensors["layers.0.bias"]
     with pytest.raises(UserError, match=r"layers.0.bias is in it"):
         load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer."))
-    load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=True)
-
-
-def test_not_strict_loads_the_common_tensors(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    tensors = another_model()
-    del tensors["embedding.weight"]
-    assert load_tensors(tmp_path, 1, shards(tensors), strict=False) == ["layers.1.bias"]
-    assert float(tensors["optimizer.step"]) == 1.0
+    load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: True)
 
 
 def test_types_are_converted_and_logged(tmp_path: Path) -> None:
