@@ -5,7 +5,7 @@
 ``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
 """
 
-from megatron.base.start import start_program
+from megatron.base.start import train_bert
 
 if __name__ == "__main__":
-    start_program("megatron.training.pretrain_bert")
+    train_bert()

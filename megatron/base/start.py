@@ -29,8 +29,8 @@ _MAX_TOOLS = 6
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-def start_program(module: str) -> NoReturn:
-    """Run ``main`` of a module on the command line, and exit with its status.
+def start_program(module: str, **options: str) -> NoReturn:
+    """Run ``main`` of a module on the command line, with the options if any, and exit with its status.
 
     Linux is asked to end this process when the launcher that started it, if any, is gone. Once ranks monitor each
     other, their monitor ends the process and reports the reason: see ``outlive_launcher``.
@@ -41,7 +41,7 @@ def start_program(module: str) -> NoReturn:
         _ask_for_signal(signal.SIGTERM if parent else signal.SIGKILL)
         if os.getppid() != launcher:  # it was gone before the signal was requested
             os._exit(_PARENT_LOST)
-    end_program(import_module(module).main())
+    end_program(import_module(module).main(**options))
 
 
 def outlive_launcher() -> None:
@@ -114,11 +114,11 @@ def train() -> NoReturn:
 
 
 def train_bert() -> NoReturn:
-    start_program("megatron.training.pretrain_bert")
+    start_program("megatron.training.pretrain", model_type="bert")
 
 
 def train_t5() -> NoReturn:
-    start_program("megatron.training.pretrain_t5")
+    start_program("megatron.training.pretrain", model_type="t5")
 
 
 def plan() -> NoReturn:

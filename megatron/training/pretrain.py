@@ -78,7 +78,8 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
-    """Train a model of some kind on this rank: the program behind ``pretrain_gpt.py``. Returns the exit status."""
+    """Train a model of some kind on this rank: the program behind ``pretrain_gpt.py``, ``pretrain_bert.py`` and
+    ``pretrain_t5.py``. Returns the exit status."""
     make_output_last()
 
     def body(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.pretrain_bert import main
+from megatron.training import pretrain
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_bert_flags, tiny_flags, write_documents, write_sentences
@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _train(flags: list[str]) -> None:
-    assert main(flags) == 0
+    assert pretrain.main(flags, "bert") == 0
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float, float]]:
@@ -112,7 +112,7 @@ def test_a_run_with_other_heads_is_refused_by_flag(
     data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved"
-    assert main(tiny_bert_flags(data, train_iters=1, save=saved)) == 0
+    assert pretrain.main(tiny_bert_flags(data, train_iters=1, save=saved), "bert") == 0
     for changes, flag in (
         ({"load": saved, "bert_no_binary_head": True}, "; compare --bert-no-binary-head and --num-tokentypes with its"),
         ({"load": saved, "num_tokentypes": 3}, "; compare --num-tokentypes with its config.yaml, or pass --use-ch"),
@@ -123,6 +123,6 @@ def test_a_run_with_other_heads_is_refused_by_flag(
         ({"tokenizer_type": None, "vocab_file": None, "vocab_size": 55}, "error: BERT masks words: give --tokenizer"),
     ):
         capsys.readouterr()
-        assert main(tiny_bert_flags(data, **changes)) == 2
+        assert pretrain.main(tiny_bert_flags(data, **changes), "bert") == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert flag in line

@@ -14,9 +14,8 @@ import pytest
 from megatron.convert import command as convert
 from megatron.inference import generate_command
 from megatron.planner import command as plan
-from megatron.training import pretrain_bert
+from megatron.training import pretrain
 from megatron.training.assembly import Engines
-from megatron.training.pretrain_t5 import main
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_bert_flags, tiny_t5_flags, write_sentences
@@ -120,7 +119,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _train(flags: list[str]) -> None:
-    assert main(flags) == 0
+    assert pretrain.main(flags, "t5") == 0
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float]]:
@@ -179,7 +178,7 @@ def test_output_and_refusals_by_other_programs(
     folder = str(saved[0])
     (tmp_path / "run.yaml").write_text("model:\n  model_type: t5\n")
     refused = {
-        "continue with pretrain_t5.py": lambda: pretrain_bert.main(tiny_bert_flags(data, load=folder)),
+        "continue with pretrain_t5.py": lambda: pretrain.main(tiny_bert_flags(data, load=folder), "bert"),
         "which no other format supports": lambda: convert.main(["--load", folder, "--save", "x", "--to", "hf"]),
         "only gpt generates text": lambda: generate_command.main(["--load", folder]),
         "model_type t5 is not planned": lambda: plan.main(["--config", str(tmp_path / "run.yaml"), "--cluster", "c"]),

@@ -15,7 +15,7 @@ from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import shard_of_local
 from megatron.checkpoint.model_state import MAIN, MODEL
 from megatron.evaluation.command import main
-from megatron.training import pretrain_bert
+from megatron.training import pretrain
 from tests.support.cli import run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_bert_flags, write_sentences
@@ -105,7 +105,7 @@ def _tensors(root: Path, prefix: str = MODEL) -> dict[str, Tensor]:
 
 
 def _pretrain(flags: list[str]) -> None:
-    assert pretrain_bert.main(flags) == 0
+    assert pretrain.main(flags, "bert") == 0
 
 
 def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_finetune_begins_with_the_fp32_values_of_a_checkpoint(without_optimizer:
     """Where the checkpoint has them: not if it was saved without its optimizer."""
     data, first = write_sentences(tmp_path / "tiny"), tmp_path / "first"
     saving = {"save": first, "bf16": True, "no_save_optim": without_optimizer or None}
-    assert pretrain_bert.main(tiny_bert_flags(data, train_iters=2, **saving)) == 0
+    assert pretrain.main(tiny_bert_flags(data, train_iters=2, **saving), "bert") == 0
     expected = _tensors(first)
     if not without_optimizer:
         assert any(not torch.equal(x, expected[name].float()) for name, x in _tensors(first, MAIN).items())
@@ -201,7 +201,7 @@ def test_finetune_begins_with_the_fp32_values_of_a_checkpoint(without_optimizer:
     for precision, prefix in ((None, MODEL), (True, MAIN)):
         saved = tmp_path / f"saved-{prefix}"
         still = {"load": first, "finetune": True, "lr": 1e-30, "weight_decay": 0, "save": saved, "bf16": precision}
-        assert pretrain_bert.main(tiny_bert_flags(data, train_iters=1, **still)) == 0
+        assert pretrain.main(tiny_bert_flags(data, train_iters=1, **still), "bert") == 0
         after = _tensors(saved, prefix)
         assert set(after) == set(expected)
         assert all(torch.equal(x, expected[name].float()) for name, x in after.items()), prefix
