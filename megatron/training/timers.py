@@ -5,7 +5,7 @@ Timers do not depend on process groups: reporting takes a function that gathers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -25,26 +25,11 @@ TIMER_NAMES = (
     "forward-send",
     "backward-recv",
     "backward-send",
-    "forward-send-forward-recv",
-    "forward-send-backward-recv",
-    "backward-send-forward-recv",
-    "backward-send-backward-recv",
-    "forward-backward-send-forward-backward-recv",
-    "layernorm-grads-all-reduce",
-    "embedding-grads-all-reduce",
     "grads-all-reduce",
     "grads-reduce-scatter",
-    "params-all-gather",
-    "optimizer-copy-to-main-grad",
-    "optimizer-unscale-and-check-inf",
-    "optimizer-clip-main-grad",
-    "optimizer-count-zeros",
-    "optimizer-inner-step",
-    "optimizer-copy-main-to-model-params",
     "optimizer",
     "evaluate",
     "save-checkpoint",
-    "load-checkpoint",
 )
 
 
@@ -140,18 +125,15 @@ class Timers:
             self._timers[name] = Timer(name, self._clock)
         return self._timers[name]
 
-    def collect(
-        self, gather: Gather, *, names: Iterable[str] = TIMER_NAMES, iterations: int = 1
-    ) -> dict[str, list[float]]:
+    def collect(self, gather: Gather, *, iterations: int = 1) -> dict[str, list[float]]:
         """Milliseconds per iteration of each timer on each rank; the timers are reset.
 
-        A collective call: every rank passes the same names. ``gather`` maps this rank's numbers to those of all ranks,
-        in rank order. Timers that ran on no rank are left out; a rank on which a timer did not run shows 0.
+        A collective call. ``gather`` maps this rank's numbers to those of all ranks, in rank order. Timers that ran on
+        no rank are left out; a rank on which a timer did not run shows 0.
         """
-        names = list(names)
-        own_seconds = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in names]
+        own_seconds = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in TIMER_NAMES]
         per_rank = gather([seconds * 1000.0 / iterations for seconds in own_seconds])
-        columns = {name: [rank[i] for rank in per_rank] for i, name in enumerate(names)}
+        columns = {name: [rank[i] for rank in per_rank] for i, name in enumerate(TIMER_NAMES)}
         return {name: values for name, values in columns.items() if any(values)}
 
     def report(self, times: Mapping[str, Sequence[float]]) -> str:

@@ -39,7 +39,7 @@ def test_every_rank_gathers_the_same_names() -> None:
     first, last = Timers(clock=HostClock(clock)), Timers(clock=HostClock(clock))
     with first("forward-send"):
         clock.now += 1.0
-    with last("embedding-grads-all-reduce"):
+    with last("grads-all-reduce"):
         clock.now += 2.0
     gathered: list[list[float]] = []
     for timers in (first, last):
