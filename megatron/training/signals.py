@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron.config.training import TrainingConfig
 from megatron.optimizer.step_summary import ExitReason, StopVotes
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class ExitSignals:
@@ -22,8 +24,7 @@ class ExitSignals:
     Previous handlers are restored on exit. Use it in the main thread (Python allows handlers only there).
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
-        self._signals = tuple(signals)
+    def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
 
@@ -33,7 +34,7 @@ class ExitSignals:
 
     def __enter__(self) -> ExitSignals:
         self.received = None
-        for number in self._signals:
+        for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
         return self
 
@@ -50,27 +51,12 @@ class ExitPolicy:
     """This rank's votes to stop, the reason that they add up to, and its explanation in the log.
 
     Args:
-        exit_interval: ``--exit-interval``, for the log.
-        exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
-        kill_switch_file: ``--kill-switch-file``: end once this file exists.
-        started: reading of ``clock`` at the start of the program; None for now.
-        clock: seconds of a monotonic clock.
+        config: the flags that end a run early.
+        started: ``time.monotonic()`` at the start of the program.
     """
 
-    def __init__(
-        self,
-        *,
-        exit_interval: int | None = None,
-        exit_duration_in_mins: float | None = None,
-        kill_switch_file: str | None = None,
-        started: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.exit_interval = exit_interval
-        self.exit_duration_in_mins = exit_duration_in_mins
-        self.kill_switch_file = kill_switch_file
-        self._clock = clock
-        self._started = clock() if started is None else started
+    def __init__(self, config: TrainingConfig, started: float) -> None:
+        self._config, self._started = config, started
 
     def vote(self, signalled: bool, needs_choice: bool = False) -> StopVotes:
         """This rank's request to stop after the next iteration; those of all ranks are summed.
@@ -79,12 +65,12 @@ class ExitPolicy:
             signalled: whether a signal has arrived.
             needs_choice: whether to choose the compressors again.
         """
-        if self.kill_switch_file is not None and os.path.exists(self.kill_switch_file):
+        switch, limit = self._config.kill_switch_file, self._config.exit_duration_in_mins
+        if switch is not None and os.path.exists(switch):
             return StopVotes(kill_switch=1.0)
         if signalled:
             return StopVotes(signal=1.0)
-        minutes, limit = (self._clock() - self._started) / 60.0, self.exit_duration_in_mins
-        too_long = limit is not None and minutes > limit
+        too_long = limit is not None and (time.monotonic() - self._started) / 60.0 > limit
         return StopVotes(duration=float(too_long), choice=float(needs_choice))
 
     @staticmethod
@@ -103,10 +89,10 @@ class ExitPolicy:
         why = {
             ExitReason.NONE: "the run goes on",
             ExitReason.CHOICE: "to choose the compressors again",
-            ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",
-            ExitReason.DURATION: f"--exit-duration-in-mins {self.exit_duration_in_mins}",
+            ExitReason.INTERVAL: f"--exit-interval {self._config.exit_interval}",
+            ExitReason.DURATION: f"--exit-duration-in-mins {self._config.exit_duration_in_mins}",
             ExitReason.SIGNAL: "a termination signal",
-            ExitReason.KILL_SWITCH: f"--kill-switch-file {self.kill_switch_file} exists",
+            ExitReason.KILL_SWITCH: f"--kill-switch-file {self._config.kill_switch_file} exists",
             ExitReason.DIVERGED: "it has diverged",
         }[reason]
         saved = "not saved (no --save)" if saved_to is None else f"saved to {saved_to}"

@@ -64,12 +64,7 @@ class Trainer:
         self.schedule_choice = ScheduleChoice(engines) if ScheduleChoice.is_needed(engines) else None
         self.divergence = DivergenceCheck(config.training, self.progress, CompressorProbe(engines))
         self._unreported: StepMetrics | None = None  # of the last step, while some of its backward passes have not run
-        self.policy = ExitPolicy(
-            exit_interval=config.training.exit_interval,
-            exit_duration_in_mins=config.training.exit_duration_in_mins,
-            kill_switch_file=config.training.kill_switch_file,
-            started=plan.started,
-        )
+        self.policy = ExitPolicy(config.training, plan.started)
 
     def run(self) -> ExitReason:
         """Train (unless ``--skip-train``), save, and evaluate; return the reason to stop before the last iteration.

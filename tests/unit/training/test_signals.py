@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
+from megatron.config.training import TrainingConfig
 from megatron.optimizer.step_summary import ExitReason
 from megatron.training.signals import ExitPolicy, ExitSignals
-from tests.unit.training.support import Clock
+
+
+def _policy(minutes: float = 0.0, **flags: object) -> ExitPolicy:
+    """The policy of a program that began some minutes ago."""
+    config = TrainingConfig(micro_batch_size=1, **flags)  # type: ignore[arg-type]
+    return ExitPolicy(config, time.monotonic() - 60.0 * minutes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -33,26 +40,16 @@ def test_previous_handlers_come_back_even_after_an_error() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_other_signals_can_be_chosen() -> None:
-    term = signal.getsignal(signal.SIGTERM)
-    with ExitSignals([signal.SIGUSR2]) as signals:
-        assert signal.getsignal(signal.SIGTERM) is term
-        os.kill(os.getpid(), signal.SIGUSR2)
-    assert signals.received == signal.SIGUSR2
-
-
 def test_a_run_ends_after_its_duration() -> None:
-    clock = Clock()
-    policy = ExitPolicy(exit_duration_in_mins=2, clock=clock)
-    clock.now += 119.0
+    policy = _policy(1.5, exit_duration_in_mins=2)
     assert policy.reason(policy.vote(False)) is ExitReason.NONE
-    clock.now += 2.0
+    policy = _policy(2.1, exit_duration_in_mins=2)
     assert policy.reason(policy.vote(False)) is ExitReason.DURATION
     assert policy.reason(policy.vote(True)) is ExitReason.SIGNAL
 
 
 def test_without_flags_only_signals_end_a_run() -> None:
-    policy = ExitPolicy()
+    policy = _policy()
     assert policy.reason(policy.vote(False)) is ExitReason.NONE
     assert policy.reason(policy.vote(True)) is ExitReason.SIGNAL
 
@@ -63,19 +60,18 @@ def test_ranks_that_differ_agree_on_the_maximum() -> None:
 
 
 def test_a_run_pauses_to_choose_unless_it_ends() -> None:
-    clock = Clock()
-    policy = ExitPolicy(exit_duration_in_mins=2, clock=clock)
+    policy = _policy(exit_duration_in_mins=2)
     assert policy.reason(policy.vote(False)) is ExitReason.NONE
     assert policy.reason(policy.vote(False, needs_choice=True)) is ExitReason.CHOICE
     line = "pausing after iteration 7: to choose the compressors again; saved to runs/gpt"
     assert policy.explain(ExitReason.CHOICE, 7, "runs/gpt") == line
-    clock.now += 121.0
+    policy = _policy(2.1, exit_duration_in_mins=2)
     assert policy.reason(policy.vote(False, needs_choice=True)) is ExitReason.DURATION
     assert policy.reason(policy.vote(True, needs_choice=True)) is ExitReason.SIGNAL
 
 
 def test_each_reason_has_its_line() -> None:
-    policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190, kill_switch_file="/x/stop")
+    policy = _policy(exit_interval=5, exit_duration_in_mins=1190, kill_switch_file="/x/stop")
     lines = {policy.explain(reason, 7) for reason in ExitReason}
     assert len(lines) == len(ExitReason)
     assert ": --kill-switch-file /x/stop exists; " in policy.explain(ExitReason.KILL_SWITCH, 7)
