@@ -19,7 +19,7 @@ from megatron.distributed.observer import Finding
 from megatron.models.flops import benchmark_tflops, model_flops_per_sample, model_flops_utilization, model_tflops
 from megatron.training.assembly import Engines
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, format_controller_lines
+from megatron.training.metrics import MetricsWindow, StepMetrics, format_controller_lines
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
@@ -238,29 +238,6 @@ class Reporter:
     def _model_and_vocab(self, length: int) -> tuple[ModelConfig, int]:
         """Model at a sequence length, and its padded vocabulary size, for the FLOP formulas."""
         return replace(self.config.model, seq_length=length), self.engines.padded_vocab_size
-
-    def validation(
-        self,
-        losses: Mapping[str, float],
-        *,
-        samples: int | None = None,
-        split: str = "validation",
-        scores: Mapping[str, Mapping[str, float]] | None = None,
-        sets: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> None:
-        """Report an evaluation."""
-        done = self.progress
-        self.sinks.evaluation(
-            Evaluation(
-                iteration=done.iteration,
-                consumed_samples=done.consumed_samples,
-                losses=losses,
-                samples=samples,
-                split=split,
-                scores=scores or {},
-                sets=sets or {},
-            )
-        )
 
     def close(self) -> None:
         """Close the log files and the progress bar."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate
 from megatron.training.flushless import complete_steps
 from megatron.training.loss_guard import LossGuard
-from megatron.training.metrics import StepMetrics
+from megatron.training.metrics import Evaluation, StepMetrics
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.replica_check import check_replicas
@@ -362,7 +362,8 @@ class Trainer:
             split: "validation" or "test".
             final: whether this is an evaluation after training, with the number of samples in the report.
         """
-        losses, scores = {}, None
+        losses: dict[str, Mapping[str, float]] = {}
+        scores: Mapping[str, Mapping[str, float]] = {}
         self.engines.plan.begin_step(self.progress.iteration - 1)  # also after a load, or a skipped iteration
         for evaluation_set in sets:
             count = evaluation_set.batch_size // (self.config.training.micro_batch_size * self.topology.dp.size)
@@ -375,12 +376,16 @@ class Trainer:
                 self._scored_at = self.progress.iteration
         names = next(iter(losses.values()))
         means = {name: sum(set_losses[name] for set_losses in losses.values()) / len(losses) for name in names}
-        self.reporter.validation(
-            means,
-            samples=sum(evaluation_set.samples for evaluation_set in sets) if final else None,
-            split=split,
-            scores=scores,
-            sets=losses if len(sets) > 1 else None,
+        self.reporter.sinks.evaluation(
+            Evaluation(
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_samples,
+                losses=means,
+                samples=sum(evaluation_set.samples for evaluation_set in sets) if final else None,
+                split=split,
+                scores=scores,
+                sets=losses if len(sets) > 1 else {},
+            )
         )
 
     def _validate(self) -> None:

@@ -32,7 +32,7 @@ from megatron.distributed.observer import SentMessage
 from megatron.distributed.policy import Position
 from megatron.training.error_probe import ErrorProbe
 from megatron.training.evaluation import validation_sets
-from megatron.training.metrics import MetricsWindow, StepMetrics
+from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
@@ -125,6 +125,15 @@ class Run:
             )
         )
 
+    def evaluate(self, loss: float, samples: int | None = None, split: str = "validation") -> None:
+        """An evaluation."""
+        iteration, consumed_samples, losses = self.progress.iteration, self.progress.consumed_samples, {LM_LOSS: loss}
+        self.reporter.sinks.evaluation(
+            Evaluation(
+                iteration=iteration, consumed_samples=consumed_samples, losses=losses, samples=samples, split=split
+            )
+        )
+
     def written(self, console: str) -> dict[str, Any]:
         """Current contents of all outputs, without the configuration."""
         records = (self.folder / "log.jsonl").read_text().splitlines()
@@ -150,18 +159,18 @@ def _everything(run: Run) -> None:
     run.step(1.5, 1.125, 3e-3, params_norm=99.125, num_zeros=14.0)
     with run.reporter.paused("evaluate"):
         run.clock.now += 7.0
-        run.reporter.validation({LM_LOSS: 3.25})
+        run.evaluate(3.25)
     for loss in (1.25, math.nan, 1.0, 0.75):
         run.step(loss, 0.5, 3e-3)
-    run.reporter.validation({LM_LOSS: 0.5}, samples=16, split="test")
-    run.reporter.validation({LM_LOSS: math.nan}, samples=16)
+    run.evaluate(0.5, samples=16, split="test")
+    run.evaluate(math.nan, samples=16)
 
 
 def _skipped(run: Run) -> None:
     """A window of skipped steps."""
     run.step(math.nan, None, 1e-3)
     run.step(7.0, None, 1e-3)
-    run.reporter.validation({LM_LOSS: 6.5})
+    run.evaluate(6.5)
 
 
 SCENES = {"everything": (ALL_ON, _everything), "skipped": (PLAIN, _skipped)}
