@@ -118,7 +118,7 @@ class TensorBoardSink(CurveSink):
     Args:
         folder: folder of the event files.
         config, dp_size, world_size: the arguments of ``CurveSink``.
-        resume: position on each axis (``iterations``, ``samples``, ``tokens``) at which the run resumes.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) at which the run begins.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class TensorBoardSink(CurveSink):
         folder: str | Path,
         config: LoggingConfig,
         *,
-        dp_size: int = 1,
-        world_size: int = 1,
-        resume: Mapping[str, int] | None = None,
+        dp_size: int,
+        world_size: int,
+        resume: Mapping[str, int],
     ) -> None:
         self.name = f"TensorBoard's events in {folder}"
         super().__init__(config, dp_size=dp_size, world_size=world_size)
@@ -140,7 +140,7 @@ class TensorBoardSink(CurveSink):
             ) from error
         self._make_writer: Callable[..., Any] = SummaryWriter
         self._folder = Path(folder)
-        self._resume = dict(resume or {})
+        self._resume = resume
         self._writers: dict[str, Any] = {}
         # TensorBoard's threads print a traceback in addition to the exception of the next call.
         self._hook_before = threading.excepthook
@@ -156,7 +156,7 @@ class TensorBoardSink(CurveSink):
             folder = self._folder if axis == "iterations" else self._folder / axis
             try:
                 self._writers[axis] = self._make_writer(
-                    str(folder), max_queue=self._config.tensorboard_queue_size, purge_step=self._resume.get(axis, 0) + 1
+                    str(folder), max_queue=self._config.tensorboard_queue_size, purge_step=self._resume[axis] + 1
                 )
             except OSError as error:
                 raise UserError(f"--tensorboard-dir {folder}: cannot write there ({error.strerror})") from error
@@ -192,7 +192,7 @@ class WandbSink(CurveSink):
     tracker = "wandb"
 
     def __init__(
-        self, project: str, config: LoggingConfig, *, dp_size: int = 1, world_size: int = 1, run_id: str | None = None
+        self, project: str, config: LoggingConfig, *, dp_size: int, world_size: int, run_id: str | None
     ) -> None:
         super().__init__(config, dp_size=dp_size, world_size=world_size)
         self.name = f"the run in --wandb-project {project}"

@@ -30,13 +30,7 @@ class MlflowSink(CurveSink):
     tracker = "mlflow"
 
     def __init__(
-        self,
-        experiment: str,
-        config: LoggingConfig,
-        *,
-        dp_size: int = 1,
-        world_size: int = 1,
-        run_id: str | None = None,
+        self, experiment: str, config: LoggingConfig, *, dp_size: int, world_size: int, run_id: str | None
     ) -> None:
         super().__init__(config, dp_size=dp_size, world_size=world_size)
         self.name = f"the run in --mlflow-experiment {experiment}"

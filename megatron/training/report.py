@@ -90,14 +90,13 @@ class Reporter:
         done, seen_tokens = self.progress, self.progress.tokens(self.config.model.seq_length)
         if self._is_logging_rank:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
-            samples = done.consumed_samples
-            resume = {"iterations": done.iteration, "samples": samples, "tokens": seen_tokens}
+            resume = {"iterations": done.iteration, "samples": done.consumed_samples, "tokens": seen_tokens}
             layout, islands = self.engines.topology.layout, self.config.islands.islands
             opened = open_sinks(
                 self.config.logging,
                 dp_size=layout.dp * islands,
                 world_size=layout.world_size * islands,
-                resume=resume if done.iteration else None,
+                resume=resume,
                 console=bar.write,
                 tracked_runs=done.tracked_runs,
             )

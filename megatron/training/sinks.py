@@ -82,19 +82,15 @@ class LineSink(Sink):
 
 
 class ConsoleSink(LineSink):
-    """Sink that prints lines, through a progress bar's ``write`` if there is a bar, so that the bar stays intact."""
+    """Sink that prints lines through a progress bar's ``write``, so that the bar stays intact."""
 
     name = "the standard output"
 
-    def __init__(self, write: Callable[[str], None] | None = None) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
     def line(self, text: str) -> None:
-        if self._write is None:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-        else:
-            self._write(text)
+        self._write(text)
 
 
 class ProgressBarSink(Sink):
@@ -134,7 +130,7 @@ class JsonLinesSink(Sink):
     written as null, so that every line is strict JSON.
     """
 
-    def __init__(self, path: str | Path, resume_iteration: int = 0) -> None:
+    def __init__(self, path: str | Path, resume_iteration: int) -> None:
         self.name = str(path)
         self._file = _open_append(path, "--log-json-file")
         if self._file.tell() > 0:
@@ -187,39 +183,40 @@ class JsonLinesSink(Sink):
 def open_sinks(
     config: LoggingConfig,
     *,
-    dp_size: int = 1,
-    world_size: int = 1,
-    resume: Mapping[str, int] | None = None,
-    console: Callable[[str], None] | None = None,
-    tracked_runs: Mapping[str, str] | None = None,
+    dp_size: int,
+    world_size: int,
+    resume: Mapping[str, int],
+    console: Callable[[str], None],
+    tracked_runs: Mapping[str, str],
 ) -> list[Sink]:
     """Open the sinks that the configuration asks for; the console always.
 
     Args:
         config: configuration that names the files and folders.
         dp_size, world_size: data-parallel replicas and processes of the run.
-        resume: position of the loaded checkpoint on each axis (``iterations``, ``samples``, ``tokens``).
-        console: writes lines instead of the standard output, such as ``ProgressBar.write``.
+        resume: position of the run on each axis (``iterations``, ``samples``, ``tokens``).
+        console: prints lines: ``ProgressBar.write``.
         tracked_runs: the runs of Weights & Biases and MLflow to resume.
 
     Raises:
         UserError: when a file cannot be opened or a package is missing; the message names the flag. The sinks that
             were opened before are closed.
     """
-    tracked = tracked_runs or {}
     sizes = {"dp_size": dp_size, "world_size": world_size}
     sinks: list[Sink] = [ConsoleSink(console)]
     try:
         if config.log_txt_file is not None:
             sinks.append(TextFileSink(config.log_txt_file))
         if config.log_json_file is not None:
-            sinks.append(JsonLinesSink(config.log_json_file, (resume or {}).get("iterations", 0)))
+            sinks.append(JsonLinesSink(config.log_json_file, resume["iterations"]))
         if config.tensorboard_dir is not None:
             sinks.append(TensorBoardSink(config.tensorboard_dir, config, **sizes, resume=resume))
         if config.wandb_project is not None:
-            sinks.append(WandbSink(config.wandb_project, config, **sizes, run_id=tracked.get(WandbSink.tracker)))
+            sinks.append(WandbSink(config.wandb_project, config, **sizes, run_id=tracked_runs.get(WandbSink.tracker)))
         if config.mlflow_experiment is not None:
-            sinks.append(MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked.get(MlflowSink.tracker)))
+            sinks.append(
+                MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked_runs.get(MlflowSink.tracker))
+            )
     except UserError:
         for sink in sinks:
             sink.close()

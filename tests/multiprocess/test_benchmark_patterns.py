@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multiprocess
 
 def test_numbers_are_read_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the benchmark's own run on 384 GPUs; an evaluation in between."""
-    sink = ConsoleSink()
+    sink = ConsoleSink(print)
     step = StepMetrics(
         iteration=430,
         train_iters=3_125_000,

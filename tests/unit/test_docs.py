@@ -324,7 +324,7 @@ def test_every_field_of_the_json_lines_is_documented(tmp_path: Path) -> None:
         decoupled_learning_rate=0.1, mfu=0.5, remaining_seconds=1.0, memory_bytes=1, computed_s=0.1, traffic=points,
         controllers={"dp-grad": {"rank": 4.0}}, timers_ms={"forward": [1.0]},
     )  # fmt: skip
-    sink = JsonLinesSink(tmp_path / "log.jsonl")
+    sink = JsonLinesSink(tmp_path / "log.jsonl", 0)
     sink.window(metrics)
     sink.evaluation(Evaluation(iteration=1, losses={"lm loss": 2.0}, consumed_samples=1, samples=1))
     train, validation = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())

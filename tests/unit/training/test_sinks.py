@@ -62,10 +62,15 @@ def opened(
     tracked_runs: dict[str, str] | None = None,
     **config: Any,
 ) -> Sinks:
-    console = (list[str]() if lines is None else lines).append
-    logging = LoggingConfig(**config)
     return Sinks(
-        open_sinks(logging, dp_size=2, world_size=4, resume=resume, console=console, tracked_runs=tracked_runs)
+        open_sinks(
+            LoggingConfig(**config),
+            dp_size=2,
+            world_size=4,
+            resume={"iterations": 0, "samples": 0, "tokens": 0, **(resume or {})},
+            console=(list[str]() if lines is None else lines).append,
+            tracked_runs=tracked_runs or {},
+        )
     )
 
 
@@ -114,11 +119,6 @@ def test_lines_go_to_the_console_and_are_appended_to_the_file(tmp_path: Path) ->
         sinks.close()
     assert lines == ["hello", format_train_line(WINDOW)] * 2
     assert path.read_text().splitlines() == lines
-
-
-def test_the_console_is_the_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    Sinks(open_sinks(LoggingConfig())).line("hello")
-    assert capsys.readouterr().out == "hello\n"
 
 
 def test_json_lines_are_written_at_once(tmp_path: Path) -> None:
@@ -320,14 +320,14 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, flag: 
     (tmp_path / "file").write_text("not a folder")
     settings: dict[str, Any] = {flag.strip("-").replace("-", "_"): str(tmp_path / "file" / "inside")}
     with pytest.raises(UserError, match=flag):
-        open_sinks(LoggingConfig(**settings))
+        opened(**settings)
 
 
 def test_tensorboard_on_a_full_disk_is_dropped_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The error occurs in the writer's thread, which would print a traceback."""
     hook = threading.excepthook
     with largest_file(2000):
-        sinks = Sinks([TensorBoardSink(tmp_path, LoggingConfig())])
+        sinks = opened(tensorboard_dir=str(tmp_path))
         for iteration in range(1, 100):
             sinks.step(step_at(iteration))
         sinks.close()
