@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -10,15 +9,11 @@ from pathlib import Path
 import megatron
 
 
+@cache
 def code_digest() -> str:
     """SHA-256 of the package's modules, as they are at the first call."""
-    return _digest_of(tuple(megatron.__path__))
-
-
-@cache
-def _digest_of(folders: Sequence[str]) -> str:
     digest = sha256()
-    for folder in folders:
+    for folder in megatron.__path__:
         for path in sorted(Path(folder).rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
