@@ -46,7 +46,7 @@ def read_json(path: str | Path, location: str) -> dict[str, Any]:
     """
     text = read_settings(path, location, "JSON")
     try:
-        content = json.loads(text, object_pairs_hook=_reject_duplicates)
+        content = json.loads(text, object_pairs_hook=unique_names)
     except RecursionError:
         raise UserError(f"{location}: is nested too deeply; correct the file") from None
     except ValueError as error:
@@ -56,7 +56,8 @@ def read_json(path: str | Path, location: str) -> dict[str, Any]:
     return content
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; raise ValueError if a name occurs twice, of which other readers may take the first."""
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:

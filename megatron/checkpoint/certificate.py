@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from megatron.base.documents import unique_names
 from megatron.base.errors import UserError
 from megatron.base.regular import read_regular
 from megatron.base.values import Values
@@ -283,14 +284,6 @@ class Certificate:
         return (json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n").encode()
 
 
-def _unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; raise ValueError if a name occurs twice, of which other readers may take the first."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return values
-
-
 def _digest(content: Any) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -309,7 +302,7 @@ def read_certificate(folder: Path) -> Certificate:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     try:
-        sealed = json.loads(data, object_pairs_hook=_unique_names)
+        sealed = json.loads(data, object_pairs_hook=unique_names)
         content = sealed["content"]
         intact = sealed["sha256"] == _digest(content) and isinstance(content, dict)
     except (ValueError, KeyError, TypeError, RecursionError):
