@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,9 @@ class Manifest:
     tensors: dict[str, TensorStorageMetadata]
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
 
-    def items_of(self, names: Iterable[str]) -> list[StoredItem]:
+    def items_of(self, names: Collection[str]) -> list[StoredItem]:
         """The stored items of the named tensors, in file order."""
-        name_set = set(names)
-        items = [item for (name, _), item in self.items.items() if name in name_set]
+        items = [item for (name, _), item in self.items.items() if name in names]
         return sorted(items, key=lambda item: (item.file, item.offset))
 
     def render(self) -> bytes:

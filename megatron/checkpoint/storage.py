@@ -76,7 +76,7 @@ class ShardWriter(StorageWriter):
     def __init__(
         self,
         folder: Path,
-        iteration: int | str,
+        iteration: int,
         world_size: int,
         documents: Mapping[str, bytes],
         statements: Statements | None = None,
@@ -156,7 +156,7 @@ class ShardWriter(StorageWriter):
                 raise RuntimeError(f"{problem} (do all ranks share this file system?)")
             documents = {**self.documents, MANIFEST: manifest.render()}
             write_synced(self.folder / MANIFEST, documents[MANIFEST])
-            if self.statements is not None and isinstance(self.iteration, int):
+            if self.statements is not None:
                 digests |= {name: sha256(data).hexdigest() for name, data in documents.items()}
                 certificate = Certificate(self.iteration, self.world_size, digests, self.statements)
                 write_synced(self.folder / CERTIFICATE, certificate.render())
