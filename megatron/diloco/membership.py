@@ -90,6 +90,7 @@ class Islands:
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
+        self._run_on_rank_0 = partial(run_on_rank_0, control)
         self.start = IslandStart(store, island, StartLimits(count, quorum, start_seconds), self._run_on_rank_0, tell)
 
     def begin_generation(
@@ -342,6 +343,3 @@ class Islands:
     def leave(self) -> None:
         """End this island's participation."""
         self.store.stop_heartbeats()
-
-    def _run_on_rank_0(self, call: Callable[[], Any]) -> Any:
-        return run_on_rank_0(self.control, call)

@@ -62,8 +62,5 @@ class OuterOptimizer:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """State tensors for a checkpoint, by kind; a tensor of each kind for each of the values."""
-        return (
-            {"anchor": self.outer_params, **({"momentum": self.momentum} if self.momentum else {})}
-            if self.has_outer_params
-            else {}
-        )
+        kinds = {"anchor": self.outer_params, "momentum": self.momentum}
+        return {kind: tensors for kind, tensors in kinds.items() if tensors}

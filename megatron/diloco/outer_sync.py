@@ -91,7 +91,7 @@ class OuterSync:
         ledger: Ledger,
         options: OuterOptions,
         layers: int,
-        untrained_tensors: Mapping[str, Tensor] | None = None,
+        untrained_tensors: Mapping[str, Tensor],
     ) -> None:
         self.optimizer, self.topology, self.plan, self.ledger = optimizer, topology, plan, ledger
         self.options = options
@@ -105,7 +105,7 @@ class OuterSync:
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
         self._untrained_tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        for name, x in (untrained_tensors or {}).items():
+        for name, x in untrained_tensors.items():
             self._untrained_tensors[fragment_index(name, layers, count)][name] = x
         self._means: dict[str, Tensor] = {}
 

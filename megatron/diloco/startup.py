@@ -272,7 +272,7 @@ class IslandStart:
                     f"{newest}; {checkpoint_hint}: copy it to this island's folder and start all of them again "
                     "(--islands-linger-seconds is for late islands to join)"
                 )
-        self.store.end_generation(self.store.generation)
+        self.store.end_generation()
         return "ended", ""
 
     def _agree(self, key: str, entry: Any, choose: Callable[[Mapping[int, Any]], Start]) -> Start:

@@ -144,11 +144,10 @@ class IslandStore:
         with self.decoding(_GENERATION):
             return int(text)
 
-    def end_generation(self, number: int) -> int:
-        """Begin the generation after ``number``, unless another island has; return the newest generation."""
-        text = self._call(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
-        with self.decoding(_GENERATION):
-            return int(text)
+    def end_generation(self) -> None:
+        """Begin the generation after this one, unless another island has."""
+        number = self.generation
+        self._call(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
 
     def get(self, key: str, decode: Callable[[Any], Any] = lambda value: value) -> Any:
         """The value of a key of this generation; None if it is not set yet.
@@ -185,11 +184,9 @@ class IslandStore:
         """Set a key."""
         self._call(lambda: self.box.set(key, json.dumps(value)))
 
-    def decide(self, key: str, value: Any) -> Any:
-        """Set a key that has no value yet; return its value, which is the same for everyone."""
-        text = self._call(lambda: self.box.compare_set(key, "", json.dumps(value)))
-        with self.decoding(key):
-            return json.loads(text)
+    def decide(self, key: str, value: Any) -> None:
+        """Set a key, unless it has a value already."""
+        self._call(lambda: self.box.compare_set(key, "", json.dumps(value)))
 
     def note_end(self, island: int, has_ended: bool = True) -> None:
         """Record that an island's launcher has ended, so the island will not come; or that the island is back."""

@@ -57,7 +57,7 @@ def test_different_weights_or_a_refusal_end_the_start(port: int, make_islands: M
         assert "islands 0 and 1 begin at iteration 3 with different weights" in str(error)
     for island in pair:
         island.leave()
-    pair[0].store.end_generation(1)
+    pair[0].store.end_generation()
     other = IslandStore("127.0.0.1", port, 10.0)
     other.switch_generation(other.newest_generation())
     other.put(refusal_key(1), "--load x: damaged")
@@ -136,7 +136,7 @@ def test_a_missing_island_at_the_start_is_an_error_below_the_quorum(port: int) -
     with pytest.raises(UserError, match=r"^island 1 did not come within 0.3 s .*; start all of them, or lower the quo"):
         alone.begin_generation(0, False, {})
     alone.leave()
-    alone.store.end_generation(1)
+    alone.store.end_generation()
     spared = Islands(IslandStore("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
     assert spared.begin_generation(0, False, {}) is True
     assert spared.expected == (0,)
@@ -156,7 +156,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
     with pytest.raises(UserError, match=r"^island 1 did not come .*, or ended before; start all of them"):
         alone.choose_iteration([], 0)
     assert time.monotonic() - began < 5
-    alone.store.end_generation(1)
+    alone.store.end_generation()
     pair = [_start(port, number) for number in range(2)]
     silent.store.switch_generation(2)
 
