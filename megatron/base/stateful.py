@@ -48,13 +48,16 @@ class StatefulParts:
     def __init__(self) -> None:
         self._parts: dict[str, _StatefulPart] = {}
 
-    def register(self, name: str, stateful: Stateful, scope: Scope) -> None:
-        """Register an object.
+    def register(self, name: str, stateful: Stateful | None, scope: Scope) -> None:
+        """Register an object. None saves an empty value, and restores nothing.
 
         Raises:
             ValueError: when the name is taken.
         """
-        self.register_value(name, stateful.state_dict, stateful.load_state_dict, scope)
+        if stateful is None:
+            self.register_value(name, dict, lambda saved: None, scope)
+        else:
+            self.register_value(name, stateful.state_dict, stateful.load_state_dict, scope)
 
     def register_value(
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None] | None, scope: Scope

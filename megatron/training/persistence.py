@@ -236,7 +236,7 @@ class RunCheckpoints:
         if not weights_only:
             self.stateful_parts.check_names(common)
             check_optimizer(root, iteration, self.run_config, self.group)
-        has_main = saved.separate_main
+        has_main = saved.common["separate_main"]
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
             has_main = bool(run_together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(has_main)
@@ -363,7 +363,7 @@ def _stateful_parts(
     engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]
 ) -> StatefulParts:
     """The stateful parts of a run: everything that a checkpoint holds other than tensors."""
-    optimizer, controllers, outer, delayed = engines.optimizer, engines.sync.controllers, engines.outer, engines.delayed
+    optimizer, controllers = engines.optimizer, engines.sync.controllers
 
     def set_runs(saved: Any) -> None:
         runs = saved.items() if isinstance(saved, dict) else ()
@@ -378,18 +378,8 @@ def _stateful_parts(
     stateful.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
     set_frozen_at = partial(setattr, optimizer, "frozen_at")
     stateful.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
-    stateful.register_value(
-        "outer",
-        lambda: {} if outer is None else outer.state_dict(),
-        lambda saved: None if outer is None else outer.load_state_dict(saved),
-        Scope.OPTIMIZER,
-    )
-    stateful.register_value(
-        "delayed_gradients",
-        lambda: {} if delayed is None else delayed.state_dict(),
-        lambda saved: None if delayed is None else delayed.load_state_dict(saved),
-        Scope.OPTIMIZER,
-    )
+    stateful.register("outer", engines.outer, Scope.OPTIMIZER)
+    stateful.register("delayed_gradients", engines.delayed, Scope.OPTIMIZER)
     stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
     stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     stateful.register_value(

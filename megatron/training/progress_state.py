@@ -63,9 +63,8 @@ class Progress(SkippedSteps):
             setattr(self, name, count)
 
 
-def check_saved_values(common: Mapping[str, Any], location: Path, *, optimizer: bool, counters: bool) -> bool:
-    """Check values of a checkpoint other than tensors before anything is changed; return whether it stores the
-    optimizer's main parameters apart from the model's.
+def check_saved_values(common: Mapping[str, Any], location: Path, *, optimizer: bool, counters: bool) -> None:
+    """Check values of a checkpoint other than tensors before anything is changed.
 
     Args:
         common: the values.
@@ -78,7 +77,7 @@ def check_saved_values(common: Mapping[str, Any], location: Path, *, optimizer: 
     """
     try:
         values = Values(common)
-        separate = values.flag("separate_main")
+        values.flag("separate_main")
         if counters:
             Progress().load_state_dict(values.table("progress"))
             values.table("schedule")
@@ -87,7 +86,6 @@ def check_saved_values(common: Mapping[str, Any], location: Path, *, optimizer: 
                 values.table(name)
             for name in ("optimizer_steps", "variance_frozen_at"):
                 values.integer(name, minimum=0, maximum=_MAX)
-        return separate
     except UserError as error:
         remedy = "load another checkpoint, or its weights alone with --finetune"
         raise UserError(f"{location} is not what a run writes: {error}; {remedy}") from error

@@ -33,13 +33,11 @@ class SavedRun:
     Args:
         iteration: iteration of the checkpoint.
         common: values of the checkpoint other than tensors.
-        separate_main: whether the optimizer's main parameters are stored apart from the model's.
         progress: position of the run; zero with ``--finetune``.
     """
 
     iteration: Iteration
     common: Mapping[str, Any]
-    separate_main: bool
     progress: Progress
 
 
@@ -96,11 +94,11 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     common = run_together(group, lambda: migrate_saved_values(load_common(root, iteration, flag)))
     common_file = checkpoint_folder(Path(root), iteration) / COMMON
     needed_state = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
-    separate_main = run_together(group, lambda: check_saved_values(common, common_file, **needed_state))
+    run_together(group, lambda: check_saved_values(common, common_file, **needed_state))
     progress = Progress()
     if not config.finetune:
         progress.load_state_dict(common["progress"])
-    return SavedRun(iteration, common, separate_main, progress)
+    return SavedRun(iteration, common, progress)
 
 
 def _read_tracker(config: CheckpointConfig, log: Callable[[str], None]) -> Iteration | None:

@@ -74,7 +74,7 @@ def _restore(changes: Changes, state: Any) -> tuple[Engines, list[str], list[str
     lines: list[str] = []
     schedules = NamedSchedules()
     engines = tiny_engines(merge(FOUR_STAGES, changes, {"checkpoint": {"load": "saved"}}))
-    saved = SavedRun(3, {SCHEDULE: decode_plain(encode_plain(state))}, False, Progress(3))
+    saved = SavedRun(3, {SCHEDULE: decode_plain(encode_plain(state))}, Progress(3))
     engines.ledger.observers.append(schedules)
     restore_schedule(engines, saved, False, lines.append)
     return engines, lines, schedules.names
@@ -191,7 +191,7 @@ def _restore_on_unlike_devices() -> tuple[bool, bool]:
 
     engines = on_gpu(tiny_engines(FOUR_STAGES))
     engines.pipeline.measured = _measured()
-    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, False, Progress(3))
+    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, Progress(3))
     kept = []
     for _ in range(2):
         resumed = on_gpu(tiny_engines(merge(FOUR_STAGES, {"checkpoint": {"load": "saved"}})))
@@ -221,7 +221,7 @@ def test_a_single_rank_can_describe_the_schedule() -> None:
 def _restore_after_a_choice() -> tuple[bool, list[str]]:
     engines, lines = tiny_engines(FOUR_STAGES), list[str]()
     engines.pipeline.measured = _measured()
-    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, False, Progress(3))
+    saved = SavedRun(3, {SCHEDULE: _describe(engines)}, Progress(3))
     resumed = tiny_engines(merge(FOUR_STAGES, {"checkpoint": {"load": "saved"}}))
     restore_schedule(resumed, saved, True, lines.append)
     return ScheduleChoice.is_needed(resumed), lines

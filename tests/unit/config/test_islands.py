@@ -114,7 +114,7 @@ def test_a_late_island_needs_the_folders_of_others_only_in_a_round(
     saved_config = parse_args([*BASE, *MET[:3], "0", *MET[4:], *OUTER]).config
     monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_: (saved_config, 3))
     common = {"outer": {"begun": True, "together": 2}}
-    saved = SavedRun(3, common, False, Progress(iteration=3))
+    saved = SavedRun(3, common, Progress(iteration=3))
     config = parse_args([*words, "--load", str(tmp_path / "island_1")]).config
     assert folders_of_others(config, saved, single_process(torch.device("cpu"))) == []
     elsewhere = parse_args([*words, "--load", str(tmp_path / "island_0")]).config
