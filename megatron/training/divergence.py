@@ -20,12 +20,12 @@ class DivergenceCheck:
     Args:
         config: the limits.
         progress: counters of the run; skipped steps in a row are counted in them.
-        probe: search for a compressor at fault, in the steps after a skipped step; None for no search.
+        probe: search for a compressor at fault, in the steps after a skipped step.
 
     ``problem`` says why the run has diverged; None while it has not.
     """
 
-    def __init__(self, config: TrainingConfig, progress: Progress, probe: CompressorProbe | None = None) -> None:
+    def __init__(self, config: TrainingConfig, progress: Progress, probe: CompressorProbe) -> None:
         self._config, self._progress, self._probe = config, progress, probe
         self._highest_loss, self._reference_steps = 0.0, 0
         self.problem: str | None = None
@@ -50,8 +50,7 @@ class DivergenceCheck:
             self.problem = f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
         elif config.max_skipped_steps and progress.consecutive_skips >= config.max_skipped_steps:
             self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
-        if self._probe is not None:
-            self._probe.watch(progress.consecutive_skips > 0)
+        self._probe.watch(progress.consecutive_skips > 0)
         if not config.check_for_spiky_loss or not math.isfinite(step.loss):
             return None
         if self._reference_steps < SPIKE_SAMPLES:
@@ -65,7 +64,7 @@ class DivergenceCheck:
         return None
 
     def explain(self, checkpoint: str | None) -> str:
-        """The last line of a diverged run. A collective call if there is a probe.
+        """The last line of a diverged run. A collective call.
 
         Args:
             checkpoint: flags that load the newest checkpoint before the last update; None if there is none.
@@ -73,11 +72,11 @@ class DivergenceCheck:
         updated, cause, change = self._progress.last_update, "", "with a lower --lr or other data"
         last = f"the last update was that of iteration {updated}" if updated else "no update was ever taken"
         advice = f"go on from before it ({checkpoint})" if checkpoint is not None else "begin anew"
-        spec = None if self._probe is None else self._probe.find_faulty_spec()
+        spec = self._probe.find_faulty_spec()
         if spec is not None:
             cause = f"; {spec} turned finite numbers into NaN or infinity"
             change = f"without --compress {spec}, or with a lower --lr"
-        elif self._probe is not None and self._probe.compressed_points:
+        elif self._probe.compressed_points:
             change += f", or without --compress ({', '.join(self._probe.compressed_points)})"
             if self._config.check_for_nan_in_loss_and_grad:
                 change += "; without --check-for-nan-in-loss-and-grad, this line would name a compressor at fault"

@@ -13,7 +13,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.topology import Topology
 from megatron.models.experts import Experts
 from megatron.models.stage import Stage
-from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
+from megatron.parallel.data.sync_warmup import SyncWarmup
 from megatron.parallel.expert.router import ExpertContext
 from megatron.training.metrics import ExpertLoads
 
@@ -28,6 +28,7 @@ class ExpertTally:
         config: the model.
         stages: this rank's chunks.
         topology, ledger: the ranks, and the traffic account of a small all-reduce per step.
+        sync_warmup: synchronous steps of all islands.
     """
 
     def __init__(
@@ -36,10 +37,9 @@ class ExpertTally:
         stages: Sequence[Stage],
         topology: Topology,
         ledger: Ledger,
-        sync_warmup: SyncWarmup | None = None,
+        sync_warmup: SyncWarmup,
     ) -> None:
-        self._config, self._topology, self._ledger = config, topology, ledger
-        self._sync_warmup = no_sync_warmup() if sync_warmup is None else sync_warmup
+        self._config, self._topology, self._ledger, self._sync_warmup = config, topology, ledger, sync_warmup
         self._layers = list(config.expert_layers)
         self._max_experts = max(config.expert_layers.values(), default=0)
         self._experts = {

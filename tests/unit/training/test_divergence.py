@@ -21,11 +21,6 @@ SEARCHING = replace(SKIPPED, searches_loss_scale=True)
 NOTHING_COUNTED = replace(SKIPPED, finite_gradients=True)
 
 
-def _check(probe: _Probe | None = None, **options: object) -> tuple[DivergenceCheck, Progress]:
-    progress, config = Progress(), TrainingConfig(micro_batch_size=1, **options)  # type: ignore[arg-type]
-    return DivergenceCheck(config, progress, probe), progress  # type: ignore[arg-type]
-
-
 class _Probe:
     """Stands for a probe that finds a compressor at fault, or none."""
 
@@ -38,6 +33,11 @@ class _Probe:
 
     def find_faulty_spec(self) -> str | None:
         return self.spec
+
+
+def _check(probe: _Probe | None = None, **options: object) -> tuple[DivergenceCheck, Progress]:
+    progress, config = Progress(), TrainingConfig(micro_batch_size=1, **options)  # type: ignore[arg-type]
+    return DivergenceCheck(config, progress, probe or _Probe(None)), progress  # type: ignore[arg-type]
 
 
 def _explain(probe: _Probe, *steps: StepMetrics, **options: object) -> str:

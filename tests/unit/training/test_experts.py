@@ -16,6 +16,7 @@ from megatron.distributed.topology import single_process
 from megatron.models.experts import Experts
 from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage
+from megatron.parallel.data.sync_warmup import no_sync_warmup
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.training.experts import MOE_LOSS, ExpertTally
 
@@ -28,7 +29,7 @@ def _model(num_layers: int = 2, **options: Any) -> ModelConfig:
 
 def _tally() -> ExpertTally:
     model = _model(num_experts=[2, 3], moe_router_load_balancing_type=["global_aux_loss"])
-    return ExpertTally(model, [], single_process("cpu"), Ledger())
+    return ExpertTally(model, [], single_process("cpu"), Ledger(), no_sync_warmup())
 
 
 def _step(
@@ -68,7 +69,7 @@ def test_biases_move_towards_balance() -> None:
     topology = single_process("cpu")
     comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
     layer = Experts(RankContext(config, comm, torch.device("cpu"), torch.float32), 0)
-    tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger())
+    tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger(), no_sync_warmup())
     bias = layer.router.expert_bias
     assert bias is not None
     once = [-0.25, 0.0, 0.25, 0.25]
@@ -79,7 +80,7 @@ def test_biases_move_towards_balance() -> None:
 
 def test_the_loss_is_a_sum_over_layers_and_a_mean_over_micro_batches() -> None:
     model = _model(num_experts=[2], moe_aux_loss_coeff=[0.5], moe_z_loss_coeff=0.25)
-    tally = ExpertTally(model, [], single_process("cpu"), Ledger())
+    tally = ExpertTally(model, [], single_process("cpu"), Ledger(), no_sync_warmup())
     for micro_batch in range(3):
         for layer in range(2):
             losses = torch.tensor([2.0 + layer, 4.0 * micro_batch])
