@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.save import Log
 from megatron.checkpoint.state_slice import COUNTER, PREFIX, SAMPLE_SUFFIXES, StateSlice
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
@@ -35,8 +36,6 @@ from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradient_sync import GradientSync
 from megatron.parallel.data.reducer import BucketReducer, ParamStack
 from megatron.parallel.pipeline.channel import PipelineChannel
-
-Log = Callable[[str], None]
 
 
 @dataclass(eq=False)

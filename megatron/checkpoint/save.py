@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,11 @@ from torch.distributed import checkpoint as dcp
 from megatron.base.errors import UserError
 from megatron.checkpoint import files
 from megatron.checkpoint.certificate import Statements
-from megatron.checkpoint.logical import LogicalShard, TensorBox
+from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe_error
 from megatron.distributed.agreement import first_problem, rank_of, run_communication, size_of
-from megatron.distributed.work import Caller
 
 COMMON, CONFIG = "common.json", "config.yaml"
 Log = Callable[[str], None]
@@ -39,20 +36,39 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def _write_checkpoint(
-    root: Path,
+def save_checkpoint(
+    root: str | Path,
     iteration: int,
-    tensors: dict[str, LogicalShard],
-    documents: dict[str, bytes],
-    problem: str | None,
-    group: dist.ProcessGroup | None,
-    keep_last: int | None,
-    last_update: int | None,
-    log: Log,
-    statements: Statements | None,
+    tensors: Mapping[str, LogicalShard],
+    common: Mapping[str, Any],
+    config_yaml: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    keep_last: int | None = None,
+    last_update: int | None = None,
+    log: Log = silent,
+    statements: Statements | None = None,
 ) -> None:
-    """Write a checkpoint unless a rank has a problem already; remove it if any step fails on any rank."""
-    is_first = rank_of(group) == 0
+    """Save ``root/iter_<iteration>`` and update the tracker. A collective call on the group.
+
+    Args:
+        root: folder of all checkpoints of a run, on a file system that all ranks share.
+        iteration: training iteration.
+        tensors: tensors of this rank, by global name. Together the ranks have every element of each tensor; replicated
+            elements are written once.
+        common: values of plain types and small tensors, the same on every rank; the values of rank 0 are saved.
+        config_yaml: resolved configuration.
+        group: a gloo group; None for this process only.
+        keep_last: number of checkpoints to keep; older checkpoints are removed afterwards. None to keep all.
+        last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
+        log: prints progress lines, on rank 0.
+        statements: the run's statements, the same on every rank, for a certificate; None for none.
+
+    Raises:
+        UserError: on every rank if any rank fails to write; the checkpoint's files are removed.
+        CommunicationError: when a peer is gone.
+    """
+    root, is_first = Path(root), rank_of(group) == 0
     folder = files.temporary_folder(root, iteration)
 
     def raise_if_any_failed(problem: str | None) -> None:
@@ -63,6 +79,12 @@ def _write_checkpoint(
                 f"the checkpoint of iteration {iteration} was not saved, earlier ones are untouched: {agreed}"
             )
 
+    problem = None
+    documents: dict[str, bytes] = {}
+    try:
+        documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
+    except TypeError as error:
+        problem = str(error)  # raised below, together with the other ranks, which are about to communicate
     if is_first:
         log(f"saving checkpoint at iteration {iteration:7d} to {root}")
     if is_first and not problem:
@@ -108,72 +130,3 @@ def _write_checkpoint(
         log(f"removed checkpoint of iteration {removed_iteration} from {root}")
     for prune_error in prune_errors:
         log(f"could not remove an old checkpoint: {describe_error(prune_error, Path(prune_error.filename or root))}")
-
-
-def save_checkpoint(
-    root: str | Path,
-    iteration: int,
-    tensors: Mapping[str, LogicalShard],
-    common: Mapping[str, Any],
-    config_yaml: str,
-    group: dist.ProcessGroup | None = None,
-    async_: bool = False,
-    *,
-    keep_last: int | None = None,
-    last_update: int | None = None,
-    log: Log = silent,
-    statements: Statements | None = None,
-) -> Future[None] | None:
-    """Save ``root/iter_<iteration>`` and update the tracker. A collective call on the group.
-
-    Args:
-        root: folder of all checkpoints of a run, on a file system that all ranks share.
-        iteration: training iteration.
-        tensors: tensors of this rank, by global name. Together the ranks have every element of each tensor; replicated
-            elements are written once.
-        common: values of plain types and small tensors, the same on every rank; the values of rank 0 are saved.
-        config_yaml: resolved configuration.
-        group: a gloo group; None for this process only. With ``async_``, nothing else may use the group until the save
-            has completed.
-        async_: whether to copy the tensors, return, and write in the background.
-        keep_last: number of checkpoints to keep; older checkpoints are removed afterwards. None to keep all.
-        last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
-        log: prints progress lines, on rank 0.
-        statements: the run's statements, the same on every rank, for a certificate; None for none.
-
-    Returns:
-        The pending save with ``async_``, else None.
-
-    Raises:
-        UserError: on every rank if any rank fails to write; the checkpoint's files are removed.
-        CommunicationError: when a peer is gone.
-    """
-    problem = None
-    documents: dict[str, bytes] = {}
-    try:
-        documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
-    except TypeError as error:
-        problem = str(error)  # raised below, together with the other ranks, which are about to communicate
-    tensors_to_save = dict(tensors)
-    if async_:  # training may change the tensors while they are written
-        for name, shard in tensors.items():
-            boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
-            tensors_to_save[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
-    write = partial(
-        _write_checkpoint,
-        Path(root),
-        iteration,
-        tensors_to_save,
-        documents,
-        problem,
-        group,
-        keep_last,
-        last_update,
-        log,
-        statements,
-    )
-    if async_:
-        # Its thread does not delay the exit of a process, which loses only the checkpoint that is being written.
-        return Caller("checkpoint-save").start(write)
-    write()
-    return None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.checkpoint.certificate import Statements
-from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.save import Log, save_checkpoint, silent
 from megatron.distributed.agreement import any_rank
+from megatron.distributed.work import Caller
 
 WRITE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for a rank that is still writing."""
@@ -57,19 +60,30 @@ class CheckpointSaver:
     ) -> None:
         """Wait for the previous save, then save or start a background save. See ``save_checkpoint``."""
         self.finish_save()
-        self._pending = save_checkpoint(
+        if self.async_:  # training may change the tensors and the values while they are written
+            copies = {}
+            for name, shard in tensors.items():
+                boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
+                copies[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
+            tensors, common = copies, copy.deepcopy(common)
+        save = partial(
+            save_checkpoint,
             self.root,
             iteration,
             tensors,
             common,
             config_yaml,
             self._write_group,
-            self.async_,
             keep_last=self.keep_last,
             last_update=last_update,
             log=self.log,
             statements=statements,
         )
+        if self.async_:
+            # Its thread does not delay the exit of a process, which loses only the checkpoint that is being written.
+            self._pending = Caller("checkpoint-save").start(save)
+        else:
+            save()
 
     def poll(self) -> None:
         """Raise the error of a background save once it has ended on every rank; called once per step.

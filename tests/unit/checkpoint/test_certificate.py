@@ -34,6 +34,7 @@ from megatron.checkpoint.certificate import (
     read_certificate,
 )
 from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.verify_command import HEADER_BYTES, main
 from megatron.config.flags import parse_args
 from megatron.kernels.native import kernels_digest
@@ -61,12 +62,12 @@ def _statements(**changes: Any) -> Statements:
     return Statements(**values)
 
 
-def _save(root: Path, statements: Statements, choice: Any = None, **options: Any) -> Path:
+def _save(root: Path, statements: Statements, choice: Any = None, *, async_: bool = False) -> Path:
     choice = {"specs": SPECS} if choice is None else choice
     common = {"iteration": 3, "certificate": statements.to_dict(), "compression_choice": choice}
-    handle = save_checkpoint(root, 3, shards(model(3.0)), common, "seed: 1\n", statements=statements, **options)
-    if handle is not None:
-        handle.result()
+    saver = CheckpointSaver(root, async_=async_)
+    saver.save(3, shards(model(3.0)), common, "seed: 1\n", statements=statements)
+    saver.finish_save()
     return root / "iter_0000003"
 
 
@@ -93,11 +94,11 @@ def _reseal_certificate(folder: Path, change: Callable[[dict[str, Any]], object]
     (folder / CERTIFICATE).write_text(json.dumps({"sha256": digest, "content": content}))
 
 
-@pytest.mark.parametrize("options", [{}, {"async_": True}], ids=["at once", "in the background"])
+@pytest.mark.parametrize("async_", [False, True], ids=["at once", "in the background"])
 def test_a_checkpoint_is_certified_with_a_line_for_each_check(
-    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    async_: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _save(tmp_path, _statements(), **options)
+    folder = _save(tmp_path, _statements(), async_=async_)
     for words in ([str(folder)], [str(tmp_path)], [str(folder), "--strict"]):
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()

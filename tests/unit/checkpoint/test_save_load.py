@@ -343,10 +343,9 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
 
 def test_async_and_synchronous_files_are_equal(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
-    handle = save_checkpoint(tmp_path / "b", 1, shards(model(1.0)), COMMON, "seed: 1\n", async_=True)
-    assert handle is not None
-    handle.result()
-    assert handle.done()
+    saver = CheckpointSaver(tmp_path / "b", async_=True)
+    saver.save(1, shards(model(1.0)), COMMON, "seed: 1\n")
+    saver.finish_save()
     for path in (tmp_path / "a" / "iter_0000001").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / "iter_0000001" / path.name).read_bytes()
 
