@@ -25,7 +25,7 @@ class Values(Mapping[str, Any]):
     def __init__(self, content: Mapping[str, Any], location: str = "", remedy: str = "") -> None:
         self._content = content
         self.location = location
-        self._remedy = f"; {remedy}" if remedy else ""
+        self._remedy = remedy
 
     def __getitem__(self, name: str) -> Any:
         return self._content[name]
@@ -72,14 +72,14 @@ class Values(Mapping[str, Any]):
         """A list of unchecked values."""
         return list(self._of_type(name, None, list, "a list"))
 
-    def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """A nested mapping."""
-        mapping: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
-        return mapping
+    def table(self, name: str, default: Mapping[str, Any] | None = None) -> Values:
+        """Nested names and values, with the same location and remedy."""
+        return Values(self._of_type(name, default, Mapping, "names and values"), self.location, self._remedy)
 
     def wrong(self, problem: str) -> UserError:
         """An error for a bad value, with the document's name and the remedy."""
-        return UserError(f"{self.location}: {problem}{self._remedy}" if self.location else f"{problem}{self._remedy}")
+        label, remedy = f"{self.location}: " if self.location else "", f"; {self._remedy}" if self._remedy else ""
+        return UserError(f"{label}{problem}{remedy}")
 
     def _read_value(self, name: str, default: Any, value_type: ValueType) -> Any:
         return (

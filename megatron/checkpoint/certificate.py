@@ -56,8 +56,8 @@ class TrafficSpan:
     def read(content: Mapping[str, Any], location: str) -> TrafficSpan:
         """Read a span; raise UserError for bad values."""
         values = Values(content, location)
-        ledger = Values(values.table("ledger"), location)
-        uncompressed = Values(values.table("uncompressed", {}), location)
+        ledger = values.table("ledger")
+        uncompressed = values.table("uncompressed", {})
         after = _count(values, "after")
         return TrafficSpan(
             after,
@@ -165,7 +165,7 @@ class AutoDecision:
     def read(content: Mapping[str, Any], location: str) -> AutoDecision:
         """Read a decision; raise UserError for bad values."""
         values = Values(content, location)
-        increases = Values(values.table("increases", {}), location)
+        increases = values.table("increases", {})
         checks = _tables(values, "checks") if values.has("checks") else []
         return AutoDecision(
             values.texts("specs"),
@@ -234,7 +234,7 @@ class Statements:
             UserError: for values that a run does not write; the message names them.
         """
         values = Values(content, location)
-        reasons = Values(values.table("not_sampled"), location)
+        reasons = values.table("not_sampled")
         return Statements(
             code=values.text("code"),
             kernels=values.text("kernels"),
@@ -312,7 +312,7 @@ def read_certificate(folder: Path) -> Certificate:
     if content.get("format") not in (1, FORMAT):
         raise UserError(f"{path} has format {content.get('format')!r}; this version reads formats 1 and {FORMAT}")
     values = Values(content, str(path))
-    files = Values(values.table("files"), str(path))
+    files = values.table("files")
     for name in files:
         if Path(name).name != name or "\0" in name:
             raise values.wrong(f"files: {name!r} is not the name of a file in this folder")

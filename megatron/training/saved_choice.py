@@ -127,10 +127,9 @@ def restore_choice(saved: SavedRun, config: RunConfig, plan: CompressionPlan) ->
     for point in _turned_off(choice):
         if point.value in chosen_points:
             plan.substitute(point, None)
-    checks = Values(choice.table("loss_checks", {}), config.checkpoint.source, _REMEDY)
-    loss = {name: Values(checks.table(name), config.checkpoint.source, _REMEDY) for name in checks}
+    checks = choice.table("loss_checks", {})
     return SavedChecks(
-        loss,
+        {name: checks.table(name) for name in checks},
         choice.integer("loss_check_interval") if choice.has("loss_check_interval") else None,
         choice.number("s_per_token", minimum=0.0) if choice.has("s_per_token") else None,
         choice.integer("step_tokens", maximum=None) if choice.has("step_tokens") else None,
@@ -159,10 +158,9 @@ def _kept_config(
         UserError: when the checkpoint's values are damaged.
     """
     location = f"{config.checkpoint.source}, the choice of --compress auto"
-    choice = Values(saved.common, location, _REMEDY).table(CHOICE, {})
-    if not choice:
+    values = Values(saved.common, location, _REMEDY).table(CHOICE, {})
+    if not values:
         return None
-    values = Values(choice, location, _REMEDY)
     specs, sizes, budget = values.texts("specs"), values.integers("layout"), values.number("max_loss_increase")
     try:
         read_specs(specs, build_registry(config.compression.compress_module), RunLength(config.training.planned_iters))

@@ -82,10 +82,10 @@ def restore_schedule(engines: Engines, saved: SavedRun, chooses_again: bool, log
     if not ScheduleChoice.is_needed(engines):
         return
     control, location = engines.topology.control.pg, f"{engines.config.checkpoint.source}, {SCHEDULE}"
-    description = run_together(control, lambda: Values(saved.common, location, _REMEDY).table(SCHEDULE, {}))
-    if not description:
+    values = run_together(control, lambda: Values(saved.common, location, _REMEDY).table(SCHEDULE, {}))
+    if not values:
         return
-    values, reason, micro_batches = Values(description, location, _REMEDY), "", count_micro_batches(engines)
+    reason, micro_batches = "", count_micro_batches(engines)
     cluster = run_together(control, lambda: describe_cluster(engines.config, engines.topology.layout.world_size))
     conditions = _list_conditions(engines, gather_devices(engines), cluster)
     saved_conditions = run_together(control, lambda: values.table("conditions"))
