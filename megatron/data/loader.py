@@ -27,24 +27,56 @@ _AHEAD = 2
 
 
 class MicroBatches(Iterator[Batch]):
-    """Iterator over the micro-batches of a rank; built by ``build_loader``.
+    """Iterator over the micro-batches of data-parallel rank ``dp_rank``, starting at draw ``consumed_samples``.
 
-    Threads prefetch micro-batches. ``next`` raises the error of a thread when it reaches that micro-batch. ``close``,
-    leaving the context manager, and the end of the stream stop the threads.
+    It takes the draws of the dataset in order, and stops when fewer than a micro-batch per rank remain. Threads
+    prefetch micro-batches. ``next`` raises the error of a thread when it reaches that micro-batch. ``close``, leaving
+    the context manager, and the end of the stream stop the threads.
+
+    Args:
+        dataset: a dataset of ``build_datasets``.
+        consumed_samples: draws that the run has consumed, over all ranks.
+        micro_batch_size: samples per micro-batch.
+        dp_rank, dp_size: data-parallel rank and size.
+        num_workers: prefetch threads; 0 builds each micro-batch on request.
+        needs_tokens: False omits the token tensors, for pipeline stages that only need the ids.
+        island, islands: index of this rank's island, and number of islands.
+
+    Raises:
+        UserError: when no micro-batch remains.
     """
 
     def __init__(
         self,
         dataset: SampleSource,
+        *,
         consumed_samples: int,
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        num_workers: int,
-        needs_tokens: bool,
-        island: int,
-        islands: int,
+        num_workers: int = 2,
+        needs_tokens: bool = True,
+        island: int = 0,
+        islands: int = 1,
     ) -> None:
+        if (
+            micro_batch_size < 1
+            or not 0 <= dp_rank < dp_size
+            or not 0 <= island < islands
+            or num_workers < 0
+            or consumed_samples < 0
+        ):
+            raise ValueError(
+                f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, island {island} of {islands}, "
+                f"num_workers {num_workers}, consumed_samples {consumed_samples}: out of range"
+            )
+        if len(dataset) == 0:
+            raise UserError("the dataset has no sample: give it more text, or a shorter --seq-length")
+        if consumed_samples + micro_batch_size * dp_size * islands > len(dataset):
+            raise UserError(
+                f"no micro-batch is left: {consumed_samples} of {len(dataset)} samples are consumed. "
+                f"Raise --train-iters or --train-samples, or start afresh without --load"
+            )
         self._dataset = dataset
         self._first = consumed_samples + dp_rank * micro_batch_size * islands + island
         self._micro_batch_size = micro_batch_size
@@ -52,7 +84,7 @@ class MicroBatches(Iterator[Batch]):
         self._stride = micro_batch_size * dp_size * islands
         self._needs_tokens = needs_tokens
         # Complete rounds only: every rank stops after the same micro-batch.
-        self._count = max(0, len(dataset) - consumed_samples) // self._stride
+        self._count = (len(dataset) - consumed_samples) // self._stride
         self._next_number = 0
         self._pool = ThreadPoolExecutor(num_workers, "data") if num_workers and needs_tokens else None
         self._pending: deque[Future[Batch]] = deque()
@@ -120,54 +152,3 @@ class MicroBatches(Iterator[Batch]):
         for row_t, draw in zip(rows_bt, draws, strict=True):
             self._dataset.read(draw, row_t)
         return self._dataset.collate(rows_bt, ids_b, draws_b)
-
-
-def build_loader(
-    dataset: SampleSource,
-    *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    num_workers: int = 2,
-    needs_tokens: bool = True,
-    island: int = 0,
-    islands: int = 1,
-) -> MicroBatches:
-    """Build the loader of data-parallel rank ``dp_rank``, starting at draw ``consumed_samples``.
-
-    The loader takes the draws of the dataset in order, and stops when fewer than a micro-batch per rank remain.
-
-    Args:
-        dataset: a dataset of ``build_datasets``.
-        consumed_samples: draws that the run has consumed, over all ranks.
-        micro_batch_size: samples per micro-batch.
-        dp_rank, dp_size: data-parallel rank and size.
-        num_workers: prefetch threads; 0 builds each micro-batch on request.
-        needs_tokens: False omits the token tensors, for pipeline stages that only need the ids.
-        island, islands: index of this rank's island, and number of islands.
-
-    Raises:
-        UserError: when no micro-batch remains.
-    """
-    if (
-        micro_batch_size < 1
-        or not 0 <= dp_rank < dp_size
-        or not 0 <= island < islands
-        or num_workers < 0
-        or consumed_samples < 0
-    ):
-        raise ValueError(
-            f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, island {island} of {islands}, "
-            f"num_workers {num_workers}, consumed_samples {consumed_samples}: out of range"
-        )
-    if len(dataset) == 0:
-        raise UserError("the dataset has no sample: give it more text, or a shorter --seq-length")
-    if consumed_samples + micro_batch_size * dp_size * islands > len(dataset):
-        raise UserError(
-            f"no micro-batch is left: {consumed_samples} of {len(dataset)} samples are consumed. "
-            f"Raise --train-iters or --train-samples, or start afresh without --load"
-        )
-    return MicroBatches(
-        dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens, island, islands
-    )

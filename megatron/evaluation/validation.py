@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, build_datasets
-from megatron.data.loader import build_loader
+from megatron.data.loader import MicroBatches
 from megatron.inference.model import LoadedModel
 from megatron.models.context import ForwardContext
 
@@ -73,7 +73,7 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
     topology = model.topology
     replicas = topology.layout.dp
     size = math.gcd(samples // replicas, batch)
-    batches = build_loader(
+    batches = MicroBatches(
         dataset, consumed_samples=0, micro_batch_size=size, dp_rank=topology.dp.rank, dp_size=replicas, num_workers=0
     )
     sums = torch.zeros(2, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.batch import Batch
-from megatron.data.loader import MicroBatches, build_loader
+from megatron.data.loader import MicroBatches
 from megatron.data.source import SampleSource
 from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.training.assembly import Engines
@@ -42,7 +42,7 @@ def open_loader(
         trains: whether islands divide the samples, as in training; in evaluation each island reads all of them.
     """
     dp, islands = engines.topology.dp, engines.config.islands
-    return build_loader(
+    return MicroBatches(
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=engines.config.training.micro_batch_size,

@@ -10,7 +10,7 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.data.indexed import IndexedWriter
-from megatron.data.loader import MicroBatches, build_loader
+from megatron.data.loader import MicroBatches
 from megatron.data.source import SampleSource
 
 
@@ -52,7 +52,7 @@ def rows(dataset: Dataset) -> list[list[int]]:
 def load(
     dataset: SampleSource, micro: int, consumed: int = 0, rank: int = 0, ranks: int = 1, **options: Any
 ) -> MicroBatches:
-    return build_loader(
+    return MicroBatches(
         dataset, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **options
     )
 

@@ -13,7 +13,7 @@ from megatron.data.batch import Batch
 from megatron.data.build import Dataset
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.data.indexed import IndexedDataset
-from megatron.data.loader import build_loader
+from megatron.data.loader import MicroBatches
 from tests.unit.data.cases import flags, load, present
 from tests.unit.data.sentence_cases import FIRST_WORD, random_documents, tokenizer, write_sentences
 
@@ -137,7 +137,7 @@ def test_draws_do_not_depend_on_layout_or_resume(tmp_path: Path, order: str, mak
     for ranks, micro, consumed in ((1, 3, 0), (2, 4, 16), (4, 2, 24)):
         for rank in range(ranks):
             options: dict[str, Any] = {"micro_batch_size": micro, "dp_rank": rank, "dp_size": ranks, "num_workers": 2}
-            with build_loader(dataset, consumed_samples=consumed, **options) as loader:
+            with MicroBatches(dataset, consumed_samples=consumed, **options) as loader:
                 for batch in (next(loader), next(loader)):
                     assert batch.tokens_bs is not None
                     assert batch.tokens_bs.equal(expected.tokens_bs[batch.draw_ids_b])
