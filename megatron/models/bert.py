@@ -86,8 +86,3 @@ class BertStage(Stage):
         """Logits (b, 2) for sentences in order and swapped, from normalized outputs that begin with position 0."""
         logits: Tensor = self.binary_head(x_sbh[0])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def logits(self, x_sbh: Tensor) -> Tensor:
-        """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
-        with torch.no_grad():
-            return self._logits(self.lm_head(self.final_layernorm(x_sbh)), self.lm_head.bias)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.compression.points import Point
+from megatron.kernels.soft_cap import soft_cap_
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.stage import Stage
 from megatron.parallel.tensor.cross_entropy import head_loss
@@ -26,7 +28,14 @@ class GPTStage(Stage):
         total, losses_sb = head_loss(x_sbh, *args, workspace=self.logits_workspace, cap=cap)
         return total, losses_sb.t()
 
+    @torch.no_grad()
     def logits(self, x_sbh: Tensor) -> Tensor:
         """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
-        with torch.no_grad():
-            return self._logits(self.final_layernorm(x_sbh))
+        x_sbh = self.final_layernorm(x_sbh)
+        if self.comm.sequence_parallel:
+            x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
+        local = x_sbh @ self.output_weight.t()
+        soft_cap_(local, self.config.final_logit_softcapping)
+        if self.comm.size > 1:
+            local = torch.cat(list(self.comm.gather_exact(local)), dim=-1)
+        return local[..., : self.shard.vocab_size]

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.compression.points import Point
-from megatron.kernels.soft_cap import soft_cap_
 from megatron.models.block import DecoderLayer, Layer, TransformerLayer
 from megatron.models.context import ForwardContext
 from megatron.models.embedding import Embedding, OutputWeight
@@ -179,15 +177,3 @@ class Stage(nn.Module, ABC):
             targets: labels.
             divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch.
         """
-
-    def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute logits (s, b, vocab_size), without vocabulary padding, on every tensor-parallel rank."""
-        if self.comm.sequence_parallel:
-            x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
-        local = x_sbh @ self.output_weight.t()
-        if bias is not None:
-            local = local + bias
-        soft_cap_(local, self.config.final_logit_softcapping)
-        if self.comm.size > 1:
-            local = torch.cat(list(self.comm.gather_exact(local)), dim=-1)
-        return local[..., : self.shard.vocab_size]

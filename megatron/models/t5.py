@@ -80,8 +80,3 @@ class T5Stage(Stage):
         objective, losses_sb = head_loss(x_sbh, *args, workspace=self.logits_workspace)
         total = (losses_sb.t() * targets.mask_bs).sum()
         return StageLoss(objective, (LossSum(total, targets.mask_bs.sum()),))
-
-    def logits(self, x_sbh: Tensor) -> Tensor:
-        """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
-        with torch.no_grad():
-            return self._logits(self.final_layernorm(x_sbh), self.lm_head.bias)

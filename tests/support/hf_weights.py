@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.bert import BertStage
@@ -55,6 +56,13 @@ def bert_pairs(theirs: Any, ours: BertStage) -> Iterator[tuple[str, list[Tensor]
         modules += [("binary_head.pooler", [pooler]), ("binary_head.order", [theirs.cls.seq_relationship])]
     yield from _weights_and_biases(modules)
     yield "lm_head.bias", [head.decoder.bias]
+
+
+@torch.no_grad()
+def bert_logits(stage: BertStage, x_sbh: Tensor) -> Tensor:
+    """Logits (s, b, vocab_size) of a stage's outputs on a single rank; no gradient."""
+    states_sbh = stage.lm_head(stage.final_layernorm(x_sbh))
+    return F.linear(states_sbh, stage.output_weight, stage.lm_head.bias)[..., : stage.shard.vocab_size]
 
 
 def bert_task_pairs(theirs: Any) -> Iterator[tuple[str, list[Tensor]]]:

@@ -22,6 +22,7 @@ from megatron.inference.model import load_model
 from megatron.models.bert import BertStage
 from megatron.models.context import ForwardContext
 from megatron.tokenizer.build import build_tokenizer
+from tests.support.hf_weights import bert_logits
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs
 from tests.unit.convert.support import (
     HEADS,
@@ -57,7 +58,7 @@ def _ours(folder: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None
     with torch.no_grad():
         x_sbh = stage(batch["tokens_bs"], context)
         order = stage.order_logits(stage.final_layernorm(x_sbh)) if weights.model.bert_binary_head else None
-    return stage.logits(x_sbh).transpose(0, 1), order
+    return bert_logits(stage, x_sbh).transpose(0, 1), order
 
 
 def _theirs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
