@@ -107,7 +107,8 @@ class ClassifierStage(Stage):
             self.classification_head = ClassificationHead(rank)
 
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
-        outputs_bc = self.classification_head(self.final_states(x_sbh), targets)
+        states_sbh = self.final_layernorm(x_sbh) if self.ends_with_norm else x_sbh
+        outputs_bc = self.classification_head(states_sbh, targets)
         # Only the label of a sample's first sequence counts.
         step = self.config.sequences_per_sample
         labels_n, mask_n = targets.labels_bs[::step, 0], targets.mask_bs[::step, 0]
@@ -119,8 +120,3 @@ class ClassifierStage(Stage):
         total = (losses_n * token_weights(mask_n, divisors).to(losses_n.dtype)).sum()
         sums = LossSum((losses_n.detach() * mask_n).sum(), targets.mask_bs.sum())
         return StageLoss(total, (sums,), outputs_bc.detach())
-
-    def final_states(self, x_sbh: Tensor) -> Tensor:
-        """Input of the head, from the output of ``forward``."""
-        result: Tensor = self.final_layernorm(x_sbh)
-        return result

@@ -117,6 +117,3 @@ class DebertaStage(ClassifierStage):
         length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
         distances = self.relative_positions(), relative_rows(length, self.config, x_sbh.device)
         return dict.fromkeys(self.stage_part.layers, distances)
-
-    def final_states(self, x_sbh: Tensor) -> Tensor:
-        return x_sbh
