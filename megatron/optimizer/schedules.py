@@ -136,67 +136,6 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         raise UserError(f"{flag} {value!r} is unknown: choose one of {', '.join(choices)}")
 
 
-def schedule_values(
-    options: OptimizerConfig,
-    *,
-    global_batch_size: int,
-    seq_length: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    train_tokens: int | None = None,
-) -> ScheduleValues:
-    """The schedules of a resolved configuration, in samples.
-
-    Args:
-        options: the optimizer's section.
-        global_batch_size: samples per step; the final size of a ramp-up.
-        seq_length: tokens of a sample.
-        train_iters, train_samples, train_tokens: length of the run, the default length of the decay. With
-            ``train_samples``, or only ``train_tokens``, the schedules' lengths in iterations are ignored; with
-            ``train_iters``, those in samples. Lengths in tokens take precedence over both.
-
-    Raises:
-        UserError: when no length is given, or when the lengths do not fit each other.
-    """
-    if train_samples is None and train_iters is None and train_tokens is not None:
-        train_samples = train_tokens // seq_length
-    decay: float
-    warmup: float
-    if train_samples is not None:
-        total = train_samples
-        decay = total if options.lr_decay_samples is None else options.lr_decay_samples
-        warmup = options.lr_warmup_samples
-        annealing = options.lr_wsd_decay_samples or 0
-    elif train_iters is not None:
-        total = train_iters * global_batch_size
-        decay = total if options.lr_decay_iters is None else options.lr_decay_iters * global_batch_size
-        warmup = options.lr_warmup_iters * global_batch_size
-        annealing = (options.lr_wsd_decay_iters or 0) * global_batch_size
-    else:
-        raise UserError("the length of the run is missing: give --train-iters or --train-samples")
-    if options.lr_decay_tokens is not None:
-        decay = options.lr_decay_tokens / seq_length
-    if options.lr_warmup_tokens is not None:
-        warmup = options.lr_warmup_tokens / seq_length
-    fraction = options.lr_warmup_fraction
-    return ScheduleValues(
-        max_lr=options.lr,
-        min_lr=options.min_lr,
-        warmup_samples=float(warmup if fraction is None else fraction * decay),
-        decay_samples=float(decay),
-        decay_style=options.lr_decay_style,
-        start_weight_decay=options.start_weight_decay,
-        end_weight_decay=options.end_weight_decay,
-        weight_decay_samples=float(total),
-        weight_decay_style=options.weight_decay_incr_style,
-        warmup_init=options.lr_warmup_init,
-        annealing_style=options.lr_wsd_decay_style,
-        annealing_samples=float(annealing),
-        decoupled_lr=options.decoupled_lr,
-        decoupled_min_lr=options.decoupled_min_lr,
-    )
-
-
 _FLAG_OF_FIELD = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -269,7 +208,19 @@ class LRSchedule:
         train_samples: int | None = None,
         train_tokens: int | None = None,
     ) -> LRSchedule:
-        """Build from the optimizer configuration; arguments and errors as for ``schedule_values``."""
+        """Build from the optimizer's section of a resolved configuration.
+
+        Args:
+            options: the optimizer's section.
+            global_batch_size: samples per step; the final size of a ramp-up.
+            seq_length: tokens of a sample.
+            train_iters, train_samples, train_tokens: length of the run, the default length of the decay. With
+                ``train_samples``, or only ``train_tokens``, the schedules' lengths in iterations are ignored; with
+                ``train_iters``, those in samples. Lengths in tokens take precedence over both.
+
+        Raises:
+            UserError: when no length is given, the lengths do not fit each other, or two flags contradict each other.
+        """
         if options.override_opt_param_scheduler and options.use_checkpoint_opt_param_scheduler:
             raise UserError("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one")
         on_mismatch: OnMismatch = "refuse"
@@ -277,13 +228,42 @@ class LRSchedule:
             on_mismatch = "command-line"
         elif options.use_checkpoint_opt_param_scheduler:
             on_mismatch = "checkpoint"
-        values = schedule_values(
-            options,
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            train_iters=train_iters,
-            train_samples=train_samples,
-            train_tokens=train_tokens,
+        if train_samples is None and train_iters is None and train_tokens is not None:
+            train_samples = train_tokens // seq_length
+        decay: float
+        warmup: float
+        if train_samples is not None:
+            total = train_samples
+            decay = total if options.lr_decay_samples is None else options.lr_decay_samples
+            warmup = options.lr_warmup_samples
+            annealing = options.lr_wsd_decay_samples or 0
+        elif train_iters is not None:
+            total = train_iters * global_batch_size
+            decay = total if options.lr_decay_iters is None else options.lr_decay_iters * global_batch_size
+            warmup = options.lr_warmup_iters * global_batch_size
+            annealing = (options.lr_wsd_decay_iters or 0) * global_batch_size
+        else:
+            raise UserError("the length of the run is missing: give --train-iters or --train-samples")
+        if options.lr_decay_tokens is not None:
+            decay = options.lr_decay_tokens / seq_length
+        if options.lr_warmup_tokens is not None:
+            warmup = options.lr_warmup_tokens / seq_length
+        fraction = options.lr_warmup_fraction
+        values = ScheduleValues(
+            max_lr=options.lr,
+            min_lr=options.min_lr,
+            warmup_samples=float(warmup if fraction is None else fraction * decay),
+            decay_samples=float(decay),
+            decay_style=options.lr_decay_style,
+            start_weight_decay=options.start_weight_decay,
+            end_weight_decay=options.end_weight_decay,
+            weight_decay_samples=float(total),
+            weight_decay_style=options.weight_decay_incr_style,
+            warmup_init=options.lr_warmup_init,
+            annealing_style=options.lr_wsd_decay_style,
+            annealing_samples=float(annealing),
+            decoupled_lr=options.decoupled_lr,
+            decoupled_min_lr=options.decoupled_min_lr,
         )
         overrides = [
             *["max_lr", "decoupled_lr"] * options.use_new_lr,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.schedules import ANNEALING_STYLES, DECAY_STYLES, LRSchedule, ScheduleValues, schedule_values
+from megatron.optimizer.schedules import ANNEALING_STYLES, DECAY_STYLES, LRSchedule, ScheduleValues
 
 
 def make_values(**changes: Any) -> ScheduleValues:
@@ -120,26 +120,26 @@ def test_weight_decay_grows() -> None:
 
 def test_iterations_are_multiplied_by_the_global_batch_size() -> None:
     options = make_options(lr_warmup_iters=5, lr_decay_iters=40)
-    values = schedule_values(options, global_batch_size=8, seq_length=16, train_iters=50)
+    values = LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=50).values
     assert (values.warmup_samples, values.decay_samples, values.weight_decay_samples) == (40, 320, 400)
 
 
 def test_the_decay_takes_the_length_of_the_run_by_default() -> None:
-    by_iters = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_iters=50)
-    by_samples = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_samples=400)
-    by_tokens = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_tokens=6415)
+    by_iters = LRSchedule.from_options(make_options(), global_batch_size=8, seq_length=16, train_iters=50).values
+    by_samples = LRSchedule.from_options(make_options(), global_batch_size=8, seq_length=16, train_samples=400).values
+    by_tokens = LRSchedule.from_options(make_options(), global_batch_size=8, seq_length=16, train_tokens=6415).values
     assert by_iters == by_samples
     assert by_tokens.decay_samples == 400
     with pytest.raises(UserError, match="--train-iters or --train-samples"):
-        schedule_values(make_options(), global_batch_size=8, seq_length=16)
+        LRSchedule.from_options(make_options(), global_batch_size=8, seq_length=16)
 
 
 def test_fraction_and_tokens_of_the_warm_up() -> None:
     options = make_options(lr_warmup_fraction=0.25, lr_decay_samples=200)
-    values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
+    values = LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_samples=400).values
     assert values.warmup_samples == 50
     options = make_options(lr_warmup_tokens=330, lr_decay_tokens=1604)
-    values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
+    values = LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_samples=400).values
     assert (values.warmup_samples, values.decay_samples) == (20.625, 100.25)
 
 
