@@ -31,14 +31,12 @@ class LossScale(Protocol):
 class ConstantLossScale:
     """A constant scale (1 for bf16 and fp32), from the command line even if a checkpoint has another."""
 
+    can_fall = False
+
     def __init__(self, scale: float = 1.0) -> None:
         if scale <= 0:
             raise UserError(f"--loss-scale {scale:g} must be positive")
         self.scale = float(scale)
-
-    @property
-    def can_fall(self) -> bool:
-        return False
 
     def update(self, found_inf: bool) -> None:
         """Do nothing: a constant scale ignores overflows."""
