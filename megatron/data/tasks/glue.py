@@ -14,6 +14,8 @@ from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 _MAX_MALFORMED = 0.01
 """Maximum fraction of malformed lines in a file that is known to contain some."""
+_MAX_SCORE = 5.0
+"""Maximum of numeric labels; the minimum is 0."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,8 @@ class GlueFormat:
     Args:
         texts: columns of one or two texts: names, or indices in files without a header.
         label: name or index of the label column.
-        classes: class labels in index order; empty for numeric labels within ``bounds``.
+        classes: class labels in index order; empty for numeric labels.
         columns: number of columns in files without a header.
-        bounds: minimum and maximum of numeric labels.
         malformed: whether the published files contain malformed lines, which are skipped.
     """
 
@@ -33,7 +34,6 @@ class GlueFormat:
     label: str | int
     classes: tuple[str, ...] = ("0", "1")
     columns: int | None = None
-    bounds: tuple[float, float] = (0.0, 5.0)
     malformed: bool = False
 
 
@@ -93,15 +93,13 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
                     )
                 label = float(form.classes.index(word))
             else:
-                minimum, maximum = form.bounds
                 try:
                     label = read_number(word)
                 except ValueError:
                     label = math.nan
-                if not minimum <= label <= maximum:
+                if not 0 <= label <= _MAX_SCORE:
                     raise UserError(
-                        f"{line_location}: the label {format_value(word)} is not a number from {minimum:g} to "
-                        f"{maximum:g}"
+                        f"{line_location}: the label {format_value(word)} is not a number from 0 to {_MAX_SCORE:g}"
                     )
             examples.append(Example(((first_text, second_text[0] if second_text else None),), label))
         elif form.malformed:
