@@ -95,7 +95,7 @@ def build_datasets(
                 identity = file_identity(indexed)
                 order = MegatronOrder(documents, seq_length, seed, length, data.data_cache_path, identity)
             elif data.sample_order == "fixed" and num_samples is not None:
-                order = FixedOrder(documents, seq_length, part_seed, length)
+                order = FixedOrder(documents, seq_length, part_seed, num_samples)
             else:
                 order = LazyOrder(documents, seq_length, part_seed, length)
             if cyclic:

@@ -38,11 +38,11 @@ class Lanes:
 class FixedOrder:
     """The first epoch of ``LazyOrder``, with its arguments, drawn repeatedly in the order of ``Lanes``."""
 
-    def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
+    def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int) -> None:
         self._epoch = LazyOrder(documents, seq_length, seed, None)
         self._lanes = Lanes(len(self._epoch), seed)
         self.lanes, self.epoch_samples = self._lanes.lanes, self._lanes.epoch_samples
-        self._num_samples = self.epoch_samples if num_samples is None else num_samples
+        self._num_samples = num_samples
 
     def __len__(self) -> int:
         return self._num_samples if self.epoch_samples else 0

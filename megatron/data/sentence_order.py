@@ -89,13 +89,11 @@ class LazySentences:
 class FixedSentences(LazySentences):
     """The same samples in every epoch, masks included, in the order of ``Lanes``. Arguments as in ``LazySentences``."""
 
-    def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
+    def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int) -> None:
         super().__init__(documents, cut, seed, num_samples)
         self._lanes = Lanes(len(self._rows), seed)
         self.lanes = self._lanes.lanes
         self.epoch_samples = self._lanes.epoch_samples
-        if num_samples is None:
-            self._num_samples = self.epoch_samples
 
     def sample_id(self, index: int) -> int:
         return self._lanes.sample(check_index(index, self._num_samples))
