@@ -185,9 +185,8 @@ class MegatronOrder:
             "seed": seed,
             "num_samples": num_samples,
         }
-        cache = cache_path if cache_identity is not None else None
         arrays = cached_arrays(
-            cache,
+            cache_path,
             "gpt-order",
             identity,
             lambda: build_megatron_arrays(documents, seq_length, seed, num_samples),

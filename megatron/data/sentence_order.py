@@ -130,9 +130,8 @@ class MegatronSentences:
             "seed": seed,
             "num_samples": num_samples,
         }
-        cache = cache_path if cache_identity is not None else None
         arrays = cached_arrays(
-            cache, "sentence-order", identity, lambda: build_megatron_sentences(documents, cut, seed, num_samples)
+            cache_path, "sentence-order", identity, lambda: build_megatron_sentences(documents, cut, seed, num_samples)
         )
         self.rows, self.shuffle_index = arrays["rows"], arrays["shuffle_index"]
         self._seed = seed
