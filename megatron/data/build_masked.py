@@ -14,7 +14,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.masked_dataset import MaskedDataset
 from megatron.data.masking import BERT_MASKING_NGRAM, T5_MASKING_NGRAM, WordMasker, WordMasking
 from megatron.data.sentence_order import FixedSentences, LazySentences, MegatronSentences, SentenceOrder
-from megatron.data.sentences import Cut, SentenceDocuments, check_split, no_samples_error
+from megatron.data.sentences import Cut, SentenceDocuments, check_split
 from megatron.data.t5_dataset import T5_SPECIAL_TOKENS, T5Dataset
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
@@ -146,8 +146,6 @@ def _make_part(
             order = FixedSentences(documents, cut, part_seed, num_samples)
         else:
             order = LazySentences(documents, cut, part_seed, num_samples)
-        if not order.epoch_samples:
-            raise no_samples_error(documents, cut)
         return make(indexed, order)
 
     is_empty = len(starts_d) < 2 or bool(starts_d[0] == starts_d[-1])

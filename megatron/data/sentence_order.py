@@ -12,7 +12,7 @@ from megatron.data.cache import cached_arrays
 from megatron.data.fixed_order import Lanes
 from megatron.data.mersenne import mersenne_64, shuffle_range
 from megatron.data.permute import Permutation, check_index, mix, random_state
-from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order, no_samples_error
+from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order
 
 
 class Sentences(NamedTuple):
@@ -167,8 +167,6 @@ def build_megatron_sentences(
         epoch_samples: int64 [], samples of the first epoch.
     """
     rows = cut_in_order(documents, cut, seed, num_samples)
-    if not len(rows):
-        raise no_samples_error(documents, cut)
     # A new epoch starts where the sentence index drops.
     epoch_ends = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
     epoch_samples = int(epoch_ends[0]) + 1 if len(epoch_ends) else len(rows)

@@ -103,9 +103,9 @@ def _as_rows(columns: list[NDArray[np.int64]], documents: SentenceDocuments) -> 
     return np.stack(columns, axis=1).astype(dtype)
 
 
-def no_samples_error(documents: SentenceDocuments, cut: Cut) -> UserError:
+def _no_samples_error(documents: SentenceDocuments, cut: Cut) -> UserError:
     """Error for documents that yield no samples."""
-    if cut.min_sentences > 1 and (not len(documents.starts_d) or int(np.diff(documents.starts_d).max(initial=0)) < 2):
+    if cut.min_sentences > 1 and int(np.diff(documents.starts_d).max(initial=0)) < 2:
         return UserError(
             f"{documents.name}: every document is one sentence, but sentence order needs two. Write it with "
             f"tools/preprocess_data.py --split-sentences, or give --bert-no-binary-head"
@@ -149,7 +149,7 @@ def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples:
     while not row_blocks or (num_samples is not None and count < num_samples):
         epoch = [_as_rows(_cut_chunk_in_order(chunk, cut.min_sentences, draw), documents) for chunk in chunks]
         if not epoch:
-            raise no_samples_error(documents, cut)
+            raise _no_samples_error(documents, cut)
         row_blocks += epoch
         count += sum(map(len, epoch))
     return np.concatenate(row_blocks)
@@ -217,5 +217,5 @@ def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[An
         order = np.argsort(joined_columns[0], kind="stable")
         row_blocks.append(_as_rows([column[order] for column in joined_columns], documents))
     if not row_blocks:
-        raise no_samples_error(documents, cut)
+        raise _no_samples_error(documents, cut)
     return np.concatenate(row_blocks)
