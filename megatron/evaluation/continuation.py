@@ -33,16 +33,10 @@ class QuestionOptions:
     choices: int
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt and its candidate continuations, the true continuation first."""
-
-    prompt: tuple[int, ...]
-    continuations: tuple[tuple[int, ...], ...]
-
-
-def make_questions(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[Question]:
+def make_questions(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[list[tuple[int, ...]]]:
     """Make questions from tokenized documents; they neither overlap nor cross the end of a document.
+
+    A question is a prompt with each of its candidate continuations, the true continuation first.
 
     Wrong continuations are the true continuations of distant positions. Short texts give fewer questions than
     ``options.samples``; a question is dropped if a wrong continuation equals the true continuation.
@@ -56,7 +50,7 @@ def make_questions(documents: Sequence[Sequence[int]], options: QuestionOptions)
     for i, cut in enumerate(cuts):
         wrong_ends = [ends[(i + k * count // options.choices) % count] for k in range(1, options.choices)]
         if ends[i] not in wrong_ends:
-            questions.append(Question(cut[: options.prompt], (ends[i], *wrong_ends)))
+            questions.append([cut, *(cut[: options.prompt] + end for end in wrong_ends)])
     return questions
 
 
@@ -85,17 +79,17 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: Quest
             f"--valid-data {path}: has too few different passages of {length} tokens for --choices {options.choices}; "
             "give more text"
         )
-    rows = [[(*question.prompt, *end) for end in question.continuations] for question in questions]
-    true_windows = [Window(row[0], options.continuation) for row in rows]
-    all_windows = [Window(tokens, options.continuation) for row in rows for tokens in row]
+    count = len(questions)
+    true_windows = [Window(question[0], options.continuation) for question in questions]
+    all_windows = [Window(tokens, options.continuation) for question in questions for tokens in question]
     counts_n = score_windows(model, true_windows, batch, count_matches, "greedy")
-    losses_nc = score_windows(model, all_windows, batch, window_losses, "ranking").view(len(rows), options.choices)
+    losses_nc = score_windows(model, all_windows, batch, window_losses, "ranking").view(count, options.choices)
     exact = float((counts_n == options.continuation).double().mean())
     best = float((losses_nc[:, :1] < losses_nc[:, 1:]).all(dim=1).double().mean())
     return (
-        f" validation results on CONTINUATION | exact match: {exact:.4E} +- {_error(exact, len(rows)):.1E} | "
-        f"matched tokens: {float(counts_n.mean()):.4E} | ranking accuracy: {best:.4E} +- {_error(best, len(rows)):.1E} "
-        f"(by chance {1 / options.choices:.2f}) | total examples: {len(rows):.4E}"
+        f" validation results on CONTINUATION | exact match: {exact:.4E} +- {_error(exact, count):.1E} | "
+        f"matched tokens: {float(counts_n.mean()):.4E} | ranking accuracy: {best:.4E} +- {_error(best, count):.1E} "
+        f"(by chance {1 / options.choices:.2f}) | total examples: {count:.4E}"
     )
 
 

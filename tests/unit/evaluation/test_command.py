@@ -177,11 +177,12 @@ def test_questions_are_passages_with_wrong_answers_from_elsewhere(
     assert len(questions) <= min(places.samples, len(cuts))
     expected = iter(cuts)
     for question in questions:
-        true, *wrong = question.continuations
-        assert (*question.prompt, *true) in expected, "each place once, in the order of the text"
+        true, *wrong = question
+        assert true in expected, "each place once, in the order of the text"
         assert len(wrong) == places.choices - 1
         assert true not in wrong
-        assert all(any(cut[places.prompt :] == end for cut in cuts) for end in wrong)
+        assert all(text[: places.prompt] == true[: places.prompt] for text in wrong)
+        assert all(any(cut[places.prompt :] == text[places.prompt :] for cut in cuts) for text in wrong)
 
 
 def test_continuations_are_found_greedily_and_ranked_by_likelihood(
