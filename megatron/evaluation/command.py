@@ -102,7 +102,7 @@ def prepare_evaluation(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
         )
         return lambda model: continuation.evaluate(model, documents, path, options, batch)
     text, words = wikitext.read_text(path)
-    return lambda model: wikitext.evaluate(model, text, words, path, flags.overlapping_eval or None, batch)
+    return lambda model: wikitext.evaluate(model, text, words, path, flags.overlapping_eval, batch)
 
 
 def requested_task(words: Sequence[str]) -> str:

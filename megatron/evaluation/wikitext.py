@@ -45,14 +45,14 @@ def split_windows(tokens: Sequence[int], length: int, stride: int) -> list[Windo
     return windows
 
 
-def evaluate(model: LoadedModel, text: str, words: int, path: str, stride: int | None, batch: int) -> str:
+def evaluate(model: LoadedModel, text: str, words: int, path: str, stride: int, batch: int) -> str:
     """Evaluate the text; return the result line.
 
     Args:
         model: the model, on every rank.
         text, words: text and number of words, from ``read_text``.
         path: path of the text, for messages.
-        stride: see ``split_windows``; None: the window's length, so that every token is read once.
+        stride: see ``split_windows``; 0: the window's length, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
@@ -62,7 +62,7 @@ def evaluate(model: LoadedModel, text: str, words: int, path: str, stride: int |
     if len(tokens) < 2:
         raise UserError(f"--valid-data {path}: is too short")
     length = model.config.model.seq_length
-    if stride is not None and stride > length:
+    if stride > length:
         raise UserError(f"--overlapping-eval {stride} is more than the {length} tokens that the model reads")
     windows = split_windows(tokens, length, stride or length)
     loss = float(score_windows(model, windows, batch, window_losses, "WIKITEXT103").sum()) / (len(tokens) - 1)
