@@ -48,9 +48,7 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
     fields.reject_unsupported("tools", [])
     fields.reject_unsupported("tool_choice", "none", "auto")
     fields.reject_unsupported("response_format", {"type": "text"})
-    options = Fields(
-        fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
-    )
+    options = fields.nested("chat_template_kwargs")
     variables = {**options, "add_generation_prompt": fields.flag("add_generation_prompt", True)}
     top = fields.integer("top_logprobs", 0, minimum=0, maximum=MAX_TOP)
     with_logprobs = fields.flag("logprobs", False)

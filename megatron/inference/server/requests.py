@@ -63,6 +63,10 @@ class Fields(Values):
             raise RequestError(f"{subject} must be a JSON object")
         super().__init__(values)
 
+    def nested(self, name: str) -> Fields:
+        """Fields of an object; empty if the field is missing."""
+        return Fields(self[name] if self.has(name) else {}, name)
+
     def bounded_texts(self, name: str, most: int, longest: int) -> list[str]:
         """Value of a string or list of strings, as a list; empty if the field is missing."""
         value = self.get(name)
@@ -298,7 +302,7 @@ def openai_completion(
     min_p = fields.number("min_p", 0.0, minimum=0, maximum=1)
     # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
     greedy = temperature == 0 or top_p == 0
-    biases = Fields(fields["logit_bias"] if fields.has("logit_bias") else {}, "logit_bias")
+    biases = fields.nested("logit_bias")
     if len(biases) > MAX_BIASES:
         raise RequestError(f"logit_bias names {len(biases)} tokens, at most {MAX_BIASES} are allowed")
     pairs = []
@@ -327,7 +331,7 @@ def openai_completion(
         raise RequestError(f"stop_token_ids holds {len(stop_tokens)} tokens, at most {MAX_BIASES} are allowed")
     _check_tokens("stop_token_ids", stop_tokens, tokenizer)
     job = InferenceJob(rows, new, sampling, seeds, top, echo and top is not None, stop, stop_tokens)
-    options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
+    options = fields.nested("stream_options")
     return Completion(job, n, fields.flag("stream", False), echo, options.flag("include_usage", False))
 
 
