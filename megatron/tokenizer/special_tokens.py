@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ class SpecialTokens:
         config: content of tokenizer_config.json.
     """
 
-    by_kind: Mapping[str, str] = field(default_factory=dict)
-    added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    other_tokens: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    by_kind: Mapping[str, str]
+    added: Mapping[int, Mapping[str, Any]]
+    other_tokens: tuple[str, ...]
+    config: Mapping[str, Any]
 
     @property
     def names(self) -> list[str]:

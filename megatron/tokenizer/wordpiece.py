@@ -82,9 +82,9 @@ class BertWordPieceTokenizer:
         )
         self._encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._encoder.decoder = decoders.WordPiece()
-        self.cls, self.sep, self.pad, self.mask = (vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"))
+        cls, sep, pad, mask = (vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"))
         if model_size == len(lines):
-            vocab = {"[BOS]": self.cls, "[EOS]": self.sep} | vocab
+            vocab = {"[BOS]": cls, "[EOS]": sep} | vocab
         for token in ("[BOS]", "[EOS]"):
             vocab.setdefault(token, len(lines) + sum(vocab[name] >= len(lines) for name in vocab))
         self.bos: int | None = vocab["[BOS]"]
@@ -94,8 +94,7 @@ class BertWordPieceTokenizer:
         continues_v = np.zeros(self.vocab_size, dtype=bool)
         continues_v[[number for token, number in vocab.items() if token.startswith("##")]] = True
         sentinels = range(entries, self.vocab_size)
-        special = (self.cls, self.sep, self.pad, self.mask, vocab["[BOS]"], self.eod)
-        self.ids = WordPieceIds(*special, sentinels, continues_v)
+        self.ids = WordPieceIds(cls, sep, pad, mask, vocab["[BOS]"], self.eod, sentinels, continues_v)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""

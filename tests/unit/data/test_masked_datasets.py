@@ -121,7 +121,7 @@ def test_bert_replaces_as_often_as_its_paper(tmp_path: Path) -> None:
     assert batch.loss_mask_bs is not None
     chosen = batch.loss_mask_bs == 1
     tokens, labels = batch.tokens_bs[chosen], batch.labels_bs[chosen]
-    mask = tokenizer(tmp_path).mask
+    mask = tokenizer(tmp_path).ids.mask
     assert abs((tokens == mask).float().mean() - 0.8) < 0.02
     # A random token may equal the original.
     assert abs((tokens == labels).float().mean() - 0.1) < 0.02
