@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.models import Shape, hugging_face
 from benchmarks.report import Column
 from benchmarks.rows import RowLog
-from benchmarks.turns import synchronize
+from benchmarks.turns import timed
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
@@ -79,9 +78,6 @@ def measure(setting: Setting, row_keys: Sequence[str], log: RowLog) -> None:
 
 def eager_rate(model: LoadedModel, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Tokens per second of the second of two runs."""
-    for _ in range(2):
-        synchronize(model.device.type)
-        start = time.perf_counter()
-        generate(model, prompts, new, Sampling(greedy=True))
-        synchronize(model.device.type)
-    return len(prompts) * new / (time.perf_counter() - start)
+    run = partial(generate, model, prompts, new, Sampling(greedy=True))
+    run()
+    return len(prompts) * new / timed(run, model.device.type)
