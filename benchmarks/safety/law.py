@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from benchmarks.safety.statistics import t_quantile
+from scipy.stats import t
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class GapLaw:
         return [(float(self.coefficients[i]), float(half_widths[i])) for i in (1, 2)]
 
     def _quantile(self) -> float:
-        return t_quantile(0.975, self.freedom) if self.freedom else math.inf
+        return float(t.ppf(0.975, self.freedom)) if self.freedom else math.inf
 
     def _deviation(self) -> float:
         return math.sqrt(self._variance)
