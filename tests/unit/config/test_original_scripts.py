@@ -54,16 +54,6 @@ def test_schemes_of_optimus_cc_become_specs(tmp_path: Path) -> None:
     assert (config.recompute.recompute_granularity, config.recompute.recompute_method) == ("full", "uniform")
 
 
-@pytest.mark.parametrize("name", [name for name in COMPLETE if name.startswith("edgc")])
-def test_scripts_of_edgc_become_specs(name: str, tmp_path: Path) -> None:
-    """EDGC, not PowerSGD of a constant rank, which has the same switch."""
-    config, _ = _resolved(COMPLETE[name], tmp_path)
-    assert config.compression.compress == [
-        "dp-grad=edgc,seed=714,error-feedback=aggregate,warmup=0.1,warmup-ends=error"
-    ]
-    assert config.logging.log_json_file == "logs/edgc.jsonl"
-
-
 def test_sequence_parallelism_on_one_rank_is_noted(tmp_path: Path) -> None:
     config, notes = _resolved(COMPLETE["jupiter 13B TP_SIZE=1"], tmp_path)
     assert config.parallel.sequence_parallel is False

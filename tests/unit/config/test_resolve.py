@@ -11,31 +11,10 @@ import torch
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import batch_schedule
-
-JUPITER = """
---seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --train-samples 300_000_000
---vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer
---loss-scale-window 500 --hysteresis 2 --min-loss-scale 1.0 --initial-loss-scale 4096 --fp16 --seed 42
---position-embedding-type rope --use-flash-attn --sequence-parallel --recompute-activations
---recompute-granularity selective --optimizer adam --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8 --lr
-1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-samples 126_953_125 --lr-warmup-samples 216_320
---clip-grad 1.0 --weight-decay 1e-1 --use-distributed-optimizer --log-interval 10 --save-interval 1500
---eval-interval 1000 --eval-iters 5 --tensorboard-dir tb --tensorboard-queue-size 5
---log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --save ckpt
---data-path oscar_text_document --split 7,3,1 --distributed-backend nccl
-"""
-JUPITER_175B = (
-    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --num-layers 96 --hidden-size 12288 "
-    "--num-attention-heads 96 --global-batch-size 96 --init-method-std 0.0048"
-)
-JUPITER_13B = (
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 40 --hidden-size 5120 "
-    "--num-attention-heads 32 --ffn-hidden-size 20480 --global-batch-size 1024"
-)
+from tests.unit.config.original_scripts import JUPITER
 
 
 def _resolve(words: list[str], world_size: int = 1, *, cuda_available: bool = False) -> RunConfig:
@@ -52,20 +31,14 @@ def test_pipelines_without_a_flush_need_gloo(by_iterations: list[str]) -> None:
 
 def test_extrapolation_allows_compressors_that_do_not_clip(by_iterations: list[str]) -> None:
     """Neither without clipping nor on a single replica do they clip."""
-    words = [
-        "--delay",
-        "1",
-        "--delay-correction",
-        "extrapolate",
-        "--compress",
-        "dp-grad=quantized-adam,bits=8,warmup=4",
-    ]
+    line = "--delay 1 --delay-correction extrapolate --compress dp-grad=quantized-adam,bits=8,warmup=4"
+    words = line.split()
     assert _resolve([*by_iterations, *words, "--clip-grad", "0"], 2).parallel.delay
     assert _resolve([*by_iterations, *words], 1).parallel.delay
 
 
 def test_jupiter_175b_resolves() -> None:
-    parsed = parse_args((JUPITER + JUPITER_175B).split())
+    parsed = parse_args(JUPITER["jupiter 175B"].flags.split())
     config = parsed.resolve(384, cuda_available=True)
     assert config.parallel.data_parallel_size(384) == 6
     assert config.model.ffn_hidden_size == 4 * 12288
@@ -80,7 +53,7 @@ def test_jupiter_175b_resolves() -> None:
 
 
 def test_jupiter_13b_resolves() -> None:
-    config = parse_args((JUPITER + JUPITER_13B).split()).resolve(32, cuda_available=True)
+    config = parse_args(JUPITER["jupiter 13B"].flags.split()).resolve(32, cuda_available=True)
     assert config.parallel.data_parallel_size(32) == 4
     assert config.model.init_method_std == 0.02
     assert config.training.global_batch_size == 1024
@@ -134,10 +107,6 @@ def test_derived_values(by_iterations: list[str]) -> None:
     assert config.optimizer.lr_decay_samples is None
     assert (config.optimizer.start_weight_decay, config.optimizer.end_weight_decay) == (0.01, 0.01)
     assert config.parallel.distributed_backend == "gloo"
-
-
-def test_the_backend_follows_cuda(by_iterations: list[str]) -> None:
-    assert _resolve(by_iterations, cuda_available=True).parallel.distributed_backend == "nccl"
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(512, 1344), (4096, 10880), (64, 128)])
@@ -243,10 +212,3 @@ def test_params_dtype() -> None:
     assert PrecisionConfig(fp16=True).params_dtype == torch.float16
     assert PrecisionConfig(bf16=True).params_dtype == torch.bfloat16
     assert PrecisionConfig(fp64=True).params_dtype == torch.float64
-
-
-def test_data_parallel_size() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
-    assert parallel.data_parallel_size(12) == 2
-    with pytest.raises(UserError, match="does not divide the 8 processes"):
-        parallel.data_parallel_size(8)
