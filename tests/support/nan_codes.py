@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, CodecTraits, Payload, Peers, Request, RoundCompressor
+from megatron.compression.identity import IdentityCodec
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 
@@ -22,21 +23,13 @@ class NanConfig:
     """Sends NaN."""
 
 
-class NanCodec(Codec):
+class NanCodec(IdentityCodec):
     """Messages of NaN."""
 
-    def empty_payload(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
-    ) -> Payload:
-        return Payload(torch.empty(shape, dtype=torch.float32, device=device))
+    traits = CodecTraits()
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        return Payload(torch.full(x.shape, torch.nan, dtype=torch.float32, device=x.device))
-
-    def decode(
-        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
-    ) -> Tensor:
-        return payload.wire.to(dtype, copy=True)
+        return Payload(torch.full_like(x, torch.nan))
 
 
 class NanRounds(RoundCompressor):
