@@ -74,15 +74,27 @@ def _sums(ranks: list[Boxes]) -> dict[str, Tensor]:
     return {name: tensor.sum(dim=0) for name, tensor in totals.items()}
 
 
-def test_the_same_layout_restores_everything(tmp_path: Path) -> None:
-    specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", "embedding=powersgd,rank=2")
-    changes = _changes(*specs, pipeline_model_parallel_size=2)
-    saved = run_ranks(4, _save, changes, tmp_path)
-    loaded = run_ranks(4, _load, changes, tmp_path)
-    for before, (after, lines) in zip(saved, loaded, strict=True):
+def check_sums(loaded: list[tuple[Boxes, list[str]]], expected: dict[str, Tensor]) -> None:
+    """Sums of residuals are as they were."""
+    residuals = _sums([boxes for boxes, _ in loaded])
+    assert residuals.keys() == expected.keys()
+    for name, total in residuals.items():
+        torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def _save_and_load(changes: dict[str, dict[str, Any]], root: Path) -> list[Boxes]:
+    """The state of four ranks, of which all comes back."""
+    saved = run_ranks(4, _save, changes, root)
+    for before, (after, lines) in zip(saved, run_ranks(4, _load, changes, root), strict=True):
         assert lines == []
         assert [box[:3] for box in before] == [box[:3] for box in after]
         assert [a[0] for a, b in zip(before, after, strict=True) if not torch.equal(a[3], b[3])] == []
+    return saved
+
+
+def test_the_same_layout_restores_everything(tmp_path: Path) -> None:
+    specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", "embedding=powersgd,rank=2")
+    saved = _save_and_load(_changes(*specs, pipeline_model_parallel_size=2), tmp_path)
     kinds = {name.rpartition("|")[2] for boxes in saved for name, *_ in boxes}
     assert kinds == {"residual", "q", "#draws"}
 
@@ -107,15 +119,10 @@ def test_residuals_move_to_other_replicas_and_stages(factors: str, tmp_path: Pat
 def test_one_stage_with_the_embedding_may_compress_it(tmp_path: Path) -> None:
     """Its residual is saved with the other stage's empty one, and its factors by the name of the stage."""
     changes = _changes("dp-grad=powersgd,rank=2,stages=first:1", pipeline_model_parallel_size=2)
-    saved = run_ranks(4, _save, changes, tmp_path)
+    saved = _save_and_load(changes, tmp_path)
     expected = _sums(saved)
     embedding = "compressor.dp-grad.embedding.word_embeddings.weight"
     assert expected[f"{embedding}|residual"].abs().max() > 0
-    same = run_ranks(4, _load, changes, tmp_path)
-    for before, (after, lines) in zip(saved, same, strict=True):
-        assert lines == []
-        assert [box[:3] for box in before] == [box[:3] for box in after]
-        assert [a[0] for a, b in zip(before, after, strict=True) if not torch.equal(a[3], b[3])] == []
     names = {name for boxes in saved for name, *_ in boxes}
     assert {name for name in names if "of2" in name} == {f"{embedding}.0of2|q", f"{embedding}.0of2|#draws"}
     other = run_ranks(2, _load, _changes("dp-grad=powersgd,rank=2"), tmp_path)
@@ -144,10 +151,7 @@ def test_residuals_of_experts_belong_to_their_replicas(spec: str, tmp_path: Path
     folded = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     for ranks, ep, options in ((4, 2, {}), (4, 4, {}), (4, 1, {}), (2, 1, {}), (4, 2, folded)):
         loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep, **options), tmp_path)
-        residuals = _sums([boxes for boxes, _ in loaded])
-        assert residuals.keys() == expected.keys()
-        for name, total in residuals.items():
-            torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
+        check_sums(loaded, expected)
 
 
 @pytest.mark.parametrize("spec", ["fixpoint,bits=3,error-feedback=on", "chunked-topk,chunk=64,k=8"])
@@ -156,10 +160,7 @@ def test_residuals_follow_their_parameters(spec: str, tmp_path: Path) -> None:
     spec = f"dp-grad={spec}"
     expected = _sums(run_ranks(4, _save, _changes(spec), tmp_path))
     small = _changes(spec, overlap_grad_reduce=True, ddp_bucket_size=2000)
-    residuals = _sums([boxes for boxes, _ in run_ranks(2, _load, small, tmp_path)])
-    assert residuals.keys() == expected.keys()
-    for name, total in residuals.items():
-        torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12)
+    check_sums(run_ranks(2, _load, small, tmp_path), expected)
 
 
 def test_chosen_coordinates_are_split_with_their_parameters(tmp_path: Path) -> None:
@@ -241,12 +242,7 @@ def test_means_of_tokens_are_averaged_on_another_layout(
     "layout", mark_repeats([PIPELINE, SPLIT, CUT], keep=[CUT]), ids=["dp2", "tp2", "split sequence"]
 )
 def test_means_of_tokens_are_unchanged_on_the_same_layout(layout: dict[str, Any], tmp_path: Path) -> None:
-    changes = _changes("pp-forward=delta,bits=4,predict=token", **layout)
-    saved = run_ranks(4, _save, changes, tmp_path)
-    for before, (after, lines) in zip(saved, run_ranks(4, _load, changes, tmp_path), strict=True):
-        assert lines == []
-        assert [box[:3] for box in before] == [box[:3] for box in after]
-        assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
+    _save_and_load(_changes("pp-forward=delta,bits=4,predict=token", **layout), tmp_path)
 
 
 def test_state_without_a_place_is_named(tmp_path: Path) -> None:
