@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from megatron.training.pretrain import main
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.device import has_8_bit_units
+from tests.support.events import read_events
 from tests.support.one_gpu import be_a_host
 from tests.support.spawn import run_ranks
 
@@ -44,8 +44,8 @@ def _train(world_size: int, folder: Path, name: str, **changes: Any) -> None:
 
 def _figures(folder: Path, name: str) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of each iteration, as exact as they were written."""
-    events = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    return {e["iteration"]: (e["lm_loss"], e["grad_norm"]) for e in events if e["kind"] == "train"}
+    events = read_events(folder / f"{name}.jsonl")
+    return {event["iteration"]: (event["lm_loss"], event["grad_norm"]) for event in events}
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

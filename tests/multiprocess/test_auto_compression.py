@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import subprocess
@@ -16,9 +15,9 @@ import pytest
 from megatron.checkpoint.load import load_common
 from megatron.compression.points import EXPERT_POINTS
 from megatron.training.saved_choice import CHOICE
-from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events, read_losses
 from tests.support.layer_codes import MODULE
 from tests.support.machines import require_laboratory
 
@@ -112,7 +111,7 @@ def test_slow_links_are_compressed_and_flags_repeat_the_run(
     assert 30 < sum(map(int, waits.values())) <= 100
     assert re.search(r"loss with all points together, as measured after the trial steps: [+-][\d.]+%", text)
     _train_by_hand(prefix, tmp_path / "by_hand.jsonl", by_hand)
-    losses, repeated = _losses(folder / "log.jsonl"), _losses(tmp_path / "by_hand.jsonl")
+    losses, repeated = read_losses(folder / "log.jsonl"), read_losses(tmp_path / "by_hand.jsonl")
     assert losses == {iteration: repeated[iteration] for iteration in (1, 2, 3)}
 
 
@@ -140,7 +139,7 @@ def test_traffic_inside_layers_is_compressed_on_slow_links(name: str, prefix: Pa
     assert {spec.partition("=")[0] for spec in specs} >= points
     by_hand_flags = tiny_flags(prefix, **layout, compress=specs, log_json_file=tmp_path / "by_hand.jsonl")
     run_cli(2, ["pretrain_gpt.py", *by_hand_flags]).check()
-    assert _losses(tmp_path / "auto.jsonl") == _losses(tmp_path / "by_hand.jsonl")
+    assert read_losses(tmp_path / "auto.jsonl") == read_losses(tmp_path / "by_hand.jsonl")
 
 
 def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, tmp_path: Path) -> None:
@@ -153,14 +152,13 @@ def test_a_resumed_run_keeps_the_choice(chosen: tuple[Path, str], prefix: Path, 
     assert "measured" not in resumed.stdout
     assert "predicted" not in resumed.stdout
     _train(prefix, tmp_path / "whole.jsonl", specs)
-    events = map(json.loads, (tmp_path / "resumed.jsonl").read_text().splitlines())
-    checks = {event["iteration"]: event for event in events if event["kind"] == "loss_check"}
+    checks = {event["iteration"]: event for event in read_events(tmp_path / "resumed.jsonl", "loss_check")}
     assert list(checks) == [4, 6]
     assert checks[4]["points"].keys() == {spec.partition("=")[0] for spec in specs}
     assert checks[4]["expected_increase"] == pytest.approx(sum(checks[4]["points"].values()))
     assert checks[4]["eased"] is None
-    whole = _losses(tmp_path / "whole.jsonl")
-    assert _losses(tmp_path / "resumed.jsonl") == {iteration: whole[iteration] for iteration in (4, 5, 6)}
+    whole = read_losses(tmp_path / "whole.jsonl")
+    assert read_losses(tmp_path / "resumed.jsonl") == {iteration: whole[iteration] for iteration in (4, 5, 6)}
 
 
 def test_the_run_writes_a_safety_card_and_a_resumed_run_goes_on_with_it(
@@ -285,11 +283,11 @@ def test_a_run_on_slower_links_chooses_again_and_goes_on(adapted: tuple[Path, st
     (by_hand,) = re.findall(r"the same by hand: (.*)", after)
     specs = re.findall(r"--compress (\S+)", by_hand)
     assert any(spec.startswith("dp-grad=") for spec in specs)
-    losses = _losses(folder / "log.jsonl")
+    losses = read_losses(folder / "log.jsonl")
     assert sorted(losses) == list(range(1, 41))
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["kind"] == "loss_check"] == [paused]  # before it goes on
-    slowdowns = [event for event in events if event["kind"] == "slowdown"]
+    checks = read_events(folder / "log.jsonl", "loss_check")
+    assert [event["iteration"] for event in checks] == [paused]  # before it goes on
+    slowdowns = read_events(folder / "log.jsonl", "slowdown")
     assert slowdowns[-1]["iteration"] == paused - 1
     assert slowdowns[-1]["measured_s"] > 1.5 * slowdowns[-1]["expected_s"]
     # A run that is killed while it measures resumes from here: it knows what was expected, and will choose again.
@@ -298,12 +296,12 @@ def test_a_run_on_slower_links_chooses_again_and_goes_on(adapted: tuple[Path, st
     assert kept["s_per_token"] * 4 * 16 == pytest.approx(slowdowns[-1]["expected_s"], rel=0.2)
     plain = {**ADAPTING, "compress": [], "compress_adapt": None, "max_loss_increase": None}
     run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **plain, log_json_file=folder / "plain.jsonl")]).check()
-    uncompressed = _losses(folder / "plain.jsonl")
+    uncompressed = read_losses(folder / "plain.jsonl")
     assert all(losses[iteration] == uncompressed[iteration] for iteration in range(1, paused + 1))
     assert losses[40] != uncompressed[40]
     resumed = {**plain, "compress": specs, "load": folder / "saved", "ckpt_step": paused}
     run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **resumed, log_json_file=folder / "by_hand.jsonl")]).check()
-    by_hand_losses = _losses(folder / "by_hand.jsonl")
+    by_hand_losses = read_losses(folder / "by_hand.jsonl")
     assert by_hand_losses == {iteration: losses[iteration] for iteration in range(paused + 1, 41)}
 
 
@@ -316,8 +314,8 @@ def test_a_run_that_has_adapted_resumes_exactly(adapted: tuple[Path, str, int], 
     result = run_cli(2, ["pretrain_gpt.py", *flags]).check()
     assert f"keeps the choice of the checkpoint's run: {' '.join(specs)}" in result.stdout
     assert "measured" not in result.stdout
-    losses = _losses(folder / "log.jsonl")
-    assert _losses(tmp_path / "log.jsonl") == {iteration: losses[iteration] for iteration in range(36, 41)}
+    losses = read_losses(folder / "log.jsonl")
+    assert read_losses(tmp_path / "log.jsonl") == {iteration: losses[iteration] for iteration in range(36, 41)}
 
 
 @pytest.mark.faults
@@ -335,14 +333,14 @@ def test_a_run_that_is_killed_while_it_chooses_again_resumes_and_chooses(
     assert "the compressors are chosen again" in before
     assert "measured and chosen" not in after
     paused = int(re.match(r" (\d+)", after)[1])  # type: ignore[index]
-    assert sorted(_losses(log)) == list(range(1, paused + 1))
+    assert sorted(read_losses(log)) == list(range(1, paused + 1))
     flags = tiny_flags(prefix, **run, load=tmp_path / "saved", log_json_file=tmp_path / "resumed.jsonl")
     text = _train_on_slow_links(2, flags)
     assert "keeps the choice of the checkpoint's run: nothing" in text
     _, pause, choice_text = text.partition("pausing after iteration")
     assert pause
     assert re.search(r"the same by hand: --compress .*dp-grad=", choice_text)
-    assert sorted(_losses(tmp_path / "resumed.jsonl")) == list(range(paused + 1, 81))
+    assert sorted(read_losses(tmp_path / "resumed.jsonl")) == list(range(paused + 1, 81))
 
 
 def test_both_choices_of_a_pipeline_work_together(prefix: Path, tmp_path: Path) -> None:

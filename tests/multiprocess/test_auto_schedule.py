@@ -15,10 +15,10 @@ from megatron.parallel.pipeline.simulate import Hop, Pipeline
 from megatron.parallel.pipeline.timetable import MAX_POSTED_AHEAD
 from megatron.training.assembly import Engines
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
-from tests.multiprocess.test_resume import _losses
 from tests.support.cli import run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_losses
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_engines, tiny_run, tiny_train
 
@@ -102,8 +102,8 @@ def test_losses_are_those_of_a_fixed_schedule_and_the_choice_is_reported(
     else:
         assert later_reports == []
     assert titles == {f"auto: {name}"}
-    assert _losses(logs["auto"]) == _losses(logs["zb-h1"]) == _losses(logs["1f1b"])
-    assert len(_losses(logs["auto"])) == ITERATIONS
+    assert read_losses(logs["auto"]) == read_losses(logs["zb-h1"]) == read_losses(logs["1f1b"])
+    assert len(read_losses(logs["auto"])) == ITERATIONS
 
 
 def _train_by_a_list() -> tuple[str, bool, int, list[float]]:

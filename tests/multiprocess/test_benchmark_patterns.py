@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.training.metrics import Evaluation, StepMetrics
 from megatron.training.sinks import ConsoleSink
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.jubench import matches
 
 pytestmark = pytest.mark.multiprocess
@@ -63,8 +63,7 @@ def test_only_log_lines_match(tmp_path: Path) -> None:
         log_json_file=tmp_path / "log.jsonl",
     )
     log = run_cli(1, ["pretrain_gpt.py", *flags]).check().stdout
-    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    windows = [event for event in events if event["kind"] == "train"]
+    windows = read_events(tmp_path / "log.jsonl")
     assert len(windows) == 6
     assert len(log.splitlines()) > 40
     for text in (log, re.sub("^", "[default3]:", log, flags=re.MULTILINE)):

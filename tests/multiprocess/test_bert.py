@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.training import pretrain
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_bert_flags, tiny_flags, write_documents, write_sentences
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_train
 
@@ -60,9 +60,8 @@ def _train(flags: list[str]) -> None:
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float, float]]:
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    trained = [event for event in events if event["kind"] == "train"]
-    return {event["iteration"]: (event["lm_loss"], event["sop_loss"], event["grad_norm"]) for event in trained}
+    events = read_events(path)
+    return {event["iteration"]: (event["lm_loss"], event["sop_loss"], event["grad_norm"]) for event in events}
 
 
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}

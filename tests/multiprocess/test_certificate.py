@@ -30,10 +30,10 @@ from megatron.distributed.ledger import Ledger
 from megatron.planner.candidates import CandidateSpec
 from megatron.training.certificate import RunCertificate, is_sampled
 from megatron.training.pretrain import main as pretrain
-from tests.multiprocess.test_resume import _losses
 from tests.support.cli import REPO, run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_losses
 from tests.support.machines import require_laboratory
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -119,7 +119,7 @@ def test_runs_are_certified_and_go_on_as_without(
     plain = {**WIDE, **flags, "async_save": None}
     certified = {**WIDE, **flags, "log_json_file": logs[1], "save": saved, "save_interval": 3, "certificate": True}
     train(2, tiny_flags(prefix, **plain, log_json_file=logs[0]), tiny_flags(prefix, **certified))
-    assert _losses(logs[0]) == _losses(logs[1])
+    assert read_losses(logs[0]) == read_losses(logs[1])
     for folder in sorted(saved.glob("iter_*")):
         assert main([str(folder), "--strict"]) == 0, capsys.readouterr().err
     statements = _newest(saved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tests.multiprocess.test_compression import Changes, _run
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags
 from tests.support.documented import python_blocks
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_run
 from tests.support.train import train
@@ -36,8 +36,7 @@ def test_the_documented_compressor_trains(prefix: Path, tmp_path: Path) -> None:
         log_json_file=log,
     )
     train(4, flags)
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = [event["lm_loss"] for event in events if event["kind"] == "train"]
+    losses = [event["lm_loss"] for event in read_events(log)]
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -66,16 +65,15 @@ def test_the_log_reports_each_point(prefix: Path, tmp_path: Path) -> None:
     assert len(lines) == 4
     assert "| embedding: " in lines[-1]
     assert re.search(r"pp-backward: [\d.]+ kB of [\d.]+ kB \([\d.]+x\), coded .*residual [\d.]+ of the grad", lines[-1])
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    assert events[0]["config"]["compression"]["eval_compressed"] is True
-    comm = [event["comm"] for event in events if event["kind"] == "train"][-1]
+    assert read_events(log, "config")[0]["config"]["compression"]["eval_compressed"] is True
+    comm = read_events(log)[-1]["comm"]
     # 6 micro-batches of (16, 1, 16), on both tensor-parallel ranks; rank 2: 2 (16 + 16) numbers; a byte and 4/64.
     assert comm["pp-backward"]["raw_bytes"] == 2 * 6 * 16 * 16 * 4
     assert comm["pp-backward"]["wire_bytes"] == 2 * 6 * 2 * (16 + 16) * 4
     assert comm["pp-forward"]["wire_bytes"] == 2 * 6 * (256 + 4 * 4)
     assert 0.1 < comm["pp-backward"]["residual"] < 10
     assert 0.0 < comm["pp-backward"]["staleness"] < 10
-    probes = [event for event in events if event["kind"] == "orthogonality"]
+    probes = read_events(log, "orthogonality")
     assert [event["micro_batches"] for event in probes] == [[0, 1, 2, 3, 4]] * 4
     assert all(0 < abs(cosine) < 0.6 for event in probes for cosine in event["cosine_sim"])
     assert "Total Length: 5 | Cosine Sim: [" in result.stdout

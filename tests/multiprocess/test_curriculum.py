@@ -21,6 +21,7 @@ from tests.multiprocess.test_layouts import BERT, DOUBLE, LAYOUTS, RICH, Changes
 from tests.support import combinations
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, merge, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
@@ -205,13 +206,12 @@ def test_a_run_counts_its_tokens_and_names_its_lengths(tmp_path: Path) -> None:
     config.write_text(json.dumps({"curriculum_learning": curriculum}))
     flags = {"train_iters": None, "train_tokens": 500, "deepspeed_config": config, "eval_interval": 4}
     train(1, tiny_flags(write_documents(tmp_path / "tiny"), **flags, log_json_file=log, log_txt_file=text))
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [event for event in events if event["kind"] == "train"]
+    steps = read_events(log)
     lengths = [4, 8, 8, 12, 12, 16, 16, 16, 16, 16]
     assert [event["curriculum_seqlen"] for event in steps] == lengths
     assert [event["consumed_tokens"] for event in steps] == [4 * sum(lengths[: k + 1]) for k in range(10)]
     rates = [event["tokens_per_second"] * event["seconds_per_iteration"] for event in steps]
     assert rates == pytest.approx([4.0 * length for length in lengths])
     assert "| curriculum seqlen:    12 |" in text.read_text()
-    assert sum(event["kind"] == "validation" for event in events) == 3
-    assert next(event for event in events if event["kind"] == "config")["size"]["tokens"] == 4 * sum(lengths)
+    assert len(read_events(log, "validation")) == 3
+    assert read_events(log, "config")[0]["size"]["tokens"] == 4 * sum(lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.optimizer.optimizer import Optimizer, StepTotals
 from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.step import take_batches, train_step
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 from tests.support.spawn import RankFailure, run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_engines
 from tests.support.train import train
@@ -96,8 +96,7 @@ def test_losses_are_those_of_a_plain_loop_on_any_layout(untied: bool) -> None:
 
 
 def _trained(path: Path) -> dict[int, dict[str, Any]]:
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return {event["iteration"]: event for event in events if event["kind"] == "train"}
+    return {event["iteration"]: event for event in read_events(path)}
 
 
 SCHEDULE: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.multiprocess.test_delay_rule import DELAY, DOUBLE, EXTRAPOLATES, LOOK
 from tests.multiprocess.test_no_flush import train_with_bad_step
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_batches, tiny_checkpoints, tiny_engines, tiny_run, tiny_train
 from tests.support.train import train
@@ -198,8 +198,7 @@ def test_a_log_counts_the_rounds_that_a_save_waits_for(prefix: Path, tmp_path: P
     logs = tmp_path / "plain.jsonl", tmp_path / "saved.jsonl"
     saves = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     train(2, [*flags, "--log-json-file", str(logs[0])], [*flags, *saves, "--log-json-file", str(logs[1])])
-    events = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
-    sent = [[e["comm"]["dp-grad"]["wire_bytes"] for e in run if e["kind"] == "train"] for run in events]
+    sent = [[event["comm"]["dp-grad"]["wire_bytes"] for event in read_events(log)] for log in logs]
     assert len(sent[0]) == 3
     assert sent[0] == sent[1]
 

@@ -15,6 +15,7 @@ from megatron.distributed.clock import HostClock
 from megatron.training.assembly import Engines
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
 from tests.support.train import train
@@ -133,14 +134,12 @@ def test_a_warm_up_goes_on_while_the_least_rank_loses_more() -> None:
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return {e["iteration"]: (e["lm_loss"], e["grad_norm"]) for e in events if e["kind"] == "train"}
+    return {event["iteration"]: (event["lm_loss"], event["grad_norm"]) for event in read_events(path)}
 
 
 def _figures(path: Path) -> dict[str, float]:
     """The controller's figures in the last log line."""
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    figures: dict[str, float] = [event for event in events if event["kind"] == "train"][-1]["controllers"]["dp-grad"]
+    figures: dict[str, float] = read_events(path)[-1]["controllers"]["dp-grad"]
     return figures
 
 

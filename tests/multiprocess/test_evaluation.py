@@ -15,6 +15,7 @@ from megatron.evaluation import continuation, lambada, wikitext
 from megatron.inference.model import load_model
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.train import train
 from tests.unit.convert.support import MODELS, saved_model
@@ -58,7 +59,7 @@ def test_a_sweep_has_the_losses_of_training_and_resumes(tmp_path: Path) -> None:
     sweep_losses = json.loads((saved / "val_check.json").read_text())
     assert sweep_losses["val_iters"] == [4, 6]
     # Training draws other samples at every evaluation; its first evaluation has the sweep's.
-    losses = [row["lm_loss"] for row in map(json.loads, log.read_text().splitlines()) if row["kind"] == "validation"]
+    losses = [event["lm_loss"] for event in read_events(log, "validation")]
     run_cli(1, sweep).check()
     again = json.loads((saved / "val_check.json").read_text())
     assert again["val_iters"] == [2, 4, 6]

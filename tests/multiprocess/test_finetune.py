@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from megatron.config.tasks import TASKS, build_task_run, parse_task
 from megatron.evaluation.command import main, requested_task
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
 from tests.support.train import train
 
@@ -36,8 +36,7 @@ def test_each_task_is_trained_and_judged_by_its_metrics(
     log = tmp_path / "log.jsonl"
     flags = task_flags(vocabulary, task.lower(), train, valid, epochs=1, log_json_file=log)
     assert main(flags) == 0
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    (validation,) = (event for event in events if event["kind"] == "validation")
+    (validation,) = read_events(log, "validation")
     loss = "regression_loss" if task == "STS-B" else "classification_loss"
     assert validation[loss] > 0
     ((name, scores),) = validation["scores"].items()
@@ -53,8 +52,7 @@ def test_a_model_learns_the_labels_of_its_files(vocabulary: Path, tmp_path: Path
     log = tmp_path / "log.jsonl"
     sizes = {"epochs": 6, "micro_batch_size": 16, "global_batch_size": 16, "hidden_size": 32, "log_interval": 16}
     assert main(task_flags(vocabulary, "SST-2", train, valid, log_json_file=log, **sizes)) == 0
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    accuracies = [event["scores"]["dev.tsv"]["accuracy"] for event in events if event["kind"] == "validation"]
+    accuracies = [event["scores"]["dev.tsv"]["accuracy"] for event in read_events(log, "validation")]
     assert len(accuracies) == 6
     assert accuracies[-1] > 0.9
 
@@ -149,8 +147,7 @@ def test_epochs_of_recurring_samples_are_as_long_as_their_order(vocabulary: Path
     log = tmp_path / "log.jsonl"
     changes: dict[str, Any] = {"global_batch_size": 5, "sample_order": "fixed", "log_json_file": log}
     assert main(task_flags(vocabulary, "SST-2", *files, **changes)) == 0
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["kind"] == "validation"] == [6, 12]
+    assert [event["iteration"] for event in read_events(log, "validation")] == [6, 12]
 
 
 def test_a_run_resumes_with_its_batches_and_epochs(
@@ -184,7 +181,7 @@ def test_flags_of_the_training_run_may_stay_in_an_evaluation(vocabulary: Path, t
     log = tmp_path / "log.jsonl"
     evaluating: dict[str, Any] = {"epochs": 0, "load": saved, "lr": None, "min_lr": 1e-3, "log_json_file": log}
     assert main(task_flags(vocabulary, "RTE", *files, **evaluating)) == 0
-    (validation,) = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "validation"]
+    (validation,) = read_events(log, "validation")
     assert validation["samples"] == 6  # two more fill the second batch of four
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.train import train
 from tools.plot_grad_distribution import main
 
@@ -28,7 +28,7 @@ def test_every_stage_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.Captur
         log_json_file=log,
     )
     train(4, flags)
-    events = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "gradients"]
+    events = read_events(log, "gradients")
     assert [event["iteration"] for event in events] == [2, 4, 6]
     names = events[-1]["parameters"].keys()
     assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"0", "1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.planner.predict import Predictor
 from tests.multiprocess.test_experts import FOLDED, Changes, _parallel
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.islands import events, run_islands
 from tests.support.spawn import run_ranks
 from tests.support.tiny import VOCAB, tiny_config, tiny_engines
@@ -147,7 +147,7 @@ def test_bytes_are_what_training_counts(name: str, tmp_path: Path) -> None:
         **{"num_layers": 4, "train_iters": 4, "save": saved, "log_json_file": log, **settings},
     )
     train(4, flags, env={"LOCAL_WORLD_SIZE": "2"})
-    counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
+    counted = read_events(log)[-1]["comm"]
     config = RunConfig.from_yaml(next(saved.glob("iter_*/config.yaml")).read_text()).resolve(4)
     predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), count_vocab_entries(config))
     prediction = predictor.predict(make_choice(config, 4))

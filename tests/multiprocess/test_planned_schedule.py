@@ -19,9 +19,9 @@ from megatron.planner.predict import Predictor
 from megatron.training.planned_schedule import check_pipeline_cluster, plan_schedule
 from megatron.training.schedule_choice import ScheduleChoice
 from megatron.training.weight_records import estimate_records
-from tests.multiprocess.test_resume import _losses
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_losses
 from tests.support.spawn import run_ranks
 from tests.support.tiny import T5, merge, tiny_config, tiny_engines
 
@@ -97,8 +97,8 @@ def test_a_run_starts_with_the_planned_order_and_keeps_it(prefix: Path, tmp_path
     resumed = train("second.jsonl", **fast, load=folder)
     assert "pipeline schedule: keeps that of the checkpoint's run" in resumed
     assert "by the planner's times" not in resumed
-    losses = {**_losses(tmp_path / "first.jsonl"), **_losses(tmp_path / "second.jsonl")}
-    assert losses == _losses(tmp_path / "1f1b.jsonl")
+    losses = {**read_losses(tmp_path / "first.jsonl"), **read_losses(tmp_path / "second.jsonl")}
+    assert losses == read_losses(tmp_path / "1f1b.jsonl")
     other = train("third.jsonl", **slow, load=folder)
     assert "pipeline schedule: planned again, since --pipeline-cluster: other values than in the" in other
     assert "by the planner's times" in other

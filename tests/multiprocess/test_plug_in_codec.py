@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from tests.support import sign_delta
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -35,11 +35,9 @@ def _flags(prefix: Path, **changes: Any) -> list[str]:
 
 def _steps(path: Path) -> dict[int, tuple[float, float, float]]:
     """Loss, gradient norm and bytes of pp-forward by iteration."""
-    events = [json.loads(line) for line in path.read_text().splitlines()]
     return {
         event["iteration"]: (event["lm_loss"], event["grad_norm"], event["comm"]["pp-forward"]["wire_bytes"])
-        for event in events
-        if event["kind"] == "train"
+        for event in read_events(path)
     }
 
 

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.config.run import RunConfig
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -61,8 +62,7 @@ def test_four_ranks_write_the_same_as_one_process(prefix: Path, tmp_path: Path) 
     assert re.search(r"^    forward-compute \.+: \([\d.]+, [\d.]+\)$", four.stdout, re.MULTILINE)
     text = (tmp_path / "four.txt").read_text()
     assert len(TRAIN_LINE.findall(text)) == 6
-    events = [json.loads(line) for line in (tmp_path / "four.jsonl").read_text().splitlines()]
-    trained = [event for event in events if event["kind"] == "train"]
+    trained = read_events(tmp_path / "four.jsonl")
     assert [event["iteration"] for event in trained] == [1, 2, 3, 4, 5, 6]
     assert {"pp-forward", "pp-backward", "tp-forward", "tp-backward", "embedding"} <= set(trained[-1]["comm"])
     # Activations of 4 micro-batches of (16, 1, 16) fp32 cross the only boundary, on both tensor-parallel ranks.
@@ -144,8 +144,7 @@ def test_the_line_of_a_step_names_its_learning_rate(prefix: Path, tmp_path: Path
     result = run_cli(1, [SCRIPT, *flags]).check()
     used = [0.0, 0.01, 0.02, 0.03, 0.04, 0.02]
     assert [float(rate) for rate in re.findall(r"learning rate: (\S+)", result.stdout)] == used
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [event["learning_rate"] for event in events if event["kind"] == "train"] == pytest.approx(used)
+    assert [event["learning_rate"] for event in read_events(log)] == pytest.approx(used)
     read = EventAccumulator(str(curves))
     read.Reload()
     points = [(point.step, point.value) for point in read.Scalars("learning-rate")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.training.pretrain import main
 from megatron.training.saved_run import with_pretrained
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,9 +27,8 @@ def pretrained(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _steps(log: Path) -> list[tuple[int, float, float, int]]:
-    events = [json.loads(line) for line in log.read_text().splitlines()]
     names = ("iteration", "lm_loss", "learning_rate", "consumed_samples")
-    return [tuple(event[name] for name in names) for event in events if event["kind"] == "train"]
+    return [tuple(event[name] for name in names) for event in read_events(log)]
 
 
 def test_the_same_command_begins_with_the_weights_and_resumes(

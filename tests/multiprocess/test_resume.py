@@ -14,6 +14,7 @@ from tests.support.cli import run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
 from tests.support.documented import python_blocks
+from tests.support.events import read_events, read_losses
 from tests.support.reseal import reseal
 from tests.support.train import train
 
@@ -23,13 +24,6 @@ SCRIPT = "pretrain_gpt.py"
 
 unevaluated = partial(tiny_flags, eval_iters=0)
 """Flags of a tiny run without evaluations."""
-
-
-def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
-    """Loss and gradient norm (None when skipped) of each iteration; a later line of an iteration wins."""
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    trained = [event for event in events if event["kind"] == "train"]
-    return {event["iteration"]: (event.get("lm_loss", 0.0), event.get("grad_norm")) for event in trained}
 
 
 def _stop_and_go_on(
@@ -58,7 +52,7 @@ def _stop_and_go_on(
     else:
         train(world[0], unevaluated(prefix, **whole, save=saved, save_interval=at), env=env)
     train(world[1], unevaluated(prefix, **last), env=env)
-    losses, resumed_losses = _losses(whole_log), _losses(resumed_log)
+    losses, resumed_losses = read_losses(whole_log), read_losses(resumed_log)
     first_losses = {} if stops else {iteration: values for iteration, values in losses.items() if iteration <= at}
     assert resumed_losses.keys().isdisjoint(first_losses)
     return losses, first_losses | resumed_losses
@@ -476,8 +470,8 @@ def test_a_checkpoint_of_an_earlier_version_resumes(prefix: Path, tmp_path: Path
     del common["variance_frozen_at"]
     reseal(path.parent, {path.name: json.dumps(common).encode()})
     train(2, unevaluated(prefix, **changes, train_iters=16, load=saved, log_json_file=tmp_path / "then.jsonl"))
-    expected = {iteration: values for iteration, values in _losses(whole_log).items() if iteration > 4}
-    assert _losses(tmp_path / "then.jsonl") == expected
+    expected = {iteration: values for iteration, values in read_losses(whole_log).items() if iteration > 4}
+    assert read_losses(tmp_path / "then.jsonl") == expected
 
 
 def test_a_dense_run_continues_with_radius(prefix: Path, tmp_path: Path) -> None:
@@ -491,11 +485,11 @@ def test_a_dense_run_continues_with_radius(prefix: Path, tmp_path: Path) -> None
         spec = f"dp-grad=stable-topk,density={density},interval=4"
         flags = unevaluated(prefix, train_iters=12, load=dense, save=tmp_path / log.stem, compress=[spec])
         train(2, [*flags, "--log-json-file", str(log)])
-    expected = {iteration: values for iteration, values in _losses(whole_log).items() if iteration > 4}
-    assert _losses(full).keys() == _losses(radius).keys() == expected.keys()
-    for iteration, (loss, norm) in _losses(full).items():
+    expected = {iteration: values for iteration, values in read_losses(whole_log).items() if iteration > 4}
+    assert read_losses(full).keys() == read_losses(radius).keys() == expected.keys()
+    for iteration, (loss, norm) in read_losses(full).items():
         assert (loss, norm) == pytest.approx(expected[iteration], rel=1e-5)
-    sparse = _losses(radius)
+    sparse = read_losses(radius)
     assert sparse[5] == pytest.approx(expected[5], rel=1e-5)
     assert sparse[12][0] != pytest.approx(expected[12][0], rel=1e-6)
     assert sparse[12][0] < expected[5][0]
@@ -503,8 +497,7 @@ def test_a_dense_run_continues_with_radius(prefix: Path, tmp_path: Path) -> None
 
 def _validation_losses(log: Path) -> list[float]:
     """Losses of the evaluations, in order."""
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    return [event["lm_loss"] for event in events if event["kind"] == "validation"]
+    return [event["lm_loss"] for event in read_events(log, "validation")]
 
 
 def test_evaluations_of_a_checkpoint_compress_as_in_its_last_iteration(prefix: Path, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from megatron.checkpoint.find import read_tracker
 from megatron.training.pretrain import main
-from tests.multiprocess.test_resume import SCRIPT, _losses, _stop_and_go_on
+from tests.multiprocess.test_resume import SCRIPT, _stop_and_go_on
 from tests.support.cli import launch_ranks_cli, run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events, read_losses
 from tests.support.reseal import reseal
 from tests.support.spawn import run_ranks
 from tests.support.train import train
@@ -115,16 +116,18 @@ def test_precision_changes_keep_the_best_values(prefix: Path, tmp_path: Path) ->
     train(1, tiny_flags(prefix, bf16=True, save=saved, train_iters=4))
     train(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=5, log_json_file=tmp_path / "half.jsonl"))
     train(1, tiny_flags(prefix, load=saved, save=saved, train_iters=5, log_json_file=tmp_path / "full.jsonl"))
-    assert _losses(tmp_path / "full.jsonl")[5][0] == pytest.approx(_losses(tmp_path / "half.jsonl")[5][0], rel=1e-2)
+    assert read_losses(tmp_path / "full.jsonl")[5][0] == pytest.approx(
+        read_losses(tmp_path / "half.jsonl")[5][0], rel=1e-2
+    )
     train(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=6, log_json_file=tmp_path / "back.jsonl"))
-    assert list(_losses(tmp_path / "back.jsonl")) == [6]
+    assert list(read_losses(tmp_path / "back.jsonl")) == [6]
 
 
 def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     train(1, tiny_flags(prefix, save=saved, train_iters=30, no_save_optim=True, log_json_file=tmp_path / "a.jsonl"))
     train(1, tiny_flags(prefix, load=saved, finetune=True, train_iters=2, log_json_file=tmp_path / "b.jsonl"))
-    before, after = _losses(tmp_path / "a.jsonl"), _losses(tmp_path / "b.jsonl")
+    before, after = read_losses(tmp_path / "a.jsonl"), read_losses(tmp_path / "b.jsonl")
     assert sorted(after) == [1, 2]
     assert after[1][0] < before[1][0] - 0.3
 
@@ -161,7 +164,7 @@ def test_a_run_resumes_with_another_batch_size(
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     train(1, tiny_flags(prefix, **length, save=saved, exit_interval=3))
     train(1, tiny_flags(prefix, **length, load=saved, save=saved, global_batch_size=size, log_json_file=log))
-    assert list(_losses(log)) == iterations
+    assert list(read_losses(log)) == iterations
     again = run_cli(1, [SCRIPT, *tiny_flags(prefix, **length, load=saved, save=saved, global_batch_size=size)]).check()
     assert f"nothing is left to train or to save: the run is at iteration {iterations[-1]} of" in again.stdout
 
@@ -191,9 +194,9 @@ def test_an_earlier_checkpoint_can_be_named(prefix: Path, tmp_path: Path) -> Non
     train(1, tiny_flags(prefix, **again, ckpt_step=2, log_json_file=logs["step"]))
     train(1, tiny_flags(prefix, **again, load_tag="global_step4", log_json_file=logs["tag"]))
     train(1, tiny_flags(prefix, **again, ckpt_step=2, no_load_lr_state=True, log_json_file=logs["lr"]))
-    losses = _losses(logs["whole"])
-    assert _losses(logs["step"]) == {n: losses[n] for n in (3, 4, 5, 6)}
-    assert _losses(logs["tag"]) == {n: losses[n] for n in (5, 6)}
+    losses = read_losses(logs["whole"])
+    assert read_losses(logs["step"]) == {n: losses[n] for n in (3, 4, 5, 6)}
+    assert read_losses(logs["tag"]) == {n: losses[n] for n in (5, 6)}
     rates = {
         name: [event["learning_rate"] for event in map(json.loads, path.read_text().splitlines()) if "lm_loss" in event
                and event["kind"] == "train"]
@@ -201,7 +204,7 @@ def test_an_earlier_checkpoint_can_be_named(prefix: Path, tmp_path: Path) -> Non
     }  # fmt: skip
     assert rates["step"] == rates["whole"][2:]
     assert rates["lr"] == rates["whole"][:4]
-    assert list(_losses(logs["lr"])) == [3, 4, 5, 6]
+    assert list(read_losses(logs["lr"])) == [3, 4, 5, 6]
     missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, **again, ckpt_step=3)])
     assert missing.returncode == 2
     assert "complete checkpoints, newest first: 6, 4, 2; name one of them (--ckpt-step 6)" in missing.stderr
@@ -267,8 +270,7 @@ def test_a_schedule_of_batch_sizes_resumes_exactly(prefix: Path, tmp_path: Path)
     }
     losses = _stop_and_go_on(prefix, tmp_path, (2, 2), flags, flags, iterations=0, stops=True)
     assert losses[0] == losses[1]
-    events = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
-    sizes = [event["global_batch_size"] for event in events if event["kind"] == "train"]
+    sizes = [event["global_batch_size"] for event in read_events(tmp_path / "parts.jsonl")]
     assert sizes == [2, 2, 6, 6, 6, 6, 4, 4, 4]
 
 
@@ -282,12 +284,11 @@ def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path,
     for interval in (4, None):
         train(2, tiny_flags(prefix, **skipping, exit_interval=interval))
     assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_000000{n}" for n in (2, 4, 6, 7)]
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = {event["iteration"]: event for event in events if event["kind"] == "train"}
+    steps = {event["iteration"]: event for event in read_events(log)}
     assert list(steps) == [1, 2, 6, 7]
     assert [steps[number]["consumed_samples"] for number in steps] == [4, 8, 24, 28]
     assert [steps[number]["consumed_tokens"] for number in steps] == [64, 128, 192, 256]
-    sizes = [event["size"]["tokens"] for event in events if event["kind"] == "config"]
+    sizes = [event["size"]["tokens"] for event in read_events(log, "config")]
     assert sizes == [4 * 4 * 16] * 2
     lines = [line for line in text.read_text().splitlines() if "--iterations-to-skip:" in line]
     outcome = "without a step; their samples count as consumed"
@@ -301,9 +302,9 @@ def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path,
     reseal(path.parent, {path.name: json.dumps(moved).encode()})
     oracle = tmp_path / "oracle.jsonl"
     train(2, tiny_flags(prefix, **{**common, "save": None}, ckpt_step=2, log_json_file=oracle))
-    expected = _losses(oracle)
+    expected = read_losses(oracle)
     assert list(expected) == [6, 7]
-    assert {number: _losses(log)[number] for number in expected} == expected
+    assert {number: read_losses(log)[number] for number in expected} == expected
 
 
 def _train_with_a_signal(flags: list[str], log: Path, rank_of_signal: int | None) -> int:
@@ -339,7 +340,7 @@ def test_the_last_steps_are_logged_between_lines(prefix: Path, tmp_path: Path) -
     train(1, tiny_flags(prefix, train_iters=10, log_json_file=each))
     for stop in (5, None):
         train(1, tiny_flags(prefix, **common, log_interval=4, exit_interval=stop, log_json_file=windows))
-    losses = [loss for loss, _ in _losses(each).values()]
+    losses = [loss for loss, _ in read_losses(each).values()]
     expected = {4: losses[:4], 5: losses[4:5], 8: losses[5:8], 10: losses[8:]}
-    logged = {iteration: loss for iteration, (loss, _) in _losses(windows).items()}
+    logged = {iteration: loss for iteration, (loss, _) in read_losses(windows).items()}
     assert logged == {iteration: pytest.approx(sum(steps) / len(steps)) for iteration, steps in expected.items()}

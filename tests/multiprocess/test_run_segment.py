@@ -27,8 +27,8 @@ from megatron.training.saved_choice import with_choice
 from megatron.training.saved_run import SavedRun
 from megatron.training.step_time_check import StepTimeCheck
 from tests.multiprocess.test_quantization_noise import NOISY
-from tests.multiprocess.test_resume import _losses
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_losses
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -102,7 +102,7 @@ def test_a_run_chooses_again_on_all_ranks_after_the_same_iteration(
     folders = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
     assert folders == [f"iter_{iteration:07d}" for iteration in (*pauses, 12)]
     run_ranks(2, _train, tiny_flags(prefix, **{**base, "log_json_file": plain_log}), gains, init=False)
-    losses, plain_losses = _losses(log), _losses(plain_log)
+    losses, plain_losses = read_losses(log), read_losses(plain_log)
     assert sorted(losses) == list(range(1, 13))
     equal = [iteration for iteration in losses if losses[iteration] == plain_losses[iteration]]
     assert equal == (list(range(1, 5)) if gains else list(range(1, 13)))

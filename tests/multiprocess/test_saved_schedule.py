@@ -25,9 +25,9 @@ from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun
 from megatron.training.saved_schedule import SCHEDULE, describe_schedule, gather_devices, restore_schedule
 from megatron.training.schedule_choice import STEPS, ScheduleChoice
-from tests.multiprocess.test_resume import _losses
 from tests.support.cli import CliResult, run_cli
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_losses
 from tests.support.spawn import run_ranks
 from tests.support.tiny import merge, tiny_checkpoints, tiny_engines, tiny_train
 
@@ -275,7 +275,7 @@ def test_a_run_resumes_with_its_schedule(prefix: Path, tmp_path: Path) -> None:
     stays = re.fullmatch(r".*; (.+) stays", reports[-1])
     chosen = reports[0].partition("; ")[0] if stays is None or stays[1] == "the list" else stays[1]
     assert kept == f"keeps that of the checkpoint's run; with 4 micro-batches, {chosen}"
-    assert _losses(log) == _losses(tmp_path / "whole.jsonl")
+    assert read_losses(log) == read_losses(tmp_path / "whole.jsonl")
     other = run({**auto, "load": saved, "ckpt_step": CHOSEN, "pipeline_max_in_flight": 2, "train_iters": CHOSEN + 1})
     assert _reports(other) == [
         "measured again, since --pipeline-max-in-flight: other values than in the checkpoint's run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from itertools import pairwise
@@ -19,6 +18,7 @@ from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_bert_flags, tiny_t5_flags, write_sentences
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tiny import T5, Trace, tiny_engines, tiny_train
 
@@ -123,8 +123,7 @@ def _train(flags: list[str]) -> None:
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float]]:
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return {event["iteration"]: (event["lm_loss"], event["grad_norm"]) for event in events if event["kind"] == "train"}
+    return {event["iteration"]: (event["lm_loss"], event["grad_norm"]) for event in read_events(path)}
 
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.evaluation.command import main
 from tests.support.combinations import mark_repeats
+from tests.support.events import read_events
 from tests.support.spawn import run_ranks
 from tests.support.tasks import task_flags, write_tsv, write_vocabulary
 
@@ -22,10 +21,6 @@ LAYOUT = {"pipeline_model_parallel_size": 2, "sample_order": "fixed"}
 def _run(flags: list[str]) -> None:
     status = main(flags)
     assert status == 0, status
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("model_type", mark_repeats(["bert", "gpt"], keep=["bert"]))
@@ -43,11 +38,10 @@ def test_a_task_is_learned_with_compressors_at_every_point(model_type: str, tmp_
 
     logs = [tmp_path / name for name in ("whole", "rest")]
     run_ranks(4, _run, flags(log_json_file=logs[0], save=tmp_path / "saved"), timeout=240, init=False)
-    events = _events(logs[0])
-    accuracies = [event["scores"]["dev.tsv"]["accuracy"] for event in events if event["kind"] == "validation"]
+    accuracies = [event["scores"]["dev.tsv"]["accuracy"] for event in read_events(logs[0], "validation")]
     assert len(accuracies) == 4
     assert accuracies[-1] > 0.9, accuracies
-    steps = [event for event in events if event["kind"] == "train"]
+    steps = read_events(logs[0])
     ratios = {
         point: [step["comm"][point]["raw_bytes"] / step["comm"][point]["wire_bytes"] for step in (steps[0], steps[-1])]
         for point in ("pp-forward", "pp-backward", "dp-grad")
@@ -59,8 +53,7 @@ def test_a_task_is_learned_with_compressors_at_every_point(model_type: str, tmp_
     # From the checkpoint before the last epoch the run goes on with its compressors' state.
     going_on = {"load": tmp_path / "saved", "ckpt_step": steps[-1]["iteration"] * 3 // 4}
     run_ranks(4, _run, flags(log_json_file=logs[1], **going_on), timeout=240, init=False)
-    resumed_steps = [event for event in _events(logs[1]) if event["kind"] == "train"]
-    resumed = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in resumed_steps]
+    resumed = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in read_events(logs[1])]
     uninterrupted = [(step["iteration"], step["classification_loss"], step["grad_norm"]) for step in steps]
     assert resumed == uninterrupted[-len(resumed) :]
     assert len(resumed) == len(uninterrupted) // 4

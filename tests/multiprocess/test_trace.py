@@ -12,6 +12,7 @@ import pytest
 from megatron.parallel.pipeline.schedule import make_schedule
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.svg import KINDS, read_rows, read_texts
 from tests.support.train import train
 
@@ -31,7 +32,7 @@ def test_every_byte_of_the_ledger_is_in_the_traces(tmp_path: Path) -> None:
         profile_step_end=4,
     )
     train(4, flags)
-    trained = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"]
+    trained = read_events(log)
     files = sorted(folder.iterdir())
     assert [file.name for file in files] == [f"trace_rank_{rank:05d}.json" for rank in range(4)]
     names: Counter[str] = Counter()

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.lab.hosts import Lab
 from tests.support.cli import REPO
+from tests.support.events import read_events
 from tests.support.islands import saved_tensors
 from tests.support.machines import require_laboratory
 
@@ -84,8 +85,7 @@ def test_two_machines_train_one_model(lab: Lab, tmp_path: Path) -> None:
     assert saved[0]
     assert all(bool((saved[1][name] == tensor).all()) for name, tensor in saved[0].items())
     log = tmp_path / "0" / "log.island_0.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    by_ledger = sum(event["comm"].get("outer", {}).get("wire_bytes", 0) for event in events if event["kind"] == "train")
+    by_ledger = sum(event["comm"].get("outer", {}).get("wire_bytes", 0) for event in read_events(log))
     assert by_ledger > 50_000
     assert all(nbytes > by_ledger for nbytes in sent)  # the ledger counts no frames, and no rendezvous
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from megatron.convert.command import main as convert
 from megatron.data.tasks.epochs import Epochs
 from megatron.evaluation.command import main
+from tests.support.events import read_events
 from tests.support.gpt2 import write_gpt2
 from tests.support.tasks import task_flags, write_tsv
 
@@ -70,9 +70,8 @@ def test_losses_and_weights_of_each_step_equal_hugging_face(tmp_path: Path) -> N
     log = tmp_path / "log.jsonl"
     changes |= {"log_json_file": log, "save": tmp_path / "tuned"}
     assert main(task_flags(tmp_path, "CoLA", [files[0]], [files[1]], **changes)) == 0
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = [event["classification_loss"] for event in events if event["kind"] == "train"]
-    (*_, scores) = (event["scores"]["dev.tsv"] for event in events if event["kind"] == "validation")
+    losses = [event["classification_loss"] for event in read_events(log)]
+    (*_, scores) = (event["scores"]["dev.tsv"] for event in read_events(log, "validation"))
     expected, valid = _plain(theirs, tmp_path / "hf", _read(files[0])), _read(files[1])
     assert len(losses) == len(expected)
     assert losses[:32] == pytest.approx(expected[:32], rel=1e-4)

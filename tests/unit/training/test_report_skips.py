@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from megatron.optimizer.step_summary import StopVotes
 from megatron.training.run_plan import RunPlan
 from megatron.training.step_time_check import StepTimeCheck
 from megatron.training.trainer import Trainer
+from tests.support.events import read_events
 from tests.support.tiny import tiny_checkpoints
 from tests.unit.training.support import Clock
 from tests.unit.training.test_golden_metrics import Run
@@ -37,8 +37,7 @@ def test_a_line_due_at_a_skipped_iteration_is_written(tmp_path: Path, monkeypatc
         else:
             run.step(4.0 - iteration, 1.0, 1e-3)
     run.reporter.close()
-    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    windows = [event for event in events if event["kind"] == "train"]
+    windows = read_events(tmp_path / "log.jsonl")
     assert [(event["iteration"], event["lm_loss"]) for event in windows] == [(2, 2.5), (9, -5.0)]
 
 
@@ -71,7 +70,6 @@ def test_the_time_of_each_step_is_checked(tmp_path: Path, monkeypatch: pytest.Mo
         clock.now += 1.0
         run.step(4.0, 1.0, 1e-3)
     run.reporter.close()
-    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    (slowdown,) = (event for event in events if event["kind"] == "slowdown")
+    (slowdown,) = read_events(tmp_path / "log.jsonl", "slowdown")
     assert (slowdown["iteration"], slowdown["expected_s"], slowdown["measured_s"]) == (41, 0.5, 1.5)
     assert "--compress-adapt" in (tmp_path / "log.txt").read_text()
