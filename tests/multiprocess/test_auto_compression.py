@@ -370,11 +370,6 @@ def test_nodes_of_different_size_are_refused_on_every_rank(prefix: Path) -> None
     assert "--compress auto: nodes hold different numbers of ranks (2, 1)" in results[0].stderr
 
 
-def test_a_single_process_has_nothing_to_choose(prefix: Path, tmp_path: Path) -> None:
-    result = _train(prefix, tmp_path / "log.jsonl", ["auto"], 1, pipeline_model_parallel_size=1)
-    assert "no point without a spec has both traffic and a compressor to choose" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

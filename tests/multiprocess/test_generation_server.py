@@ -282,16 +282,6 @@ def test_a_signal_answers_those_that_wait(saved: Path) -> None:
     assert 503 in statuses
 
 
-def test_an_empty_address_is_one_line(saved: Path) -> None:
-    flags = ["--load", str(saved), "--host", ""]
-    done = subprocess.run(
-        [sys.executable, "tools/run_text_generation_server.py", *flags], capture_output=True, text=True, cwd=REPO
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --host: the value is empty")
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_taken_port_is_one_line(saved: Path, client: Client) -> None:
     flags = ["--load", str(saved), "--port", str(client.port)]
     done = subprocess.run(
