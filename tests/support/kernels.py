@@ -58,7 +58,7 @@ def check_codec(
         Whether codes could be compared. Scales that are made of sums may differ, and then codes do.
     """
     messages = []
-    for run in (_encode_native, _encode_reference):
+    for run in (_encode_native, reference.quantize_pack):
         codes = torch.full((offset + grid.code_bytes(x.numel()),), 77, dtype=torch.uint8, device=x.device)[offset:]
         scales = torch.full((grid.scale_count(x.numel()),), 7.0, dtype=scale, device=x.device)
         moved = None if other is None else other.clone()
@@ -83,20 +83,10 @@ def check_codec(
     return True
 
 
-def _encode_native(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *args: object) -> None:
-    grid, role, seed = args
-    assert isinstance(grid, Grid)
-    assert isinstance(role, Role)
-    assert seed is None or isinstance(seed, int)
+def _encode_native(
+    x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, grid: Grid, role: Role, seed: int | None
+) -> None:
     ops.quantize_pack(x, codes, scales, grid, role, other, seed)
-
-
-def _encode_reference(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *args: object) -> None:
-    grid, role, seed = args
-    assert isinstance(grid, Grid)
-    assert isinstance(role, Role)
-    assert seed is None or isinstance(seed, int)
-    reference.quantize_pack(x, other, codes, scales, grid, role, seed)
 
 
 def _check_decoding(
