@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.diloco.store import HEARTBEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, HeartbeatMonitor, IslandStore
+from megatron.diloco.store import HEARTBEAT_SECONDS, POLL_SECONDS, HeartbeatMonitor, IslandStore
 from megatron.diloco.waiting import WaitNotice, describe_islands
 from megatron.distributed.agreement import rank_of, take_from_rank_0
 from megatron.distributed.errors import CommunicationError
@@ -245,7 +245,7 @@ class IslandStart:
         monitor, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.count_heartbeats(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
-        while len(silent := monitor.find_silent(SILENT_SECONDS)) < len(peers):
+        while len(silent := monitor.find_silent()) < len(peers):
             # During the synchronous warm-up nobody can join: when any of them is gone, all end.
             if self.store.get(LOCAL) and self.store.count_heartbeats(peers) != earlier_pulse:
                 return "yes", ""

@@ -257,12 +257,12 @@ class HeartbeatMonitor:
         self._seen = {island: (count, current_time) for island, count in store.count_heartbeats(islands).items()}
         self._read = current_time
 
-    def find_silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
-        """Find the islands without a new heartbeat for the given time."""
+    def find_silent(self) -> set[int]:
+        """Find the islands without a new heartbeat for ``SILENT_SECONDS``."""
         current_time = time.monotonic()
         if current_time - self._read >= HEARTBEAT_SECONDS:
             self._read = current_time
             for island, count in self._store.count_heartbeats(self._seen).items():
                 if count != self._seen[island][0]:
                     self._seen[island] = (count, current_time)
-        return {island for island, (_, last) in self._seen.items() if current_time - last > seconds}
+        return {island for island, (_, last) in self._seen.items() if current_time - last > SILENT_SECONDS}

@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.diloco.membership import Islands
 from megatron.diloco.round_decision import RoundOutcome, RoundReport, Vote
 from megatron.diloco.startup import QuorumError
-from megatron.diloco.store import SILENT_SECONDS, HeartbeatMonitor
+from megatron.diloco.store import SILENT_SECONDS
 from megatron.distributed.errors import CommunicationError
 from tests.unit.diloco.support import GOOD, MakeIslands, each, together
 
@@ -103,7 +103,7 @@ def test_islands_do_not_wait_for_silent_or_joining_islands(
     make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the time limit. Islands with other flags are refused, and only the first member admits islands."""
-    monkeypatch.setattr(HeartbeatMonitor.find_silent, "__defaults__", (1.0,))
+    monkeypatch.setattr("megatron.diloco.store.SILENT_SECONDS", 1.0)
     assert SILENT_SECONDS == 10
     first, second, third = make_islands(3, 1, seconds=25.0)
     assert each((first, second, third), lambda i: i.begin_generation(5, False, {"--lr": "1"})) == [True] * 3
@@ -128,7 +128,7 @@ def test_islands_do_not_wait_for_silent_or_joining_islands(
     assert isinstance(results[0], UserError)
     assert "island 2 and the others do not agree: --lr is 2 and 1" in str(results[0])
     # Island 1 dies in its local steps and asks to join long before it would count as silent.
-    monkeypatch.setattr(HeartbeatMonitor.find_silent, "__defaults__", (100.0,))
+    monkeypatch.setattr("megatron.diloco.store.SILENT_SECONDS", 100.0)
     second._take_ticket()
     began = time.monotonic()
     assert first.report_to_round("7/0", RoundReport(1.0, 0.0)).members == (0,)

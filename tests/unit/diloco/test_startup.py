@@ -172,7 +172,7 @@ def test_islands_do_not_wait_for_an_ended_launcher(port: int) -> None:
 @pytest.mark.slow
 def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like islands restarted by a launcher, at the same meeting place."""
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("megatron.diloco.store.SILENT_SECONDS", 0.5)
     alone = _start(port, 0, 0.3)
     with pytest.raises(UserError, match="island 1 did not come"):
         alone.choose_iteration([100], 0)
@@ -189,7 +189,7 @@ def test_islands_may_start_again_after_a_failed_start(port: int, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_generation_ends_with_its_last_island(make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("megatron.diloco.store.SILENT_SECONDS", 1.0)
     first = make_islands(2, 2)
     assert each(first, lambda i: i.begin_generation(0, True, {})) == [True, True]
     first[0].store.put("local", True)  # after the synchronous phase another island may join
@@ -210,7 +210,7 @@ def test_a_late_island_learns_where_the_final_checkpoint_is(
     make_islands: MakeIslands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of waiting for islands that have finished. With that checkpoint it may start a longer run."""
-    monkeypatch.setattr(starting, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("megatron.diloco.store.SILENT_SECONDS", 0.5)
     pair = make_islands(2, 1)
     assert each(pair, lambda i: i.begin_generation(700, False, {})) == [True, True]
     pair[1].leave()
