@@ -23,10 +23,9 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks import join_for_help, parse_names, runs
@@ -110,8 +109,8 @@ def train(
     words: Sequence[str],
     seed: int,
     iterations: int,
-    continues: bool = True,
-    model: Mapping[str, int] = MappingProxyType({}),
+    continues: bool,
+    model: Mapping[str, int],
 ) -> None:
     """Trains a case with a seed, and measures its continuations if asked to, unless that is done.
 
@@ -182,10 +181,8 @@ def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in windows) for p in points}
 
 
-def outcomes(
-    out: Path, cases: Iterable[str] | Mapping[str, Sequence[str]], seeds: Sequence[int], iterations: int
-) -> list[Outcome]:
-    """Outcomes of the finished runs of cases, by name or with their words."""
+def outcomes(out: Path, cases: Mapping[str, Sequence[str]], seeds: Sequence[int], iterations: int) -> list[Outcome]:
+    """Outcomes of the finished runs of cases, given with their words."""
     logs = {case: {seed: log_of(out, case, seed, iterations) for seed in seeds} for case in cases}
     ended = {
         case: {seed: read_records(log) for seed, log in logs[case].items() if runs.has_ended(log)} for case in logs
@@ -195,8 +192,7 @@ def outcomes(
     for case, losses in final.items():
         if not losses:
             continue
-        words = cases[case] if isinstance(cases, Mapping) else CASES.get(case, ())
-        kind = family(case)
+        words, kind = " ".join(cases[case]), family(case)
         dense = final.get(kind.baseline, {})
         increases = [100 * (losses[seed] / dense[seed] - 1) for seed in losses if seed in dense]
         sent = [bytes_per_iteration(run) for run in ended[case].values()]
@@ -205,7 +201,7 @@ def outcomes(
         quality = [figures for seed in losses if (figures := continuation_figures(logs[case][seed]))]
         exact, ranked = (statistics.fmean(column) for column in zip(*quality, strict=True)) if quality else (None, None)
         loss = statistics.fmean(losses.values())
-        finished.append(Outcome(case, loss, spread, increases, means, len(losses), " ".join(words), exact, ranked))
+        finished.append(Outcome(case, loss, spread, increases, means, len(losses), words, exact, ranked))
     return finished
 
 
