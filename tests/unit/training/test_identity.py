@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import megatron
+from megatron.base.code_digest import code_digest
 from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import fingerprint, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
@@ -99,6 +100,9 @@ def test_another_version_of_the_code_is_named_first(tmp_path: Path, monkeypatch:
     ours = identity_of(sections)
     (tmp_path / "module.py").write_text("x = 1\n")
     monkeypatch.setattr(megatron, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(
+        "megatron.training.identity.code_digest", code_digest.__wrapped__
+    )  # not the digest of the first call
     sections["training"] = dataclasses.replace(sections["training"], seed=99)
     message = first_difference({0: ours, 1: identity_of(sections)})
     assert message is not None
