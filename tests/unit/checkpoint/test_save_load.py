@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -339,6 +340,26 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
     assert complete_iterations(tmp_path) == [3, 2]
     assert_holds(tmp_path, 2)
     assert_holds(tmp_path, 3)
+
+
+def test_training_may_change_what_is_saved_in_the_background(tmp_path: Path) -> None:
+    has_changed = threading.Event()
+
+    def save_later(*args: Any, **options: Any) -> None:
+        assert has_changed.wait(60)
+        save_checkpoint(*args, **options)
+
+    tensors, common = model(1.0), {"progress": {"iteration": 1}}
+    saver = CheckpointSaver(tmp_path, async_=True)
+    with mock.patch("megatron.checkpoint.saver.save_checkpoint", save_later):
+        saver.save(1, shards(tensors), common, "")
+    for x in tensors.values():
+        x.zero_()
+    common["progress"]["iteration"] = 2
+    has_changed.set()
+    saver.finish_save()
+    assert_holds(tmp_path, 1)
+    assert load_common(tmp_path, 1) == {"progress": {"iteration": 1}}
 
 
 def test_async_and_synchronous_files_are_equal(tmp_path: Path) -> None:
