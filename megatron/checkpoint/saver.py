@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.certificate import Statements
 from megatron.checkpoint.logical import LogicalShard, TensorBox
+from megatron.checkpoint.plain import decode_plain, encode_plain
 from megatron.checkpoint.save import Log, save_checkpoint, silent
 from megatron.distributed.agreement import any_rank
 from megatron.distributed.work import Caller
@@ -65,7 +66,9 @@ class CheckpointSaver:
             for name, shard in tensors.items():
                 boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
                 copies[name] = LogicalShard(shard.global_shape, shard.dtype, boxes)
-            tensors, common = copies, copy.deepcopy(common)
+            tensors = copies
+            with suppress(TypeError):  # for values that cannot be saved, for which all ranks raise an error together
+                common = decode_plain(encode_plain(dict(common)))
         save = partial(
             save_checkpoint,
             self.root,

@@ -8,7 +8,6 @@ from functools import cached_property
 from statistics import median
 
 from megatron.compression.points import Point
-from megatron.compression.spec import point_name
 from megatron.planner.candidates import CandidateSpec, Ladders, accepts_candidate
 from megatron.planner.choice import Choice
 from megatron.planner.compressor_search import MAX_TRIALS, WORTHWHILE, CompressorSearch, CompressorSet
@@ -101,7 +100,7 @@ class AutoChoice:
         trials: sets whose iterations were timed; empty if the choice is by prediction.
         traffic: traffic of the trial steps without compressors, by point; empty if there were none.
         estimate: the estimated loss of the chosen set; None if it has no compressors.
-        bolder_specs: specs of the set that was timed, if the chosen set has gentler ones; empty otherwise.
+        bolder: the set that was timed, if it costs too much loss and a gentler one is chosen; None otherwise.
         took_s: seconds that the choice took.
     """
 
@@ -111,7 +110,7 @@ class AutoChoice:
     trials: Sequence[CompressorSet] = ()
     traffic: Mapping[Point, MeasuredTraffic] = field(default_factory=dict)
     estimate: LossEstimate | None = None
-    bolder_specs: Sequence[str] = ()
+    bolder: CompressorSet | None = None
     took_s: float = 0.0
 
     @property
@@ -243,7 +242,7 @@ class AutoSearch:
             return replace(result, estimate=estimate)
         eased = self.find_set(estimate.specs, timed.settings)
         eased_s = timed.seconds * eased.prediction.seconds / timed.prediction.seconds
-        result = replace(result, bolder_specs=timed.specs)
+        result = replace(result, bolder=timed)
         if eased_s > plain.seconds * (1 - WORTHWHILE):
             return replace(result, chosen=plain)
         chosen = replace(eased, trial_s=eased_s, gains=True)
@@ -293,7 +292,7 @@ def _explain(search: CompressorSearch, point: Point, result: AutoChoice) -> Poin
         reason = f"{name} would save {saved_s:.3g} s, but does not fit into memory"
     elif fastest.increase > search.budget - result.increase:
         reason = f"{name} would save {saved_s:.3g} s, but costs up to {fastest.increase:.2f}% of loss"
-    elif point.value in map(point_name, result.bolder_specs):
+    elif result.bolder is not None and point in result.bolder.candidates:
         reason = f"{name} would save {saved_s:.3g} s, but costs too much loss, as measured"
     elif any(point in trial.candidates for trial in result.trials):
         reason = f"{name} was to save {saved_s:.3g} s, but trial steps do not confirm this"

@@ -33,7 +33,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     """
     before_s, after_s = result.plain.seconds, result.chosen.seconds
     excluded = ", without the cost of the specs that were given" if result.plain.prediction.choice.specs else ""
-    is_measured = bool(result.trials) and not result.bolder_specs
+    is_measured = bool(result.trials) and result.bolder is None
     beside = " and after the trial steps" if result.increase > result.chosen.increase else ""
     lines = [
         f"--compress auto: {'measured' if is_measured else 'predicted'} {after_s:.3g} s an iteration, {before_s:.3g} "
@@ -55,7 +55,7 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
             lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
         else:
             was_tried = any(setting.flag in trial.flags for trial in result.trials)
-            if result.bolder_specs:
+            if result.bolder is not None and setting.flag in result.bolder.flags:
                 reason = "with gentler compressors too little"
             else:
                 reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
@@ -66,8 +66,8 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     for trial in result.trials:
         flags_text = " ".join([*trial.specs, *flags_of(trial.settings)]) or "nothing"
         lines.append(f"  trial steps: {trial.seconds:.3g} s (predicted: {trial.prediction.seconds:.3g} s) {flags_text}")
-    if result.bolder_specs:
-        bolder, gentler = " ".join(result.bolder_specs), " ".join(result.chosen.specs) or "nothing"
+    if result.bolder is not None:
+        bolder, gentler = " ".join(result.bolder.specs), " ".join(result.chosen.specs) or "nothing"
         lines.append(f"  {bolder} costs too much loss, as measured after the trial steps: the choice is {gentler}")
     if result.estimate is not None and result.estimate.measured is not None:
         measured = result.estimate.measured

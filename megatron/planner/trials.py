@@ -48,7 +48,7 @@ Choosing compressors that cost time is worse than missing a small gain.
 
 _BEYOND_PREDICTION_ERROR = 0.15
 """Predicted share of an iteration that is more than the planner's usual error. Such a gain can be certain by the second
-round alone if there is no time for a third."""
+round alone, without the warm-ups of the first, if there is no time for a third."""
 
 _PREDICTION_ERROR, _PREDICTION_ERROR_SHARE = 0.1, 0.5
 """Assumed standard error of the logarithm of a predicted gain: the larger of a number and a share of it.
@@ -62,8 +62,9 @@ class TrialRounds:
     """Times of trial steps without compressors (set 0) and with sets of them, and conclusions from these times.
 
     The steps of a round are consecutive, so that anything that slows the machine for longer than a step slows all sets.
-    Gains are means over the rounds of the logarithm of the ratio. In the first round, steps without compressors come
-    last, when memory and libraries are warm, so that round counts only for a set, never against it.
+    Gains are means over the rounds of the logarithm of the ratio. In the first round, kept engines warm up. Steps
+    without compressors come last in it, when memory and libraries are warm, so once there are three rounds, it counts
+    only for a set, never against it.
 
     Sets that are certainly slower than a set that gains are not chosen, so they leave the comparison.
 
@@ -163,8 +164,10 @@ class TrialRounds:
         else:
             return False
         errors = _ERRORS_TO_GAIN_AS_PREDICTED if self._is_gain_predicted(number) else _ERRORS_TO_GAIN
-        ignores_first = len(log_gains) > 2 or (has_ended and predicted_share >= _BEYOND_PREDICTION_ERROR)
-        for values in [log_gains, log_gains[1:]] if ignores_first else [log_gains]:
+        may_ignore_first = self._keeps_engines and (
+            len(log_gains) > 2 or (has_ended and predicted_share >= _BEYOND_PREDICTION_ERROR)
+        )
+        for values in [log_gains, log_gains[1:]] if may_ignore_first else [log_gains]:
             gain, error = self._estimate_gain(number, values)
             if gain - errors * error >= _log_gain(least):
                 return True

@@ -144,6 +144,15 @@ def test_a_warm_up_hides_no_predicted_gain_when_time_has_run_out(
     assert rounds.gaining() == ([1] if is_certain else [])
 
 
+def test_no_round_is_ignored_without_warm_ups() -> None:
+    """Engines that are built for each step warm up in steps that are not timed."""
+    for keeps_engines in (True, False):
+        rounds = TrialRounds([2.5, 2.0], 1000, 30.0, keeps_engines)
+        for without_s, with_s in ((2.5, 2.5), (2.8, 2.5)):
+            rounds.add({1: with_s, 0: without_s}, without_s + with_s)
+        assert rounds.gaining() == ([1] if keeps_engines else [])
+
+
 def test_gains_in_scattered_steps_when_time_runs_out() -> None:
     """Time ends after two rounds, with warm-ups in the first. Predicted and true gains of a fifth are chosen mostly;
     a predicted one that is none, seldom."""

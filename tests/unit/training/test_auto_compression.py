@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -246,11 +247,12 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     assert choice.traffic == traffic
     text = report(choice, 0.5)
     if specs == ["dp-grad=bold"]:
-        assert (choice.increase, list(choice.bolder_specs)) == (0.4, [])
+        assert (choice.increase, choice.bolder) == (0.4, None)
         assert "loss with all points together, as measured after the trial steps: +0.05%" in text
         assert "as measured on a small GPT and after the trial steps" in text
     else:
-        assert choice.bolder_specs == ["dp-grad=bold"]
+        assert choice.bolder is not None
+        assert choice.bolder.specs == ["dp-grad=bold"]
         result = " ".join(chosen) or "nothing"
         assert f"dp-grad=bold costs too much loss, as measured after the trial steps: the choice is {result}" in text
         assert choice.chosen.seconds == pytest.approx(0.6 * 0.6 / 0.4 if chosen else 1.0)
@@ -258,5 +260,8 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     if not chosen:
         assert "nothing: bold would save" in text
         assert "but costs too much loss, as measured" in text
-        vars(choice)["settings"] = [SettingChoice("--overlap-grad-reduce", 0.1, is_on=False)]
-        assert "--overlap-grad-reduce was to save 0.1 s, but with gentler compressors too little" in report(choice, 0.5)
+        bolder = replace(choice.bolder, settings={"overlap_grad_reduce": True})
+        for timed, reason in ((choice.bolder, "beside the compressors"), (bolder, "with gentler compressors")):
+            eased = replace(choice, bolder=timed)
+            vars(eased)["settings"] = [SettingChoice("--overlap-grad-reduce", 0.1, is_on=False)]
+            assert f"--overlap-grad-reduce was to save 0.1 s, but {reason} too little" in report(eased, 0.5)
