@@ -260,6 +260,7 @@ def test_the_timed_set_is_replaced_by_the_settings_that_fit_as_measured(
     if not chosen:
         assert "nothing: bold would save" in text
         assert "but costs too much loss, as measured" in text
+        assert choice.bolder is not None
         bolder = replace(choice.bolder, settings={"overlap_grad_reduce": True})
         for timed, reason in ((choice.bolder, "beside the compressors"), (bolder, "with gentler compressors")):
             eased = replace(choice, bolder=timed)
