@@ -53,13 +53,14 @@ def report(result: AutoChoice, budget: float, suggested: Sequence[str] = ()) -> 
     for setting in result.settings:
         if setting.is_on:
             lines.append(f"  {setting.flag}: predicted to save {setting.saved_s:.3g} s, at no cost in loss")
+            continue
+        if result.bolder is not None and setting.flag in result.bolder.flags:
+            reason = "with gentler compressors too little"
+        elif any(setting.flag in trial.flags for trial in result.trials):
+            reason = "trial steps do not confirm this"
         else:
-            was_tried = any(setting.flag in trial.flags for trial in result.trials)
-            if result.bolder is not None and setting.flag in result.bolder.flags:
-                reason = "with gentler compressors too little"
-            else:
-                reason = "trial steps do not confirm this" if was_tried else "beside the compressors too little"
-            lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
+            reason = "beside the compressors too little"
+        lines.append(f"  not switched on: {setting.flag} was to save {setting.saved_s:.3g} s, but {reason}")
     if result.trials:
         slowdown = result.search.predictor.slowdown
         lines.append(f"  predictions are multiplied by {slowdown:.2f}, the median ratio of trial steps to predictions")

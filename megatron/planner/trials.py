@@ -150,14 +150,11 @@ class TrialRounds:
         log_gains = self._log_gains(number)
         if not log_gains:
             return False
-        predicted_share = self._predicted_share(number)
-        has_ended = len(log_gains) > 1 and self._takes_too_long([*self._rounds[-1].keys() | {number, 0}])
-        is_settled = len(log_gains) > 1 and (
-            len(log_gains) >= _SETTLED_ROUNDS_AS_PREDICTED
-            or _total_seconds(self._rounds) >= _SETTLED_SECONDS
-            or has_ended
-        )
-        if len(log_gains) >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
+        predicted_share, count = self._predicted_share(number), len(log_gains)
+        is_last = count > 1 and self._takes_too_long([*self._rounds[-1].keys() | {number, 0}])
+        took_long = count > 1 and _total_seconds(self._rounds) >= _SETTLED_SECONDS
+        is_settled = count >= _SETTLED_ROUNDS_AS_PREDICTED or took_long or is_last
+        if count >= _SETTLED_ROUNDS or (is_settled and predicted_share >= WORTHWHILE):
             least = WORTHWHILE
         elif predicted_share >= _CLEAR:
             least = _CLEAR
@@ -165,7 +162,7 @@ class TrialRounds:
             return False
         errors = _ERRORS_TO_GAIN_AS_PREDICTED if self._is_gain_predicted(number) else _ERRORS_TO_GAIN
         may_ignore_first = self._keeps_engines and (
-            len(log_gains) > 2 or (has_ended and predicted_share >= _BEYOND_PREDICTION_ERROR)
+            count > 2 or (is_last and predicted_share >= _BEYOND_PREDICTION_ERROR)
         )
         for values in [log_gains, log_gains[1:]] if may_ignore_first else [log_gains]:
             gain, error = self._estimate_gain(number, values)

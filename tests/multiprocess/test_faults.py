@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ from tests.support.cleanup import descendants, have_ended, kill_tree
 from tests.support.cli import REPO, RankProcesses, launch_ranks_cli, run_cli
 from tests.support.combinations import mark_repeats
 from tests.support.corpus import tiny_flags
+from tests.support.events import read_events
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -34,8 +34,7 @@ NAMING_SECONDS = 30.0
 def _losses(path: Path) -> dict[int, float]:
     if not path.exists():
         return {}
-    events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {event["iteration"]: event["lm_loss"] for event in events if event["kind"] == "train"}
+    return {event["iteration"]: event["lm_loss"] for event in read_events(path, may_be_cut=True)}
 
 
 def _wait_for(condition: Any, processes: RankProcesses, seconds: float = 60.0) -> None:

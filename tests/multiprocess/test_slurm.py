@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.events import read_events
 from tests.support.slurm import NoSlurm, Slurm
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
@@ -132,8 +132,7 @@ def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     _until(lambda: slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "TIMEOUT"), 150, story)
     assert slurm.field(job, "JobState") == "COMPLETED", story()
     assert int((run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()) == reached + MORE_ITERATIONS
-    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["kind"] == "resume"] == [reached]
+    assert [event["iteration"] for event in read_events(run / "log.jsonl", "resume")] == [reached]
     for number in ("0", "1"):
         logs = list((run / "logs" / str(job) / number).rglob("std*.log"))
         assert {path.parent.name for path in logs} == {"0"}, logs  # a single local rank on each node

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 
-def read_events(log: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The events of a kind."""
-    return [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == kind]
+def read_events(log: Path, kind: str = "train", *, may_be_cut: bool = False) -> list[dict[str, Any]]:
+    """The events of a kind.
+
+    Args:
+        log: the file.
+        kind: the kind.
+        may_be_cut: whether the last line may be incomplete, which is then ignored: the run goes on, or was killed.
+    """
+    lines = log.read_text().splitlines()
+    events = [json.loads(line) for line in lines if not may_be_cut or line.endswith("}")]
+    return [event for event in events if event["kind"] == kind]
 
 
 def read_losses(log: Path) -> dict[int, tuple[float, float | None]]:

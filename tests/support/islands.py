@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.checkpoint.storage import ShardReader
 from megatron.config.islands import ADDRESS_VARIABLE, ISLAND_VARIABLE
 from megatron.diloco.store import serve
 from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli
+from tests.support.events import read_events
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -79,10 +80,7 @@ def run_islands(islands: int, world_size: int, flags: Sequence[str], timeout: fl
     return results
 
 
-def events(path: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The events of a kind in a file of --log-json-file."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return [event for event in records if event["kind"] == kind]
+events = partial(read_events, may_be_cut=True)
 
 
 def losses(path: Path) -> list[float]:

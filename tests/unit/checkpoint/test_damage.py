@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def load_everything(root: Path) -> None:
-    """Loads iteration 2; after a failure, checks that no memory has changed."""
+    """Load iteration 2, and check the values; after a failure, that no memory has changed."""
     x, y = torch.full((3, 4), -1.0), torch.full((5,), -1.0)
     try:
         load_tensors(root, 2, shards(x, y))
@@ -42,6 +42,8 @@ def load_everything(root: Path) -> None:
         assert x.eq(-1).all()
         assert y.eq(-1).all()
         raise
+    assert torch.equal(x, 2 * torch.arange(12.0).view(3, 4))
+    assert y.eq(1).all()
     load_common(root, 2)
     load_config_yaml(root, 2)
 
